@@ -22,8 +22,9 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
-from perdure.integrations.accelerate_data import PreparedData, num_tokens
+from perdure.integrations.accelerate_data import PreparedData
 from perdure.integrations.accelerate_settings import check_loader, check_loop, samples_per_batch
+from perdure.integrations.framework_steps import count_tokens
 from training.errors import InputError
 from training.runtime.errors import NotApplied
 from training.runtime.program import MicroBatch
@@ -128,7 +129,8 @@ def _session_steps(session: Session) -> Iterator[TrainingStep]:
     is_measured = False
     while (step := loop.next_step()) is not None:
         if not is_measured:
-            session.measure(tokens_per_step=num_tokens(step.data) * session.world_size)
+            tokens = sum(count_tokens(one) for one in step.data)
+            session.measure(tokens_per_step=tokens * session.world_size)
             is_measured = True
         yield step
     session.close_loop(loop)

@@ -7,14 +7,13 @@ are samples of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from accelerate import skip_first_batches
-from torch import Tensor
 
 from training.errors import InputError
 from training.runtime.program import MicroBatch
@@ -153,9 +152,3 @@ def set_epoch(dataloader: Any, epoch: int) -> None:
     own: Any = getattr(sampler, "sampler", None)
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
-
-
-def num_tokens(batches: Iterable[MicroBatch]) -> int:
-    """Tokens in the `input_ids` of batches, as tokenizers name them; 0 where there are none."""
-    found = [one.get("input_ids") for one in batches if hasattr(one, "get")]
-    return sum(one.numel() for one in found if isinstance(one, Tensor))

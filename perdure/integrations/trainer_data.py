@@ -6,7 +6,7 @@ Counts are batches of one rank in the epoch; positions are samples of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,6 +25,7 @@ class TrainerData:
     """Hands out the batches that the Trainer's own iterator draws, and counts them.
 
     Attributes:
+        setting: of the Trainer that has the size of a batch, by name.
         samples_per_batch: of all ranks together, in one forward pass of each.
         batches_in_epoch: of each rank.
         alone: around drawing. Accelerate has all ranks take the state of the first one's
@@ -35,10 +36,11 @@ class TrainerData:
         restored: what `kept` was where the state came from.
     """
 
+    setting: str
     samples_per_batch: int
     batches_in_epoch: int
-    alone: Callable[[], AbstractContextManager[None]]
-    kept: Callable[[], dict[str, Any]]
+    alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    kept: Callable[[], dict[str, Any]] = dict
     epoch: int = 0
     batches: int = 0
     restored: dict[str, Any] = field(default_factory=dict)
@@ -91,9 +93,7 @@ class TrainerData:
             InputError: it lies within a batch, as batches are now.
             SystemExit: code 75: the Trainer's loop, which has begun, is somewhere else.
         """
-        batches = whole_batches(
-            state["samples"], self.samples_per_batch, field="per_device_train_batch_size"
-        )
+        batches = whole_batches(state["samples"], self.samples_per_batch, field=self.setting)
         place = (state["epoch"], batches)
         if self._iterator is not None and place != (self.epoch, self.batches):
             if place != self._drawn_at:

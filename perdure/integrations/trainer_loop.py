@@ -10,7 +10,6 @@ optimizer steps.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -22,19 +21,15 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
-from perdure.integrations.accelerate_data import num_tokens, set_epoch
+from perdure.integrations.accelerate_data import set_epoch
+from perdure.integrations.framework_steps import FrameworkSteps
 from perdure.integrations.sharding import shard_on_cpu
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from perdure.integrations.trainer_settings import check_settings, check_training
-from training.diagnosis.exits import EXIT_RESTART_ME
 from training.health.heartbeat import Phase
-from training.runtime.errors import WorkerError
 from training.runtime.session import Session
 from training.runtime.state.random_numbers import seed_step
-from training.runtime.step_loop.loop import StepLoop
 from training.runtime.step_loop.step import Step
-
-_log = logging.getLogger("perdure.runtime")
 
 REPLACED = (
     "_prepare_for_training",
@@ -74,13 +69,11 @@ class TrainerLoop:
         self._session = session
         self._trainer = trainer
         self._own: dict[str, Any] = {}  # methods of the Trainer
+        self._steps = FrameworkSteps(session, completed=lambda: int(trainer.state.global_step))
         self._data: TrainerData | None = None
-        self._loop: StepLoop | None = None
-        self._step: Step | None = None
         self._losses: list[Tensor] = []
         self._num_items: Any = None
-        self._is_counted = False
-        self._is_measured = False
+        self._counted: Step | None = None
 
     def attach(self) -> None:
         """Replace the Trainer's methods."""
@@ -89,29 +82,17 @@ class TrainerLoop:
             setattr(self._trainer, name, getattr(self, name.lstrip("_")))
         for name, phase in PHASES.items():
             self._own[name] = getattr(self._trainer, name)
-            setattr(self._trainer, name, partial(self._in_phase, name, phase))
+            setattr(self._trainer, name, partial(self._steps.during, phase, self._own[name]))
         self._trainer.args.ignore_data_skip = False  # skipping reads no data
         # Its log gathers losses; those that it is given are the mean of all ranks. A fault in a
         # collective between two steps would cost a restart.
         transformers.trainer.nested_gather = _as_they_are
 
     @property
-    def loop(self) -> StepLoop:
-        """The session's, once the model is prepared."""
-        assert self._loop is not None  # noqa: S101 no step comes before
-        return self._loop
-
-    @property
     def data(self) -> TrainerData:
         """The position, once the model is prepared."""
         assert self._data is not None  # noqa: S101 no step comes before
         return self._data
-
-    @property
-    def step(self) -> Step:
-        """The one under way."""
-        assert self._step is not None  # noqa: S101 the Trainer takes its batches first
-        return self._step
 
     def prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
         """Once model and optimizer are wrapped: restore them, or take another process's place."""
@@ -123,6 +104,7 @@ class TrainerLoop:
         limit = args.max_grad_norm or math.inf
         own_length = max_steps * args.gradient_accumulation_steps
         self._data = TrainerData(
+            setting="per_device_train_batch_size",
             samples_per_batch=args.train_batch_size * args.world_size,
             batches_in_epoch=_length(train_dataloader) or own_length,
             alone=session.alone,
@@ -136,14 +118,13 @@ class TrainerLoop:
             scaler=trainer.accelerator.scaler,
             clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), limit),
         )
-        self._loop = session.open_loop(until=max_steps)
-        self._loop.stays = True
+        self._steps.open(until=max_steps)
         self._restore_state()
         return prepared
 
     def _restore_state(self) -> None:
         state, data = self._trainer.state, self.data
-        state.global_step = self.loop.state.step
+        state.global_step = self._steps.loop.state.step
         state.epoch = data.epoch + data.batches / data.batches_in_epoch
         for name, value in data.restored.items():
             setattr(state, name, value)
@@ -180,25 +161,18 @@ class TrainerLoop:
         """The batches of the next step; saves, pauses and ends come before them."""
         self.data.draw_from(iterator, count)
         try:
-            self._begin_step()
+            self._steps.begin()
         except EpochEnded:
             return [], None
         self._losses = []
         self._in_step(partial(self._count, device))
-        return list(self.step.data), self._num_items
-
-    def _begin_step(self) -> None:
-        step = self.loop.next_step()
-        if step is None or step.number != self._trainer.state.global_step + 1:
-            _log.info(f"the Trainer cannot go back to step {self.loop.state.step}")
-            raise SystemExit(EXIT_RESTART_ME)
-        self._step, self._is_counted = step, False
+        return list(self._steps.step.data), self._num_items
 
     def _count(self, device: Any) -> None:
         """How many tokens have a label, on all ranks."""
         count = self._trainer._get_num_items_in_batch  # noqa: SLF001 there is no public way
-        self._num_items = count(list(self.step.data), device)
-        self._is_counted = True
+        self._counted = self._steps.step
+        self._num_items = count(list(self._counted.data), device)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
@@ -207,16 +181,16 @@ class TrainerLoop:
         del inputs, num_items_in_batch  # the step has them
         if not self._losses:
             self._in_step(partial(self._run_step, model))
-            self._measure()
-            count, vote = len(self.step.data), self.step.vote
+            self._steps.measure(self._steps.step.data)
+            count, vote = len(self._steps.step.data), self._steps.step.vote
             assert vote is not None  # noqa: S101 the step has come to its end
             share = torch.tensor(vote.loss / count, device=self._trainer.args.device)
             self._losses = [share] * count
         return self._losses.pop()
 
     def _run_step(self, model: nn.Module) -> None:
-        step = self.step
-        if not self._is_counted:
+        step = self._steps.step
+        if self._counted is not step:
             self._count(self._trainer.args.device)
         for inputs in step.micro_batches():
             # The Trainer takes labels out of its inputs; the step may come again.
@@ -226,28 +200,8 @@ class TrainerLoop:
 
     def _in_step(self, work: Any) -> None:
         """Do a part of the step under way, as often as faults have it done again."""
-        while True:
-            try:
-                work()
-            except (RuntimeError, WorkerError) as error:
-                if not self.loop.is_recoverable(error):
-                    raise
-                # Its frames hold tensors and groups of the broken step.
-                error.__traceback__ = None
-                if self._recover(error):
-                    return
-            else:
-                return
-
-    def _recover(self, error: BaseException) -> bool:
-        """Whether the step is in the weights now; otherwise it is to be done again."""
-        number = self.step.number
-        self.loop.recover(error)
-        if self.loop.state.step != number:
-            self._begin_step()
-            return False
-        self._apply_nothing()
-        return True
+        if self._steps.run(work):
+            self._apply_nothing()
 
     def _apply_nothing(self) -> None:
         """All ranks were brought behind the step that the Trainer would apply."""
@@ -256,19 +210,11 @@ class TrainerLoop:
             _Applied(trainer.optimizer),
             _Applied(trainer.lr_scheduler),
         )
-        self.step.vote = self.loop.state.vote
-
-    def _measure(self) -> None:
-        """Tell the session, once, how many tokens a step has."""
-        if self._is_measured:
-            return
-        self._is_measured = True
-        tokens = num_tokens(self.step.data) * self._session.world_size
-        self._session.measure(tokens_per_step=tokens)
 
     def clip_grad_norm(self, _model: nn.Module) -> float | None:
         """The norm before clipping; the gradients are clipped already."""
-        return self.step.vote.grad_norm if self.step.vote is not None else None
+        vote = self._steps.step.vote
+        return vote.grad_norm if vote is not None else None
 
     def get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         """The same, where nothing is clipped."""
@@ -281,22 +227,13 @@ class TrainerLoop:
         if isinstance(trainer.optimizer, _Applied):
             trainer.optimizer = trainer.optimizer.inner
             trainer.lr_scheduler = trainer.lr_scheduler.inner
-        elif self._step is not None:
-            self._step.is_applied = True
+        elif self._steps.has_begun:
+            self._steps.step.is_applied = True
 
     def finalize_training(self, *given: Any) -> Any:
         """Save the last step and wait for the store, before the Trainer may load another model."""
-        loop = self.loop
-        loop.until = min(loop.until, self._trainer.state.global_step)
-        if loop.next_step() is None:
-            self._session.close_loop(loop)
+        self._steps.finish(at=self._trainer.state.global_step)
         return self._own["_finalize_training"](*given)
-
-    def _in_phase(self, name: str, phase: Phase, *given: Any, **named: Any) -> Any:
-        if self._loop is None or not self._loop.requests.in_loop:
-            return self._own[name](*given, **named)
-        with self._session.during(phase):
-            return self._own[name](*given, **named)
 
 
 def _shard(trainer: Any) -> None:

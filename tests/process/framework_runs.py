@@ -100,14 +100,17 @@ class FrameworkRuns:
         assert saved >= 11
         assert saved % 10  # it was the request that had it saved
 
-    def is_restarted_in_the_middle_of_an_epoch(self, curve: Mapping[int, float]) -> None:
+    def is_restarted_in_the_middle_of_an_epoch(
+        self, curve: Mapping[int, float], **changes: Any
+    ) -> Running:
         """Both ranks die, one after the other, and nothing but checkpoints is left."""
         killed = {"faults": [fault("kill", 0, 13), fault("kill", 1, 22)]}
         restart = {"process_replace": False, "end_of_life_checkpoint": False}
-        running = self.start("place", drill=killed, restart=restart)
+        running = self.start("place", drill=killed, restart=restart, **changes)
         running.complete(curve)
         assert running.rungs() == ["in_place_restart", "in_place_restart"]
         assert [one.from_step for one in running.history.attempts] == [0, 10, 20]
+        return running
 
     def pauses_and_goes_on(self, curve: Mapping[int, float]) -> None:
         """`perdure pause`, then `perdure resume`."""

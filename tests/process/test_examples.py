@@ -111,7 +111,7 @@ def test_the_same_loop_as_a_session_loses_a_rank_and_no_step(bench, tmp_path):
     assert len(running.history.attempts) == 1
 
 
-@pytest.mark.parametrize("framework", ["trainer", "accelerate"])
+@pytest.mark.parametrize("framework", ["trainer", "accelerate", "lightning"])
 def test_a_framework_loses_a_rank_and_no_step(bench, tmp_path, framework):
     def job(run_id: str, **changes: Any) -> dict[str, Any]:
         name = f"{framework}.yaml"

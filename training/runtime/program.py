@@ -71,6 +71,7 @@ class Training:
         optimizers: each with parameters of its own; all of them run in every step.
         schedulers: of their learning rates.
         clip: clips the gradients of all ranks and returns their norm before it; None: torch does.
+        optimize: lets the optimizers and the scaler run, by a program's own way; None: torch's.
     """
 
     model: nn.Module
@@ -80,6 +81,7 @@ class Training:
     loader: Loader
     grad_clip_norm: float
     clip: Callable[[], Tensor | float] | None = None
+    optimize: Callable[[], None] | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -150,6 +150,7 @@ class Session:
         scheduler: Scheduler | Sequence[Scheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         clip: Callable[[], Tensor | float] | None = None,
+        optimize: Callable[[], None] | None = None,
     ) -> None:
         """Register what is trained; it is what checkpoints hold. Collective: every rank calls it.
 
@@ -161,6 +162,8 @@ class Session:
             scaler: of the loss, for fp16.
             clip: clips the gradients and returns the norm that those of all ranks had before;
                 None: torch does it. It comes after the gradients are unscaled.
+            optimize: lets optimizer and scaler run, once all ranks hold the gradients of a step;
+                None: their `step` and `update`. A recovery calls it, too.
 
         Raises:
             InputError: the loader lacks a method, the model is not laid out as the job says, or
@@ -182,6 +185,7 @@ class Session:
             data,
             self.job.optimizer.grad_clip_norm,
             clip,
+            optimize,
         )
         settle_buckets(model)
 
@@ -222,6 +226,11 @@ class Session:
         """Around collectives that need no other rank: all of them would bring the same values."""
         with self._groups.generations.alone() if self._groups is not None else nullcontext():
             yield
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether collectives return at once, with what this rank has brought."""
+        return self._groups is not None and self._groups.generations.is_alone
 
     def steps(self, *, until: int) -> Iterator[Step]:
         """The steps from the newest checkpoint up to `until`.

@@ -17,7 +17,8 @@ def alone():
 
 
 def data(samples_per_batch: int = 8) -> TrainerData:
-    return TrainerData(samples_per_batch, 15, alone, lambda: {"total_flos": 7})
+    setting = "per_device_train_batch_size"
+    return TrainerData(setting, samples_per_batch, 15, alone, lambda: {"total_flos": 7})
 
 
 def test_a_step_has_as_many_batches_as_the_trainer_asks_for_and_all_are_counted():

@@ -195,8 +195,8 @@ VOTE = Vote(step=5, loss=3.0, grad_norm=0.5, stop=False, save=False, pause=False
 def stepping(trainer: Any, *, recovered_at: int) -> TrainerLoop:
     """A loop of which step 5 fails once, and recovery brings it to a step."""
     one = TrainerLoop(session(), trainer)
-    one._loop = Recovered(step=recovered_at)  # type: ignore[assignment]
-    one._step = SimpleNamespace(number=5, data=[{}, {}], vote=None)  # type: ignore[assignment]
+    one._steps._loop = Recovered(step=recovered_at)  # type: ignore[assignment]
+    one._steps._step = SimpleNamespace(number=5, data=[{}, {}], vote=None)  # type: ignore[assignment]
     trainer.state.global_step = 4
     trainer.optimizer = Counting()
     trainer.lr_scheduler = Counting()
@@ -243,7 +243,7 @@ def test_a_step_that_recovery_has_not_applied_is_done_again(trainer):
     trainer.optimizer.step()
     one.applied()
     assert trainer.optimizer.steps == 1
-    assert one.step.is_applied
+    assert one._steps.step.is_applied
 
 
 def test_a_trainer_that_would_have_to_go_back_is_started_again(trainer):

@@ -84,6 +84,7 @@ class StepLoop:
         skipping: of abnormal batches; None: an abnormal step is a fault.
         stays: the program goes on behind the last step, and calls `leave` at its end.
         state: of this rank.
+        has_applied: the newest recovery let ranks apply the step that they were in.
     """
 
     until: int
@@ -99,6 +100,7 @@ class StepLoop:
     skipping: SkippedData | None = None
     stays: bool = False
     state: RankState = field(default_factory=lambda: RankState(0, {}))
+    has_applied: bool = False
     _steps: StepContext = field(init=False)
     _comparison: Comparison = field(init=False)
     _clock: SaveClock = field(init=False)
@@ -212,6 +214,7 @@ class StepLoop:
         """
         assert self.recovery is not None  # noqa: S101 asked by the callers
         plan = self.recovery.rejoin(self.state, error=error)
+        self.has_applied = bool(plan.applies)
         state = self.state
         self._comparison.aligned_at = state.step  # on every rank alike, as the plan has it
         self._is_first = False  # on every rank alike; the next save prepares

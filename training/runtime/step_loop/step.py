@@ -298,6 +298,9 @@ class Step:
         self.is_dirty, self.is_applied = False, True
 
     def _run_optimizers(self) -> None:
+        if self._training.optimize is not None:
+            self._training.optimize()
+            return
         scaler = self._training.scaler
         for optimizer in self._training.optimizers:
             if scaler is not None:

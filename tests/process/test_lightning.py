@@ -1,0 +1,99 @@
+"""The Trainer of Lightning under Perdure: real ranks that are killed, stopped, ended, misled.
+
+Every run's curve, all digits, is that of an undisturbed run of the same program.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.process.framework_runs import STEPS, FrameworkRuns, fault, whole_curve
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+
+# Eight steps of two micro-batches are an epoch, and the last of them has one.
+ARGUMENTS = ("--num-samples=120", "--accumulate=2")
+
+
+@pytest.fixture(scope="module")
+def trainer(bench) -> FrameworkRuns:
+    return FrameworkRuns(bench, "lightning", ("lightning_paced.py", *ARGUMENTS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trainer) -> dict[int, float]:
+    """Loss of every step of a run without a fault."""
+    return whole_curve(trainer.start("undisturbed"))
+
+
+def test_a_killed_rank_of_lightning_is_replaced_and_no_step_is_done_again(trainer, undisturbed):
+    faults = [fault("kill", 1, 9), fault("kill", 0, 14, "voted"), fault("link", 1, 20)]
+    running = trainer.start("killed", drill={"faults": faults})
+    running.complete(undisturbed)
+    assert running.rungs() == ["process_replace", "process_replace", "step_retry"]
+    (attempt,) = running.history.attempts
+    assert [one.ended.steps_lost for one in attempt.recoveries] == [0, 0, 0]
+
+    status = running.status()
+    assert (status["step"], status["loss"]) == (STEPS, undisturbed[STEPS])
+    assert status["ettr"] > 0
+    assert status["tokens_per_s"] > 0
+    assert status["checkpoints"]["store"] == {"newest": STEPS, "count": 3}
+
+
+@pytest.mark.long
+def test_lightning_outlives_the_loss_of_a_node(trainer, undisturbed):
+    trainer.outlives_the_loss_of_a_node(undisturbed)
+
+
+@pytest.mark.long
+def test_a_hang_of_lightning_is_noticed_by_its_step_and_restarted(trainer, undisturbed):
+    # Each of these validations is longer than a step may be.
+    running = trainer.is_restarted_when_it_hangs(undisturbed, "--val-every=30", evaluate_s=1.5)
+    assert [line.split(":")[0] for line in running.worker_lines("validated ")] == ["validated 16"]
+
+
+@pytest.mark.long
+def test_a_rank_lost_before_a_validation_of_all_ranks_costs_a_restart_and_no_committed_step(
+    trainer, undisturbed
+):
+    # Its metric is reduced over all ranks, between two steps.
+    lost = {"faults": [fault("kill", 1, 16, "voted")]}
+    running = trainer.start("validates", "--val-every=30", drill=lost)
+    running.complete(undisturbed)
+    assert running.rungs()[-1] == "in_place_restart"
+    assert running.history.attempts[-1].from_step >= 10
+    assert len(running.worker_lines("validated 16: ")) == 1
+
+
+@pytest.mark.long
+def test_lightning_that_is_asked_to_end_saves_and_goes_on_from_the_same_step(trainer, undisturbed):
+    trainer.saves_and_goes_on_when_it_is_asked_to_end(undisturbed)
+
+
+@pytest.mark.long
+def test_lightning_is_restarted_in_the_middle_of_an_epoch_without_reading_it_again(
+    trainer, undisturbed
+):
+    shown = {"PACE_S": "0", "PRINT_READ": "1"}
+    running = trainer.is_restarted_in_the_middle_of_an_epoch(undisturbed, env=shown)
+    # Whole steps of two batches, and the last one of an epoch has one; four samples in each.
+    steps = [*range(1, 14), *range(11, 23), *range(21, STEPS + 1)]
+    batches = sum(1 if step % 8 == 0 else 2 for step in steps)
+    assert len(running.worker_lines("read ")) == 4 * batches
+
+
+@pytest.mark.long
+def test_a_wrong_argument_of_a_lightning_script_is_named_and_stops_the_run(trainer):
+    trainer.stops_at_a_wrong_argument("--learning-rte=1e-3")
+
+
+@pytest.mark.long
+def test_two_targets_of_lightning_that_differ_are_named_and_stop_the_run(trainer):
+    running = trainer.stops("target", "--max-steps=30")
+    assert "steps: 24 in the job, but the Trainer has max_steps=30: leave that out" in running.out
+
+
+@pytest.mark.long
+def test_lightning_pauses_at_a_step_and_goes_on(trainer, undisturbed):
+    trainer.pauses_and_goes_on(undisturbed)
