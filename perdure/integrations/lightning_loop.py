@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -283,8 +284,16 @@ class LightningLoop:
         results.batch, results.batch_size = batch, None
         named = self._epoch._build_kwargs(OrderedDict(), batch, index)  # noqa: SLF001
         closure = optimization._make_closure(named, trainer.optimizers[0], index)  # noqa: SLF001
+        closure._step_fn = partial(self._drilled, closure._step_fn)  # noqa: SLF001
         closure()
         return closure.consume_result()
+
+    def _drilled(self, forward: Callable[[], Any]) -> Any:
+        """The outputs of a forward, with the loss as drills have it."""
+        result = forward()
+        if result.closure_loss is None:
+            return result
+        return replace(result, closure_loss=self._steps.step.drilled(result.closure_loss))
 
     def _undo(self) -> None:
         """What an attempt at the step that was cut short has left in the Trainer."""

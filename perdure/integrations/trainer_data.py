@@ -31,6 +31,7 @@ class TrainerData:
         alone: around drawing. Accelerate has all ranks take the state of the first one's
             generator, which is the same in all; a rank whose process is new draws by itself.
         kept: what else of the Trainer a checkpoint has.
+        only_whole: the batches at the end of an epoch that are too few for a step are left out.
         epoch: of the next batch, from 0.
         batches: of that epoch, handed out.
         restored: what `kept` was where the state came from.
@@ -41,6 +42,7 @@ class TrainerData:
     batches_in_epoch: int
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
     kept: Callable[[], dict[str, Any]] = dict
+    only_whole: bool = False
     epoch: int = 0
     batches: int = 0
     restored: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class TrainerData:
         """The batches of the next step.
 
         Raises:
-            EpochEnded: there is none.
+            EpochEnded: there are none.
         """
         if not self._comes_again:
             assert self._iterator is not None  # noqa: S101 set for every step
@@ -76,7 +78,7 @@ class TrainerData:
             with self.alone():
                 self._drawn = list(islice(self._iterator, self._count))
         self._comes_again = False
-        if not self._drawn:
+        if len(self._drawn) < (self._count if self.only_whole else 1):
             raise EpochEnded
         self.batches += len(self._drawn)
         return self._drawn

@@ -32,10 +32,12 @@ from training.runtime.state.random_numbers import seed_step
 from training.runtime.step_loop.step import Step
 
 REPLACED = (
+    "set_initial_training_values",
     "_prepare_for_training",
     "_run_epoch",
     "get_batch_samples",
     "training_step",
+    "compute_loss",
     "_clip_grad_norm",
     "_get_grad_norm",
     "_load_rng_state",
@@ -94,6 +96,15 @@ class TrainerLoop:
         assert self._data is not None  # noqa: S101 no step comes before
         return self._data
 
+    def set_initial_training_values(self, *given: Any) -> Any:
+        """As the Trainer has them, but for its number of epochs, which nothing may end at.
+
+        Steps that were done on another number of ranks had another share of an epoch.
+        """
+        _, *values = self._own["set_initial_training_values"](*given)
+        max_steps = values[-1]
+        return max_steps, *values  # each epoch has a step
+
     def prepare_for_training(self, max_steps: int, train_dataloader: Any, resume: Any) -> Any:
         """Once model and optimizer are wrapped: restore them, or take another process's place."""
         trainer, session = self._trainer, self._session
@@ -103,10 +114,13 @@ class TrainerLoop:
         args = trainer.args
         limit = args.max_grad_norm or math.inf
         own_length = max_steps * args.gradient_accumulation_steps
+        length = _length(train_dataloader)
         self._data = TrainerData(
             setting="per_device_train_batch_size",
             samples_per_batch=args.train_batch_size * args.world_size,
-            batches_in_epoch=_length(train_dataloader) or own_length,
+            batches_in_epoch=length or own_length,
+            # The Trainer applies no such step; it would carry its gradients into the next epoch.
+            only_whole=not length,
             alone=session.alone,
             kept=lambda: {name: getattr(trainer.state, name) for name in KEPT},
         )
@@ -197,6 +211,11 @@ class TrainerLoop:
             loss = self._own["training_step"](model, copy.copy(inputs), self._num_items)
             step.report_loss(loss)
         step.agree()
+
+    def compute_loss(self, model: nn.Module, *given: Any, **named: Any) -> Any:
+        """The Trainer's own, as drills have it."""
+        loss = self._own["compute_loss"](model, *given, **named)
+        return self._steps.step.drilled(loss) if model.training else loss
 
     def _in_step(self, work: Any) -> None:
         """Do a part of the step under way, as often as faults have it done again."""

@@ -112,6 +112,33 @@ class FrameworkRuns:
         assert [one.from_step for one in running.history.attempts] == [0, 10, 20]
         return running
 
+    def goes_on_with_other_ranks(self, num_ranks: int, **changes: Any) -> Running:
+        """A run that was complete gets more steps, and another number of ranks than two."""
+        half = STEPS // 2
+        first = self.start("ranks", steps=half, **changes)
+        first.complete()
+        before = first.curve()
+        engine = {"nodes": 1, "slots_per_node": num_ranks, "spares": 0, "grace_s": 10}
+        running = self.start("ranks", engine=engine, **changes)
+        running.complete()
+        curve = running.curve()
+        assert list(curve) == list(range(1, STEPS + 1))
+        assert {step: curve[step] for step in before} == before
+        assert curve[STEPS] < curve[half] < curve[1]
+        assert running.history.attempts[-1].from_step == half
+        return running
+
+    def begins_with_the_weights_of_another(
+        self, curve: Mapping[int, float], **changes: Any
+    ) -> None:
+        """A run begins with what the undisturbed one has trained; its steps begin with 1."""
+        taught = {"run": f"{self.name}-undisturbed"}
+        running = self.start("heir", steps=8, init_from=taught, **changes)
+        running.complete()
+        found = running.curve()
+        assert list(found) == list(range(1, 9))
+        assert abs(found[1] - curve[STEPS]) < abs(found[1] - curve[1])
+
     def pauses_and_goes_on(self, curve: Mapping[int, float]) -> None:
         """`perdure pause`, then `perdure resume`."""
         running = self.start("pause", env={"PACE_S": "1"})

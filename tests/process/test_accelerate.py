@@ -119,6 +119,11 @@ def test_a_loop_over_accelerate_pauses_at_a_step_and_goes_on(loop, undisturbed):
 
 
 @pytest.mark.long
+def test_a_loop_over_accelerate_goes_on_with_another_number_of_ranks(loop, undisturbed):
+    loop.goes_on_with_other_ranks(1)
+
+
+@pytest.mark.long
 def test_a_wrong_argument_of_a_script_over_accelerate_is_named_and_stops_the_run(loop):
     loop.stops_at_a_wrong_argument("--bath_size=8")
 

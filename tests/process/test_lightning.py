@@ -98,3 +98,22 @@ def test_two_targets_of_lightning_that_differ_are_named_and_stop_the_run(trainer
 @pytest.mark.long
 def test_lightning_pauses_at_a_step_and_goes_on(trainer, undisturbed):
     trainer.pauses_and_goes_on(undisturbed)
+
+
+@pytest.mark.long
+def test_lightning_goes_on_with_another_number_of_ranks(trainer, undisturbed):
+    trainer.goes_on_with_other_ranks(1)
+
+
+@pytest.mark.long
+def test_lightning_begins_with_the_weights_of_another_run(trainer, undisturbed):
+    trainer.begins_with_the_weights_of_another(undisturbed)
+
+
+@pytest.mark.long
+def test_lightning_goes_one_step_back_when_a_loss_is_not_a_number(trainer, undisturbed):
+    spiked = {"faults": [fault("not_a_number", 1, 19)]}
+    restart = {"numeric_retry": True, "snapshot_every_steps": 1}
+    running = trainer.start("spike", drill=spiked, restart=restart)
+    running.complete(undisturbed)
+    assert running.rungs() == ["step_retry"]

@@ -109,6 +109,56 @@ def test_a_trainer_pauses_at_a_step_and_goes_on(trainer, undisturbed):
     trainer.pauses_and_goes_on(undisturbed)
 
 
+@pytest.mark.long
+def test_a_trainer_goes_on_with_another_number_of_ranks(trainer, undisturbed):
+    trainer.goes_on_with_other_ranks(1)
+
+
+@pytest.mark.long
+def test_a_trainer_begins_with_the_weights_of_another_run(trainer, undisturbed):
+    trainer.begins_with_the_weights_of_another(undisturbed)
+
+
+@pytest.mark.long
+def test_a_trainer_goes_one_step_back_when_a_loss_is_not_a_number(trainer, undisturbed):
+    spiked = {"faults": [fault("not_a_number", 1, 19)]}
+    restart = {"numeric_retry": True, "snapshot_every_steps": 1}
+    running = trainer.start("spike", drill=spiked, restart=restart)
+    running.complete(undisturbed)
+    assert running.rungs() == ["step_retry"]
+    (attempt,) = running.history.attempts
+    assert [one.ended.steps_lost for one in attempt.recoveries] == [0]
+
+
+@pytest.mark.long
+def test_a_trainer_reads_an_iterable_dataset_up_to_its_place(trainer):
+    streamed = ('--accelerator_config={"dispatch_batches": false}',)
+    env = {"PACE_S": "0", "ITERABLE": "1"}
+    plain = trainer.start("streams", *streamed, env=env)
+    curve = whole_curve(plain)
+    killed = {"faults": [fault("kill", 1, 13), fault("kill", 0, 22)]}
+    restart = {"process_replace": False, "end_of_life_checkpoint": False}
+    running = trainer.start("streams-killed", *streamed, env=env, drill=killed, restart=restart)
+    running.complete(curve)
+    assert [one.from_step for one in running.history.attempts] == [0, 10, 20]
+
+
+@pytest.mark.long
+def test_the_best_model_of_a_trainer_is_loaded_behind_the_last_save(trainer, undisturbed, tmp_path):
+    saved = [f"--{one}_strategy=steps" for one in ("eval", "save")]
+    every = [f"--{one}_steps=8" for one in ("eval", "save")]
+    # A loss that grows is the better one here, so that the first evaluation is the best.
+    best = ["--load_best_model_at_end", "--greater_is_better=true", f"--output_dir={tmp_path}"]
+    killed = {"faults": [fault("kill", 1, 18)]}
+    running = trainer.start("best", *saved, *every, *best, drill=killed)
+    running.complete(undisturbed)
+    assert running.rungs() == ["process_replace"]
+    shown = [line.split(": ") for line in running.worker_lines("evaluated ")]
+    assert [step for step, _ in shown] == [f"evaluated {step}" for step in (8, 16, 24, 24)]
+    losses = [float(loss) for _, loss in shown]
+    assert losses[0] == losses[3] > losses[2]
+
+
 FSDP2 = {"kind": "fsdp2"}
 
 
@@ -161,3 +211,8 @@ def test_a_sharded_trainer_outlives_a_node_by_the_copies_of_its_partner(shards, 
     running.complete(undisturbed_shards)
     assert running.rungs() == ["pod_reschedule"]
     assert running.history.attempts[-1].from_step == 10
+
+
+@pytest.mark.long
+def test_a_sharded_trainer_goes_on_with_another_number_of_ranks(shards, undisturbed_shards):
+    shards.goes_on_with_other_ranks(4, parallelism=FSDP2)

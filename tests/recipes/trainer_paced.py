@@ -1,6 +1,7 @@
 """examples/trainer_train.py, paced so that faults find it at work, with an evaluation behind it.
 
-`PACE_S` is a pause before each step, `EVALUATE_S` one for each batch of an evaluation.
+`PACE_S` is a pause before each step, `EVALUATE_S` one for each batch of an evaluation. With
+`ITERABLE` the dataset has no length and no index.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from torch.utils.data import IterableDataset
 from transformers import HfArgumentParser, TrainerCallback
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -17,6 +19,16 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from trainer_train import Arguments, make_trainer  # type: ignore[import-not-found]
 
 from perdure.integrations.transformers import PerdureCallback
+
+
+class Stream(IterableDataset):
+    """The samples of a dataset, one after the other."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return (self.samples[index] for index in range(len(self.samples)))
 
 
 class Pace(TrainerCallback):  # type: ignore[misc]
@@ -38,6 +50,8 @@ class Pace(TrainerCallback):  # type: ignore[misc]
 def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     trainer = make_trainer(args)
+    if "ITERABLE" in os.environ:
+        trainer.train_dataset = Stream(trainer.train_dataset)
     trainer.add_callback(Pace())
     trainer.add_callback(PerdureCallback(trainer))
     trainer.train()

@@ -39,6 +39,19 @@ def test_the_last_step_of_an_epoch_may_have_fewer_and_none_is_the_end():
     assert one.batches == 3
 
 
+def test_what_is_too_little_for_a_step_at_the_end_of_a_stream_is_left_out():
+    one = data()
+    one.only_whole = True
+    one.draw_from(iter(range(3)), 2)
+    assert one.next_step() == [0, 1]
+    with pytest.raises(EpochEnded):
+        one.next_step()
+    assert one.batches == 2
+    one.begin_epoch(1)
+    one.draw_from(iter(range(3)), 2)
+    assert one.next_step() == [0, 1]
+
+
 def test_a_position_goes_on_where_it_was_saved_also_with_other_batches():
     one = data()
     one.begin_epoch(2)

@@ -445,3 +445,18 @@ def test_an_injected_fault_multiplies_the_loss_of_a_step_and_its_gradients_alike
     first, second = plain.take(plain.step()), drilled.take(drilled.step(micro_batches=2))
     assert vote_of(second).loss == pytest.approx(100 * vote_of(first).loss, rel=1e-4)
     assert vote_of(second).grad_norm == pytest.approx(100 * vote_of(first).grad_norm, rel=1e-4)
+
+
+def test_an_injected_fault_strikes_a_program_that_runs_backward_itself(make):
+    plain, drilled = make(), make()
+    drilled.factor = 100.0
+    step = drilled.step()
+    with step:
+        for batch in step.micro_batches():
+            loss = step.drilled(drilled.training.model(*batch))
+            loss.backward()
+            step.report_loss(loss)
+        step.apply()
+    first = vote_of(plain.take(plain.step()))
+    assert vote_of(step).loss == pytest.approx(100 * first.loss, rel=1e-4)
+    assert vote_of(step).grad_norm == pytest.approx(100 * first.grad_norm, rel=1e-4)

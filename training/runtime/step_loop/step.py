@@ -209,14 +209,16 @@ class Step:
         """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
         self._reached("backward")
         self._context.division.look(loss, len(self.data))
-        share = loss / len(self.data)
-        if self._factor is None:  # one for all micro-batches
-            self._factor = self._context.faults.loss_factor(self.number)
-        if self._factor != 1.0:
-            share = share * self._factor
+        share = self.drilled(loss / len(self.data))
         self._count(share)
         scaler = self._training.scaler
         (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
+
+    def drilled(self, loss: Tensor) -> Tensor:
+        """The loss as a drill has it, for a program that runs backward by itself."""
+        if self._factor is None:  # one for all micro-batches
+            self._factor = self._context.faults.loss_factor(self.number)
+        return loss if self._factor == 1.0 else loss * self._factor
 
     def report_loss(self, loss: Tensor) -> None:
         """The mean loss of the step, of a program whose pipeline schedule runs backward by itself.
