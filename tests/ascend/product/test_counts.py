@@ -83,6 +83,11 @@ def calls_of_plain_program(home: Path, num_ranks: int, *, steps: int) -> list[Co
     return per_rank(folder)
 
 
+def without_local(calls: Mapping[str, int]) -> dict[str, int]:
+    """Those in which other ranks take part."""
+    return {name: count for name, count in calls.items() if name not in LOCAL}
+
+
 def each_step(few: list[Counter[str]], many: list[Counter[str]]) -> Mapping[str, float]:
     """Calls of a rank in a step; the same on every rank."""
     first, *others = (
@@ -119,5 +124,9 @@ def test_a_recovery_costs_each_rank_the_same_calls_however_many_there_are(
     first, *others = (more - less for less, more in zip(whole, broken, strict=True))
     print(f"{num_ranks} ranks, calls of a rank in a recovery: {dict(first)}")
     assert first.pop("HcclGetRootInfo") == 1, "the first rank alone names the root"
-    assert others == [first] * len(others)
-    assert {name: n for name, n in first.items() if name not in LOCAL} == RECOVERY
+    # The rank that is struck hears of it before it begins to reduce its gradients, or behind that.
+    struck = [one for one in others if one != first]
+    missing = [without_local(first - one) for one in struck]
+    assert missing in ([], [{"HcclAllReduce": 1}])
+    assert not any(one - first for one in struck)
+    assert without_local(first) == RECOVERY
