@@ -33,8 +33,7 @@ class RandomText(Dataset[Tensor]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> Tensor:
-        drawn = random.Random(index)  # noqa: S311 no secret
-        text = " ".join(drawn.choices(WORDS, k=self.block_size))
+        text = " ".join(random.Random(index).choices(WORDS, k=self.block_size))  # noqa: S311
         return torch.tensor(list(text.encode()[: self.block_size + 1]))
 
 
@@ -45,42 +44,32 @@ class LanguageModel(LightningModule):
         super().__init__()
         self.args = args
         self.embedding = nn.Embedding(128, 32)
-        self.position = nn.Embedding(args.block_size, 32)
         layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(32, 128)
         mask = nn.Transformer.generate_square_subsequent_mask(args.block_size)
         self.register_buffer("mask", mask)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [batch, token, byte]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.position(places)
-        return self.head(self.layers(x, mask=self.mask, is_causal=True))
-
-    def loss(self, text: Tensor) -> Tensor:
-        """Mean over the bytes of `text`, [batch, token]."""
-        logits = self(text[:, :-1])
+    def forward(self, text: Tensor) -> Tensor:
+        """Mean loss over the bytes of `text`, [batch, token]."""
+        logits = self.head(self.layers(self.embedding(text[:, :-1]), self.mask, is_causal=True))
         return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
     def training_step(self, batch: Tensor) -> Tensor:
         """Train on one batch."""
-        loss = self.loss(batch)
+        loss = self(batch)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Tensor) -> None:
         """Evaluate on one batch."""
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+        self.log("val_loss", self(batch), sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, object]:
         """AdamW with a warm-up."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.args.lr)
         warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=20)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": warm_up, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,25 +92,19 @@ def make_trainer(args: argparse.Namespace, callbacks: list[Callback]) -> Trainer
         strategy="ddp",
         devices=devices,
         num_nodes=int(os.environ.get("WORLD_SIZE", "1")) // devices,
-        max_steps=args.max_steps,
-        max_epochs=-1,
+        max_steps=args.max_steps, max_epochs=-1,
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=1.0,
-        limit_val_batches=4,
-        val_check_interval=args.val_every,
-        check_val_every_n_epoch=None,
-        callbacks=callbacks,
+        limit_val_batches=4, val_check_interval=args.val_every, check_val_every_n_epoch=None,
         enable_checkpointing=False,  # checkpoints are Perdure's
-        enable_progress_bar=False,
-        logger=False,
-    )
+        enable_progress_bar=False, logger=False, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def fit(trainer: Trainer, args: argparse.Namespace) -> None:
     """Train a new model."""
     data = RandomText(args.num_samples, args.block_size)
-    train = DataLoader(data, batch_size=args.batch_size, shuffle=True, num_workers=0)
-    val = DataLoader(data, batch_size=args.batch_size, num_workers=0)
+    train, val = (DataLoader(data, args.batch_size, shuffle=one) for one in (True, False))
     trainer.fit(LanguageModel(args), train, val)
 
 
