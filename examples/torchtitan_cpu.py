@@ -8,8 +8,6 @@ A GPU or NPU needs none of this. Torchtitan's own code is run as it is, with ano
 import types
 
 import psutil
-import torch
-from torch.distributed import distributed_c10d
 from torchtitan.tools import utils
 
 MEMORY = types.SimpleNamespace(total_memory=psutil.virtual_memory().total)
@@ -26,9 +24,6 @@ utils.device_module = types.SimpleNamespace(
     reset_peak_memory_stats=lambda: None,
     empty_cache=lambda: None,
 )
-# Torch 2.13 has it under another name.
-if not hasattr(torch.distributed, "set_timeout"):
-    torch.distributed.set_timeout = distributed_c10d._set_pg_timeout  # noqa: SLF001
 
 if __name__ == "__main__":
     from torchtitan.train import main  # its modules take the device when they are imported

@@ -1,8 +1,8 @@
-"""A configuration of torchtitan 0.3.0: two layers of its llama3 debug model over the bytes of a file.
+"""A configuration of torchtitan 0.3.0: two layers of its llama3 debug model, on a file of text.
 
     torchrun ... -m torchtitan.train --module torchtitan_tiny --config tiny
 
-It needs no tokenizer and no data set, and fits a CPU with torch 2.13.
+It needs no tokenizer and no data set, fits a CPU, and has what torch 2.13 lacks.
 """
 
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import DatasetConfig
@@ -23,6 +23,10 @@ from torchtitan.trainer import Trainer
 
 BEGIN, END = 256, 257
 PAUSE_S = float(os.environ.get("PAUSE_S", "0"))  # in every line of the file, to watch it
+
+
+if not hasattr(distributed, "set_timeout"):  # torch 2.13 has it under another name
+    distributed.set_timeout = distributed.distributed_c10d._set_pg_timeout  # noqa: SLF001
 
 
 def lines_of(path: str) -> Dataset:
@@ -46,7 +50,7 @@ class Bytes(BaseTokenizer):
     class Config(BaseTokenizer.Config):
         """Of Bytes."""
 
-    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:  # noqa: ARG002 theirs
         super().__init__()
         self.eos_id = END
 

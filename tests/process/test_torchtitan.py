@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.local_run import LocalRun
-from tests.process.harness import REPO
 from tests.process.program_jobs import (
     EXAMPLES,
     AtStep,
@@ -19,36 +17,24 @@ from tests.process.program_jobs import (
     example_job,
     lines_with,
     output_of,
-    printed,
     recorded,
     send,
     status_of,
 )
+from tests.process.torchtitan_jobs import LOADED, PACE, PYTHON, STEPS, losses, needs_torchtitan
 from tests.values import not_none
 from training.drill.driver import RunDriver, RunOutcome
 from training.job import Job
 from training.recovery.faults import FaultClass
 
-PYTHON = REPO / ".venv-titan/bin/python"
-
 pytestmark = [
     pytest.mark.process,
     pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="no torchtitan: make test-torchtitan"),
+    needs_torchtitan,
 ]
 
-STEPS = 40
-# Torchrun starts its ranks with it; torchtitan is in an environment of its own.
-RANKS = {"PYTHON_EXEC": str(PYTHON)}
-PACE = ("--checkpoint.interval=10", f"--training.steps={STEPS}")
-LINE = re.compile(r"step: +(\d+) .*?loss: +([\d.]+) ")
-COLOURS = re.compile(r"\x1b\[[\d;]*m")
-
-
-def losses(lines: list[str]) -> dict[int, str]:
-    """What was printed of every step."""
-    return printed((COLOURS.sub("", line) for line in lines), LINE)
+RANKS = {"PYTHON_EXEC": str(PYTHON)}  # with which torchrun starts them
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +79,7 @@ def assert_recovered(home: Path, job: Job, done: tuple[RunOutcome, AtStep], alon
     assert status["loss"] in map(float, alone.values())
     assert status["grad_norm"] > 0
     lines = output_of(home, job)
-    resumed = lines_with(lines, "Loading the checkpoint from")
+    resumed = lines_with(lines, LOADED)
     assert len(resumed) == 2 * (len(outcome.history.attempts) - 1), "on both ranks"
     assert losses(lines) == alone, "every digit"
     assert recorded(job) == {step: float(loss) for step, loss in alone.items()}
