@@ -174,8 +174,8 @@ test-npu: $(NPU_VENV)/.installed
 test-npu-long: $(NPU_VENV)/.installed
 	$(TEST_NPU) -m long
 
-# Torchtitan in an environment of its own, with the torch of .venv: it wants an older fsspec, and 200
-# MB of triton, which it imports on the CPU, too.
+# Torchtitan in an environment of its own, with the torch of .venv: it wants an older fsspec, and 1 GB
+# of triton, which it imports on the CPU, too.
 TITAN_VENV := .venv-titan
 
 $(TITAN_VENV)/.installed: $(VENV)/.installed
