@@ -11,7 +11,7 @@ export DO_NOT_TRACK := 1
 # A run starts dozens of processes: where images have this set, each would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
+.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan soak chaos bench bench-storage bench-recovery bench-scale check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-kubernetes-long  the longer ones"
 	@echo "make test-npu   with the real torch_npu, on emulated Ascend devices"
 	@echo "make test-npu-long  the longer ones"
+	@echo "make test-torchtitan  with the real torchtitan, on the CPU"
 	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
@@ -173,6 +174,20 @@ test-npu: $(NPU_VENV)/.installed
 test-npu-long: $(NPU_VENV)/.installed
 	$(TEST_NPU) -m long
 
+# Torchtitan in an environment of its own, with the torch of .venv: it wants an older fsspec, and 1 GB
+# of triton, which it imports on the CPU, too.
+TITAN_VENV := .venv-titan
+
+$(TITAN_VENV)/.installed: $(VENV)/.installed
+	test -x $(TITAN_VENV)/bin/python || $(PYTHON) -m venv $(TITAN_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$($(TITAN_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-venv.pth
+	$(TITAN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[torchtitan]'
+	touch $@
+
+test-torchtitan: $(TITAN_VENV)/.installed
+	$(TEST) tests/process/test_torchtitan.py
+
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
 # that fails with CHAOS_OPTIONS=--shrink. On emulated NPUs (DEVICE=npu) it is thirty times.
 SEEDS ?= 1 2 3
@@ -257,4 +272,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(NPU_VENV) .venv-bench .perdure .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(NPU_VENV) $(TITAN_VENV) .venv-bench .perdure .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -241,9 +241,9 @@ class Job(FrozenModel):
         spec = self.worker.checkpoints
         if spec is None or not spec.upload or self.engine.nodes == 1:
             return self
-        if spec.kind is CheckpointKind.MEGATRON:
+        if spec.kind in (CheckpointKind.MEGATRON, CheckpointKind.TORCHTITAN):
             raise ValueError(
-                f"worker.checkpoints.upload with kind=megatron is for one node, engine.nodes="
+                f"worker.checkpoints.upload with kind={spec.kind} is for one node, engine.nodes="
                 f"{self.engine.nodes}: the first alone has the file that says what is complete; "
                 "save to storage that all nodes have"
             )

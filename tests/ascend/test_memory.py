@@ -37,6 +37,12 @@ def test_memory_figures_follow_what_is_allocated():
     assert torch.npu.mem_get_info(0)[0] == free_before
 
 
+def test_the_properties_are_those_of_an_ascend_910b3():
+    properties = torch.npu.get_device_properties(0)
+    assert (properties.name, properties.total_memory) == ("Ascend910B3", 64 << 30)
+    assert properties.L2_cache_size == 192 * MIB
+
+
 def test_the_name_is_that_of_an_ascend_910b():
     assert torch.npu.get_device_name(0) == "Ascend910B3"
 

@@ -40,12 +40,12 @@ def example_job(home: Path, file: str, run_id: str, *arguments: str, **changes: 
     return parse_job({**document, **changes})
 
 
-def by_hand(*arguments: str, num_ranks: int = 2) -> list[str]:
+def by_hand(*arguments: str, num_ranks: int = 2, env: Mapping[str, str] = {}) -> list[str]:
     """What a program of examples/ prints when torchrun starts it, without Perdure."""
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
     done = subprocess.run(
         [*launcher, *arguments],
-        cwd=EXAMPLES, env={**os.environ, "PATH": worker_path(), "OMP_NUM_THREADS": "1"},
+        cwd=EXAMPLES, env={**os.environ, "PATH": worker_path(), "OMP_NUM_THREADS": "1", **env},
         capture_output=True, text=True, timeout=400, check=True,
     )  # fmt: skip
     return done.stdout.splitlines()

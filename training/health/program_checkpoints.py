@@ -21,12 +21,15 @@ from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpoint
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM writes it last
 TRAINER_STATE = "trainer_state.json"
 NANOGPT_FILE = "ckpt.pt"
+# Torchtitan goes on from a folder that has one of them: torch's, or of a last save in safetensors.
+TORCHTITAN_SIGNS = (".metadata", "model.safetensors.index.json")
 OTHER_RANKS_S = 5.0  # they write their random numbers while rank 0 ends its part
 MAX_OPCODES = 1_000_000
 MAX_PICKLE_BYTES = 64 << 20
 _NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4"})
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _HF_STEP = re.compile(r"checkpoint-(\d+)")
+_TORCHTITAN_STEP = re.compile(r"step-(\d+)")
 _LIGHTNING_STEP = re.compile(r"step=(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
@@ -109,6 +112,14 @@ def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
         yield from _measured(step, path)
 
 
+def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+    """Folders with the sign that is written when all ranks have written their parts."""
+    for path in root.glob("step-*"):
+        step = _TORCHTITAN_STEP.fullmatch(path.name)
+        if step is not None and any((path / sign).is_file() for sign in TORCHTITAN_SIGNS):
+            yield from _measured(int(step[1]), path)
+
+
 def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[Saved]:
     anchor = Path(pattern.anchor)
     for path in anchor.glob(str(pattern.relative_to(anchor))):
@@ -122,6 +133,7 @@ _LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[Saved]
     CheckpointKind.TRANSFORMERS: _transformers,
     CheckpointKind.LIGHTNING: _lightning,
     CheckpointKind.NANOGPT: _nanogpt,
+    CheckpointKind.TORCHTITAN: _torchtitan,
     CheckpointKind.GLOB: _glob,
 }
 

@@ -18,6 +18,7 @@ class CheckpointKind(StrEnum):
     TRANSFORMERS = "transformers"
     LIGHTNING = "lightning"
     NANOGPT = "nanogpt"
+    TORCHTITAN = "torchtitan"
     GLOB = "glob"
 
 
@@ -28,8 +29,8 @@ class ProgramCheckpointsSpec(FrozenModel):
     path: str = Field(
         min_length=1,
         description="the folder that the program is told to save to (--save, output_dir, dirpath, "
-        "out_dir); of kind glob a pattern, whose last number is the step, such as "
-        "/out/step-*.pt; variables are filled in as in the command",
+        "out_dir, dump_folder/checkpoint); of kind glob a pattern, whose last number is the step, "
+        "such as /out/step-*.pt; variables are filled in as in the command",
     )
     settle_s: float = Field(
         30.0, ge=0, description="of kind glob, which leaves no last sign of a save: complete when "

@@ -14,6 +14,7 @@ thread_local int32_t thread_device = -1;
 // What the data sheet of an Ascend 910B3 says.
 constexpr int64_t kCubeCores = 20;
 constexpr int64_t kVectorCores = 40;
+constexpr int64_t kL2Bytes = 192 << 20;
 
 Error bad_device(const char* call, int32_t index) {
   return failed(ACL_ERROR_RT_INVALID_DEVICEID,
@@ -104,6 +105,7 @@ aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo info, int64_t* value) {
   switch (info) {
     case ACL_DEVICE_INFO_AI_CORE_NUM: *value = kCubeCores; return kSuccess;
     case ACL_DEVICE_INFO_VECTOR_CORE_NUM: *value = kVectorCores; return kSuccess;
+    case ACL_DEVICE_INFO_L2_SIZE: *value = kL2Bytes; return kSuccess;
     default: return failed(ACL_ERROR_INVALID_PARAM);
   }
 }

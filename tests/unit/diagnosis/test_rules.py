@@ -42,6 +42,23 @@ ORDINARY = [
 ]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Unrecognized options: --training.stps=1",
+        "Error parsing --training.steps: invalid literal for int() with base 10:",
+        "Error parsing checkpoint: We need to maintain at least 2 checkpoint",
+        "Missing value for argument '--training.steps'. Expected 1 values.",
+        "invalid choice 'no' for argument '--checkpoint.async-mode'. Expected one of",
+    ],
+)
+def test_a_wrong_argument_is_recognised_in_the_box_that_tyro_draws(line):
+    log = f"[rank0]:\u256d\u2500 Value error \u2500\u256e\n[rank0]:\u2502 {line:<76} \u2502\n"
+    (found,) = scan_text(log, year=2026).findings
+    assert (found.rule, found.fault_class) == ("py-tyro", FaultClass.LAUNCH_MISCONFIGURED)
+    assert line in found.line
+
+
 # Fifteen hundred tests of one rule each would take longer to set up than to run.
 def test_a_rule_catches_its_own_example_before_any_other():
     found = {r.id: match_line(r.spec.example, before=r.spec.after_example) for r in RULES}

@@ -83,6 +83,17 @@ def test_nanogpts_one_file_says_its_step_itself(tmp_path):
     assert steps("nanogpt", tmp_path) == [], "its writer was killed"
 
 
+def test_torchtitan_goes_on_from_a_folder_that_has_its_metadata(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path / f"step-{step}" / "__0_0.distcp")
+    assert steps("torchtitan", tmp_path) == [], "the first save has not come to its end"
+    write(tmp_path / "step-10" / ".metadata")
+    write(tmp_path / "step-20" / ".metadata.tmp")
+    write(tmp_path / "step-30" / "model.safetensors.index.json")
+    write(tmp_path / "step-40-copy" / ".metadata")
+    assert steps("torchtitan", tmp_path) == [10, 30]
+
+
 @pytest.mark.parametrize("step", [0, 255, 65_535, 2**31, 2**40])
 def test_a_number_of_any_size_is_read_without_unpickling(tmp_path, step):
     path = torch_file(tmp_path / "ckpt.pt", step)

@@ -135,12 +135,16 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
     assert saved_reply(known, "node-0").error is None
 
 
-def test_uploads_that_cannot_work_are_refused(tmp_path):
-    spec = {"kind": "megatron", "path": "/o", "upload": True}
-    megatron = {"command": ["true"], "checkpoints": spec}
-    with pytest.raises(InputError, match=r"kind=megatron is for one node, engine\.nodes=2"):
-        parse_job(job_document(worker=megatron, engine={"nodes": 2}))
-    parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+@pytest.mark.parametrize("kind", ["megatron", "torchtitan"])
+def test_uploads_of_parts_of_which_one_node_has_the_sign_are_refused(kind):
+    spec = {"kind": kind, "path": "/o", "upload": True}
+    worker = {"command": ["true"], "checkpoints": spec}
+    with pytest.raises(InputError, match=rf"kind={kind} is for one node, engine\.nodes=2"):
+        parse_job(job_document(worker=worker, engine={"nodes": 2}))
+    parse_job(job_document(worker=worker, engine={"nodes": 1}))
+
+
+def test_an_upload_of_a_pattern_of_folders_is_refused():
     with pytest.raises(InputError, match="upload needs one folder"):
         job(checkpoints={"kind": "glob", "path": "/o/*/step-*", "upload": True})
 
