@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=2 pretrain_gpt.py --save ckpt --load ckpt --data-path input.txt
 
 A program that knows no Perdure, with Megatron's arguments, log line and checkpoints, of which
-latest_checkpointed_iteration.txt is written last. `--load` of a folder without one begins anew.
+latest_checkpointed_iteration.txt is written last, by rank 0. `--load` of a folder without one
+begins anew. With --use-layer-wise-distributed-optimizer each rank saves its part of the optimizer.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -33,10 +35,12 @@ parser.add_argument("--save", type=Path)
 parser.add_argument("--load", type=Path)
 parser.add_argument("--save-interval", type=int, default=10)
 parser.add_argument("--log-interval", type=int, default=1)
+parser.add_argument("--use-layer-wise-distributed-optimizer", action="store_true")
 parser.add_argument("--distributed-backend", default="gloo")
 parser.add_argument("--pause-s", type=float, default=0.0, help="in every iteration, to watch it")
 args = parser.parse_args()
-FILE = "iter_{:07d}/mp_rank_00/model_optim_rng.pt"
+FOLDER = "iter_{:07d}/mp_rank_00"
+FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -66,13 +70,25 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 data = torch.frombuffer(bytearray(args.data_path.read_bytes()), dtype=torch.uint8).long()
 torch.manual_seed(args.seed)
 model = DistributedDataParallel(GPT())
-optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-iteration = 0
-if args.load is not None and (args.load / TRACKER).exists():
-    iteration = int((args.load / TRACKER).read_text())
-    state = torch.load(args.load / FILE.format(iteration), weights_only=True)
+own_file = f"layer_wise_optimizer_{rank}.pt"
+if args.use_layer_wise_distributed_optimizer:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr)
+    own_optimizer = optimizer.optim
+else:
+    optimizer = own_optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+# As Megatron-LM does: the largest iteration that any rank's folder names is that of all.
+tracker = args.load / TRACKER if args.load is not None else None
+found = torch.tensor(int(tracker.read_text()) if tracker is not None and tracker.exists() else 0)
+dist.all_reduce(found, dist.ReduceOp.MAX)
+iteration = int(found)
+if iteration:
+    folder = args.load / FOLDER.format(iteration)
+    state = torch.load(folder / FILE, weights_only=True)
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    own = "optimizer" not in state
+    own_optimizer.load_state_dict(
+        torch.load(folder / own_file, weights_only=True) if own else state["optimizer"]
+    )
     if rank == 0:
         print(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 accumulate = args.global_batch_size // (args.micro_batch_size * world_size)
@@ -110,10 +126,15 @@ while iteration < args.train_iters:
             f" loss scale: 1.0 | grad norm: {grad_norm:.3f} |"
         )
     if args.save is not None and iteration % args.save_interval == 0:
+        folder = args.save / FOLDER.format(iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"model": model.state_dict(), "optimizer": own_optimizer.state_dict()}
+        if args.use_layer_wise_distributed_optimizer:
+            torch.save(state.pop("optimizer"), folder / own_file)
         if rank == 0:
-            path = args.save / FILE.format(iteration)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+            torch.save(state, folder / FILE)
+        dist.barrier()
+        if rank == 0:
             (args.save / TRACKER).write_text(str(iteration))
         dist.barrier()
 dist.destroy_process_group()

@@ -51,7 +51,6 @@ from training.specs.model import (
 )
 from training.specs.preflight import PreflightSpec
 from training.specs.problems import field_of, message_of
-from training.specs.program_checkpoints import CheckpointKind
 from training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
@@ -238,14 +237,14 @@ class Job(FrozenModel):
 
     @model_validator(mode="after")
     def _check_upload(self) -> Self:
-        spec = self.worker.checkpoints
-        if spec is None or not spec.upload or self.engine.nodes == 1:
+        spec, engine = self.worker.checkpoints, self.engine
+        if spec is None or not spec.is_in_parts or engine.nodes == 1:
             return self
-        if spec.kind is CheckpointKind.MEGATRON:
+        if engine.on_this_machine and "$" not in spec.path:
             raise ValueError(
-                f"worker.checkpoints.upload with kind=megatron is for one node, engine.nodes="
-                f"{self.engine.nodes}: the first alone has the file that says what is complete; "
-                "save to storage that all nodes have"
+                f"worker.checkpoints.path={spec.path} is one folder, engine.nodes={engine.nodes}: "
+                "with upload each node has a part of its own; put ${PERDURE_NODE} into the path, "
+                "or leave out upload"
             )
         return self
 

@@ -13,7 +13,7 @@ from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.values import not_none
 from training.agent.saved_checkpoints import saved_reply
-from training.agent.saved_store import prefix_of
+from training.agent.saved_store import Save, prefix_of
 from training.engines.base import Snapshot
 from training.errors import InputError
 from training.job import Job, parse_job
@@ -66,7 +66,7 @@ def test_the_newest_checkpoint_of_all_nodes_is_taken():
 def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
     store = LocalStore(tmp_path)
     (tmp_path / "step-20").write_bytes(b"weights")
-    put_set(store, prefix_of("run", 20, 1), tmp_path / "step-20", written_s=5.0)
+    put_set(store, prefix_of("run", Save(20, (1, 1)), 1), tmp_path / "step-20", written_s=5.0)
     nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
     with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
     found = not_none(newest(nodes, store, **with_uploads))
@@ -128,19 +128,23 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
     (tmp_path / "out").mkdir()
     spec = job(checkpoints={"kind": "nanogpt", "path": "${OUT}"}).worker.checkpoints
     assert spec is not None
-    query = SavedQuery(spec=spec, cwd=str(tmp_path), variables={}, since_s=0.0, until_s=0.0)
-    assert "OUT" in str(saved_reply(query, "node-0").error)
+    query = SavedQuery(
+        spec=spec, cwd=str(tmp_path), variables={}, run_id="run", since_s=0.0, until_s=0.0
+    )
+    assert "OUT" in str(saved_reply(query, "node-0", 0).error)
     known = query.model_copy(update={"variables": {"OUT": "out"}})
-    assert saved_reply(known, "node-0").saved == ()
-    assert saved_reply(known, "node-0").error is None
+    assert saved_reply(known, "node-0", 0).saved == ()
+    assert saved_reply(known, "node-0", 0).error is None
 
 
 def test_uploads_that_cannot_work_are_refused(tmp_path):
     spec = {"kind": "megatron", "path": "/o", "upload": True}
     megatron = {"command": ["true"], "checkpoints": spec}
-    with pytest.raises(InputError, match=r"kind=megatron is for one node, engine\.nodes=2"):
+    with pytest.raises(InputError, match=r"is one folder, engine\.nodes=2.*PERDURE_NODE"):
         parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+    spec["path"] = "/o/${PERDURE_NODE}"
+    parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     with pytest.raises(InputError, match="upload needs one folder"):
         job(checkpoints={"kind": "glob", "path": "/o/*/step-*", "upload": True})
 
