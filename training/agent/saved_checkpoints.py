@@ -194,6 +194,8 @@ class SavedWatch:
             known = [one for one in self._known if one.step == step]
         if self._uploaded is not None and self._uploaded.step == step:
             return self._uploaded
+        if not known and read_record(self.root) is None:
+            return None  # its disk is gone, and what it had is not known
         return max(known, key=_age, default=Saved(step, part_path(self.root, step), 0, time.time()))
 
     def _follow(self) -> None:

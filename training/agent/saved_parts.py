@@ -9,6 +9,7 @@ whose they are, and which attempt saved each. Steps are completed optimizer step
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -39,12 +40,14 @@ class Part(FrozenModel):
 
     Attributes:
         saved_in: the attempt that has saved it; None: it was never complete.
+        is_brought: whether it came from the store, maybe with files of others.
     """
 
     step: int
     saved_in: Attempt | None
     size_bytes: int
     written_s: float
+    is_brought: bool = False
 
 
 class PartsRecord(FrozenModel):
@@ -63,16 +66,14 @@ class PartsRecord(FrozenModel):
     before: tuple[Part, ...]
     first_tracker: str | None
 
-    def attempt_of(self, saved: Saved) -> Attempt | None:
-        """The attempt that has saved a part."""
+    def part_of(self, saved: Saved) -> Part:
+        """What is known of a part that is there now."""
+        found = _as_part(saved, self.attempt)
         for one in self.before:
-            if (one.step, one.size_bytes, one.written_s) == (
-                saved.step,
-                saved.size_bytes,
-                saved.written_s,
-            ):
-                return one.saved_in
-        return self.attempt
+            same = {"saved_in": one.saved_in, "is_brought": one.is_brought}
+            if one == found.model_copy(update=same):
+                return one
+        return found
 
 
 def read_record(root: Path) -> PartsRecord | None:
@@ -98,16 +99,11 @@ def parts_of(record: PartsRecord | None, root: Path, run_id: str, member: int) -
     signed = tracked_step(root)
     found = {}
     for saved in find_parts(root):
-        saved_in = record.attempt_of(saved)
-        is_new = saved_in == record.attempt
+        part = record.part_of(saved)
+        is_new = part.saved_in == record.attempt
         if member == 0 and is_new and (signed is None or saved.step > signed):
-            saved_in = None
-        found[saved.step] = Part(
-            step=saved.step,
-            saved_in=saved_in,
-            size_bytes=saved.size_bytes,
-            written_s=saved.written_s,
-        )
+            part = _as_part(saved, None)
+        found[saved.step] = part
     return found
 
 
@@ -136,14 +132,14 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
             f"{member}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
         )
     first_tracker = record.first_tracker if record is not None else tracker_text(root)
-    parts = parts_of(record, root, run_id, member)
+    parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
     step = order.resume_step
     if step is not None and order.resume_attempt is not None:
         wanted = Save(step, order.resume_attempt)
         path, there = part_path(root, step), parts.get(step)
         if there is None or there.saved_in != wanted.attempt or not can_be_read_alone(path):
             bring_part(store, run_id, member, wanted, path)
-            parts[step] = _part_at(root, step, wanted.attempt)
+            parts[step] = _brought(root, wanted)
         _lead(root, str(step))
     elif record is not None:
         _lead(root, first_tracker)
@@ -154,6 +150,14 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
     )  # fmt: skip
     root.mkdir(parents=True, exist_ok=True)
     write_whole(root / RECORD, made.model_dump_json())
+
+
+def _without_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:
+    """Delete what was brought of later steps: saved anew, files of others would stay in between."""
+    gone = {one.step for one in parts.values() if one.is_brought and one.step > (step or 0)}
+    for later in gone:
+        shutil.rmtree(part_path(root, later))
+    return {step: one for step, one in parts.items() if step not in gone}
 
 
 def _record_of(root: Path, run_id: str) -> PartsRecord | None:
@@ -177,8 +181,8 @@ def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
     return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
 
 
-def _part_at(root: Path, step: int, saved_in: Attempt) -> Part:
-    found = [one for one in find_parts(root) if one.step == step]
+def _brought(root: Path, save: Save) -> Part:
+    found = [one for one in find_parts(root) if one.step == save.step]
     if not found:
-        raise NotFound(f"step {step} of the command has no files in any member's part")
-    return _as_part(found[0], saved_in)
+        raise NotFound(f"step {save.step} of the command has no files in any member's part")
+    return _as_part(found[0], save.attempt).model_copy(update={"is_brought": True})

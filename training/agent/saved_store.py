@@ -38,8 +38,9 @@ from training.health.program_checkpoints import (
     is_enough,
     is_unchanged,
     mark_newest,
+    rank_folders,
 )
-from training.specs.program_checkpoints import ProgramCheckpointsSpec
+from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 NUM_STORED = 2  # of each member
 # Of parts, while other members have not stored theirs of the same saves yet.
@@ -138,6 +139,9 @@ def store_saved(
     except ChangedMeanwhileError as error:
         _log.info(f"step {saved.step} of the command is not put into the store: {error}")
         return False
+    except OSError as error:
+        _log.warning(f"step {saved.step} of the command cannot be read: {error}")
+        return False
     stored = stored_saves(store, run_id)
     for one in surplus(stored, member, keep=keep, num_members=num_members):
         delete_set(store, prefix_of(run_id, one, member))
@@ -170,6 +174,8 @@ def bring_back(
     """
     if any(one.step == step for one in find_saved(spec, root, now_s=time.time())):
         return False
+    # Of kind glob the last part of the path is the pattern.
+    folder = root.parent if spec.kind is CheckpointKind.GLOB else root
     stored = stored_saves(store, run_id)
     for save in sorted((one for one in stored if one.step == step), reverse=True):
         members = stored[save]
@@ -177,7 +183,7 @@ def bring_back(
             made: FileSet | None = read_set(store, prefix_of(run_id, save, one))
             if made is None:
                 continue
-            path = root / Path(made.path).name
+            path = folder / Path(made.path).name
             get_set(store, prefix_of(run_id, save, one), made, path)
             mark_newest(spec, root, step)
             _log.info(f"step {step} of the command is brought to {path}, as member {one} saved it")
@@ -211,9 +217,10 @@ def needs_others(part: FileSet) -> bool:
 
 def _read_by(own: FileSet, other: FileSet) -> FileSet:
     """What a node with one part reads of another: by the folders of its ranks, or else all."""
-    if not own.folders or is_distributed(one.name for one in (*own.files, *other.files)):
+    ranks = rank_folders(own.folders)
+    if not ranks or is_distributed(one.name for one in (*own.files, *other.files)):
         return other
-    files = tuple(one for one in other.files if Path(one.name).parts[0] in own.folders)
+    files = tuple(one for one in other.files if Path(one.name).parts[0] in ranks)
     return other.model_copy(update={"files": files})
 
 

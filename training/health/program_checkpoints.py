@@ -92,6 +92,11 @@ def is_distributed(names: Iterable[str]) -> bool:
     return any(name.endswith((".distcp", ".metadata")) for name in names)
 
 
+def rank_folders(names: Iterable[str]) -> list[str]:
+    """Those of ranks of tensor and pipeline parallelism."""
+    return [one for one in names if one.startswith("mp_rank_")]
+
+
 def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
     """Whether a part has all that the ranks of its node read.
 
@@ -102,7 +107,7 @@ def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
         names: of its files, relative to the folder of the step.
         folders: those directly in that, also empty ones.
     """
-    ranks = [one for one in folders if one.startswith("mp_rank_")]
+    ranks = rank_folders(folders)
     has_all = all(f"{one}/{RANK_FILE}" in names for one in ranks)
     return bool(ranks) and has_all and not is_distributed(names)
 

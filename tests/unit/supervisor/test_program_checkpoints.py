@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -73,6 +73,71 @@ def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
     assert (found.step, found.path) == (20, str(tmp_path / "step-20")), "node-1 lacks step 30"
     nodes.answers["node-1"] = (saved(30),)
     assert newest(nodes, store, **with_uploads) == saved(30)
+
+
+FIRST, SECOND = (1, 1), (1, 2)
+IN_PARTS = {"kind": "megatron", "path": "/${PERDURE_NODE}/out", "upload": True}
+
+
+class Parts:
+    """What two nodes have, and what is stored of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = LocalStore(folder / "store")
+        self.folder = folder
+        self.on_nodes: dict[str, tuple[SavedCheckpoint, ...]] = {"node-0": (), "node-1": ()}
+
+    def has(self, member: int, step: int, saved_in: tuple[int, int] = FIRST) -> Self:
+        own = saved(step, f"/node-{member}/{step}")
+        own = own.model_copy(update={"saved_in": saved_in, "member": member})
+        self.on_nodes[f"node-{member}"] += (own,)
+        return self
+
+    def stores(
+        self, member: int, step: int, saved_in: tuple[int, int] = FIRST, *, model: bool = True
+    ) -> Self:
+        path = self.folder / f"{member}-{step}-{saved_in}"
+        file = path / "mp_rank_00" / ("model_optim_rng.pt" if model else "layer_wise_optimizer.pt")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"weights")
+        put_set(self.store, prefix_of("run", Save(step, saved_in), member), path, written_s=5.0)
+        return self
+
+    @property
+    def newest(self) -> tuple[int, tuple[int, int] | None] | None:
+        nodes = parse_job(
+            job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
+        )
+        ask = NewestSave(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
+        found = ask.newest(RunHistory(), cwd="/", variables={})
+        return (found.step, found.saved_in) if found is not None else None
+
+
+def test_every_member_needs_its_own_part(tmp_path):
+    parts = Parts(tmp_path).has(0, 10).has(0, 20)
+    assert parts.newest is None
+    parts.stores(0, 10).stores(0, 20)
+    assert parts.newest is None, "what one member stored is none of another's"
+    assert parts.has(1, 10).newest == (10, FIRST)
+    assert parts.stores(1, 20).newest == (20, FIRST)
+
+
+def test_a_step_that_the_first_member_has_no_sign_of_is_not_complete(tmp_path):
+    parts = Parts(tmp_path).has(0, 10).has(1, 10).has(1, 20).stores(1, 20)
+    assert parts.newest == (10, FIRST)
+
+
+def test_parts_of_different_attempts_do_not_belong_together(tmp_path):
+    parts = Parts(tmp_path).stores(0, 10).stores(1, 10)
+    parts.has(0, 20, FIRST).has(1, 20, SECOND)
+    assert parts.newest == (10, FIRST)
+    assert parts.stores(0, 20, SECOND).newest == (20, SECOND)
+
+
+def test_a_part_whose_ranks_read_that_of_others_needs_all_of_them_stored(tmp_path):
+    parts = Parts(tmp_path).has(0, 20).stores(1, 20, model=False)
+    assert parts.newest is None, "the model's file is on one node alone"
+    assert parts.stores(0, 20).newest == (20, FIRST)
 
 
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
