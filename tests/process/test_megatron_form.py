@@ -191,20 +191,23 @@ def assert_went_on(home: Path, job: Job, outcome: RunOutcome, curve: dict[int, s
 
 @pytest.mark.parametrize("node", ["node-0", "node-1"])
 def test_a_node_whose_part_is_lost_with_it_gets_it_from_the_store(home, undisturbed_in_parts, node):
-    job = job_in_parts(home, f"part-lost-{node}")
+    job, member = job_in_parts(home, f"part-lost-{node}"), int(node[-1])
     stored: list[int] = []
 
     def lose(local: LocalRun) -> list[int]:
         if not steps_stored(job):
             return []
         killed = lose_disk(home, job, local, node)
-        stored.extend(steps_stored(job))
+        saves = stored_saves(open_store(job.storage), job.run_id).items()
+        stored.extend(save.step for save, members in saves if member in members)
         return killed
 
     lost = AtStep(home, 12, lose)
     outcome = RunDriver(home).run(job, hook=lost)
     assert lost.done, "the node was lost, and its disk"
-    assert assert_went_on(home, job, outcome, undisturbed_in_parts) == stored[-1]
+    resumed_at = assert_went_on(home, job, outcome, undisturbed_in_parts)
+    # The newest that it had stored, if the other one stored its part of that, now or later.
+    assert resumed_at in stored[-2:]
     # The second member's has its share of the optimizer; the model is the first one's file.
     (found,) = (text for text in agent_logs(home, job) if "member 1 saved it" in text)
     assert "with files of others" in found

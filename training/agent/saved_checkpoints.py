@@ -290,8 +290,9 @@ def root_of(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]
     return Path(cwd).absolute() / path
 
 
-def _age(saved: Saved) -> tuple[int, float]:
-    return saved.step, saved.written_s
+def _age(saved: Saved) -> tuple[int, float, int]:
+    # By size, too: two files of one step may have the same time, and have been seen one by one.
+    return saved.step, saved.written_s, saved.size_bytes
 
 
 def told(saved: Saved) -> SavedCheckpoint:
