@@ -2,41 +2,31 @@
 
     torchrun --nproc_per_node=2 pretrain_gpt.py --save ckpt --load ckpt --data-path input.txt
 
-A program that knows no Perdure, with Megatron's arguments, log line and checkpoints, of which
-latest_checkpointed_iteration.txt is written last. `--load` of a folder without one begins anew.
+A program that knows no Perdure, with Megatron's arguments, log line and checkpoints; rank 0 writes
+the tracker last. With --use-layer-wise-distributed-optimizer each rank saves its part of AdamW.
 """
 
 import argparse
 import time
-from datetime import datetime
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--num-layers", type=int, default=2)
-parser.add_argument("--hidden-size", type=int, default=32)
-parser.add_argument("--num-attention-heads", type=int, default=2)
-parser.add_argument("--seq-length", type=int, default=32)
-parser.add_argument("--micro-batch-size", type=int, default=2)
-parser.add_argument("--global-batch-size", type=int, default=8)
-parser.add_argument("--train-iters", type=int, default=200)
-parser.add_argument("--lr", type=float, default=1e-3)
-parser.add_argument("--clip-grad", type=float, default=1.0)
-parser.add_argument("--seed", type=int, default=1234)
-parser.add_argument("--data-path", type=Path, required=True)
-parser.add_argument("--save", type=Path)
-parser.add_argument("--load", type=Path)
-parser.add_argument("--save-interval", type=int, default=10)
-parser.add_argument("--log-interval", type=int, default=1)
-parser.add_argument("--distributed-backend", default="gloo")
-parser.add_argument("--pause-s", type=float, default=0.0, help="in every iteration, to watch it")
+for name, usual in {
+    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 2, "seq-length": 32, "seed": 1234,
+    "micro-batch-size": 2, "global-batch-size": 8, "train-iters": 200, "lr": 1e-3, "clip-grad": 1.0,
+    "save-interval": 10, "log-interval": 1, "distributed-backend": "gloo", "pause-s": 0.0,
+}.items():  # fmt: skip
+    parser.add_argument(f"--{name}", type=type(usual), default=usual)
+for name in ("data-path", "save", "load"):
+    parser.add_argument(f"--{name}", type=Path, required=name == "data-path")
+parser.add_argument("--use-layer-wise-distributed-optimizer", action="store_true")
 args = parser.parse_args()
-FILE = "iter_{:07d}/mp_rank_00/model_optim_rng.pt"
+FOLDER, FILE = "iter_{:07d}/mp_rank_00", "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -54,25 +44,33 @@ class GPT(nn.Module):
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean loss of predicting each next byte."""
-        length = inputs.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        hidden = self.tokens(inputs) + self.positions(torch.arange(length))
+        mask = nn.Transformer.generate_square_subsequent_mask(args.seq_length)
+        hidden = self.tokens(inputs) + self.positions(torch.arange(args.seq_length))
         logits = self.head(self.blocks(hidden, mask=mask, is_causal=True))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 dist.init_process_group(args.distributed_backend)
 rank, world_size = dist.get_rank(), dist.get_world_size()
 data = torch.frombuffer(bytearray(args.data_path.read_bytes()), dtype=torch.uint8).long()
 torch.manual_seed(args.seed)
-model = DistributedDataParallel(GPT())
-optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-iteration = 0
-if args.load is not None and (args.load / TRACKER).exists():
-    iteration = int((args.load / TRACKER).read_text())
-    state = torch.load(args.load / FILE.format(iteration), weights_only=True)
+model = nn.parallel.DistributedDataParallel(GPT())
+own_file, is_split = f"layer_wise_optimizer_{rank}.pt", args.use_layer_wise_distributed_optimizer
+optimizer = own_optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+if is_split:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=args.lr)
+    own_optimizer = optimizer.optim
+tracker = args.load / TRACKER if args.load is not None else None
+found = torch.tensor(int(tracker.read_text()) if tracker is not None and tracker.exists() else 0)
+dist.all_reduce(found, dist.ReduceOp.MAX)  # as in Megatron-LM: the largest that any rank has found
+iteration = int(found)
+if iteration:
+    folder = args.load / FOLDER.format(iteration)
+    state = torch.load(folder / FILE, weights_only=True)
+    if is_split:
+        state["optimizer"] = torch.load(folder / own_file, weights_only=True)
     model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    own_optimizer.load_state_dict(state["optimizer"])
     if rank == 0:
         print(f"  successfully loaded checkpoint from {args.load} at iteration {iteration}")
 accumulate = args.global_batch_size // (args.micro_batch_size * world_size)
@@ -99,21 +97,23 @@ while iteration < args.train_iters:
     optimizer.zero_grad(set_to_none=True)
     iteration += 1
     time.sleep(args.pause_s)
-    took_ms = 1000 * (time.perf_counter() - began_s)
     if iteration % args.log_interval == 0 and rank == world_size - 1:
-        now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"  # noqa: DTZ005 local time, as Megatron has it
         print(
-            f" [{now}] iteration {iteration:8d}/{args.train_iters:8d} |"
-            f" consumed samples: {iteration * args.global_batch_size:12d} |"
-            f" elapsed time per iteration (ms): {took_ms:.1f} | learning rate: {args.lr:.6E} |"
-            f" global batch size: {args.global_batch_size:5d} | lm loss: {total:.6E} |"
-            f" loss scale: 1.0 | grad norm: {grad_norm:.3f} |"
+            f" [{time.strftime('%Y-%m-%d %H:%M:%S')}] iteration {iteration:8d}/"
+            f"{args.train_iters:8d} | consumed samples: {iteration * args.global_batch_size:12d} |"
+            f" elapsed time per iteration (ms): {1000 * (time.perf_counter() - began_s):.1f} |"
+            f" learning rate: {args.lr:.6E} | global batch size: {args.global_batch_size:5d} |"
+            f" lm loss: {total:.6E} | loss scale: 1.0 | grad norm: {grad_norm:.3f} |"
         )
     if args.save is not None and iteration % args.save_interval == 0:
+        folder = args.save / FOLDER.format(iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"model": model.state_dict(), "optimizer": own_optimizer.state_dict()}
+        if is_split:
+            torch.save(state.pop("optimizer"), folder / own_file)
         if rank == 0:
-            path = args.save / FILE.format(iteration)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-            (args.save / TRACKER).write_text(str(iteration))
+            torch.save(state, folder / FILE)
         dist.barrier()
+        if rank == 0:
+            (args.save / TRACKER).write_text(str(iteration))
 dist.destroy_process_group()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -40,6 +40,7 @@ class FileSet(FrozenModel):
     Attributes:
         path: where it lay.
         is_folder: whether that is a folder; else a file.
+        folders: names of those directly in it, also of empty ones.
         written_s: when the newest file was written.
     """
 
@@ -47,6 +48,7 @@ class FileSet(FrozenModel):
     path: str
     is_folder: bool
     files: tuple[StoredFile, ...]
+    folders: tuple[str, ...] = ()
     written_s: float
 
     @property
@@ -74,18 +76,52 @@ def put_set(store: ObjectStore, prefix: str, path: Path, *, written_s: float) ->
     """
     is_folder = path.is_dir()
     try:
-        stored = tuple(_put_files(store, prefix, path, is_folder=is_folder))
+        before = _identities(path)
+        stored = tuple(_put_files(store, prefix, path, before))
+        # Of a folder that is written anew, files of two saves may each have stayed as they were.
+        if _identities(path) != before:
+            raise ChangedMeanwhileError(f"{path} was written again")
     except FileNotFoundError as error:
         raise ChangedMeanwhileError(f"{error.filename} is gone") from error
-    made = FileSet(path=str(path), is_folder=is_folder, files=stored, written_s=written_s)
+    return _publish(store, prefix, path, stored, is_folder=is_folder, written_s=written_s)
+
+
+def put_nothing(store: ObjectStore, prefix: str, path: Path, *, written_s: float) -> FileSet:
+    """Put a set of no files: that there are none, where others have some, is known for certain.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    return _publish(store, prefix, path, (), is_folder=True, written_s=written_s)
+
+
+def _publish(
+    store: ObjectStore,
+    prefix: str,
+    path: Path,
+    files: tuple[StoredFile, ...],
+    *,
+    is_folder: bool,
+    written_s: float,
+) -> FileSet:
+    inside = path.iterdir() if path.is_dir() else ()
+    folders = tuple(sorted(one.name for one in inside if one.is_dir()))
+    made = FileSet(
+        path=str(path), is_folder=is_folder, files=files, folders=folders, written_s=written_s
+    )
     store.put(f"{prefix}/{MANIFEST}", made.model_dump_json().encode())
     return made
 
 
+def _identities(path: Path) -> dict[Path, tuple[int, int, int]]:
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    return {file: _identity(file.stat()) for file in files}
+
+
 def _put_files(
-    store: ObjectStore, prefix: str, path: Path, *, is_folder: bool
+    store: ObjectStore, prefix: str, path: Path, files: Iterable[Path]
 ) -> Iterator[StoredFile]:
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if is_folder else [path]
+    is_folder = path.is_dir()
     for file in files:
         name = str(file.relative_to(path)) if is_folder else file.name
         with file.open("rb") as opened:
@@ -141,14 +177,36 @@ def get_set(store: ObjectStore, prefix: str, made: FileSet, path: Path) -> None:
         StorageError: the store does not answer.
         OSError: it cannot be written.
     """
+    get_sets(store, [(prefix, made)], path)
+
+
+def get_sets(store: ObjectStore, sets: Sequence[tuple[str, FileSet]], path: Path) -> None:
+    """Bring several sets into one folder, as `get_set` does; of one name the first file counts.
+
+    Files get the time at which their set was written.
+
+    Raises:
+        Corrupt: a file is not what was put.
+        StorageError: the store does not answer.
+        OSError: it cannot be written.
+    """
     part = path.with_name(path.name + PART)
     if part.is_dir():
         shutil.rmtree(part)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for one in made.files:
-        target = part / one.name if made.is_folder else part
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _get_file(store, f"{prefix}/files/{one.name}", one, target)
+    is_folder = any(made.is_folder for _, made in sets)
+    if is_folder:
+        part.mkdir()
+    brought: set[str] = set()
+    for prefix, made in sets:
+        for one in made.files:
+            if one.name in brought:
+                continue
+            brought.add(one.name)
+            target = part / one.name if is_folder else part
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _get_file(store, f"{prefix}/files/{one.name}", one, target)
+            os.utime(target, (made.written_s, made.written_s))
     if path.is_dir():
         shutil.rmtree(path)
     part.replace(path)

@@ -238,14 +238,19 @@ class Job(FrozenModel):
 
     @model_validator(mode="after")
     def _check_upload(self) -> Self:
-        spec = self.worker.checkpoints
-        if spec is None or not spec.upload or self.engine.nodes == 1:
+        spec, engine = self.worker.checkpoints, self.engine
+        if spec is None or not spec.upload or engine.nodes == 1:
             return self
-        if spec.kind in (CheckpointKind.MEGATRON, CheckpointKind.TORCHTITAN):
+        if spec.kind is CheckpointKind.TORCHTITAN:
             raise ValueError(
                 f"worker.checkpoints.upload with kind={spec.kind} is for one node, engine.nodes="
-                f"{self.engine.nodes}: the first alone has the file that says what is complete; "
-                "save to storage that all nodes have"
+                f"{engine.nodes}: every rank reads the files of all; save to storage that all have"
+            )
+        if spec.is_in_parts and engine.on_this_machine and "$" not in spec.path:
+            raise ValueError(
+                f"worker.checkpoints.path={spec.path} is one folder, engine.nodes={engine.nodes}: "
+                "with upload each node has a part of its own; put ${PERDURE_NODE} into the path, "
+                "or leave out upload"
             )
         return self
 

@@ -159,7 +159,9 @@ class Agent:
             case CheckOrder():
                 reply = self._check(epoch, order)
             case SavedQuery():
-                reply = self._refuse(epoch) or saved_reply(order, self._config.node)
+                reply = self._refuse(epoch) or saved_reply(
+                    order, self._config.node, self._config.member
+                )
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case NoticeOrder() | RejoinOrder():

@@ -176,7 +176,7 @@ class Collector:
                     group.shown.keep(store)  # the report of the run's end reads it
                 self._put_all(work, store)
                 if group is not None and group.saved is not None:
-                    group.saved.upload(store)
+                    group.saved.upload_last(store)
             except Exception as error:  # noqa: BLE001 the supervisor that waits gets it
                 self._add(key, problem=f"{type(error).__name__}: {error}")
             finally:

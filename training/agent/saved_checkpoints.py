@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -19,9 +19,10 @@ from storage.address import open_store
 from storage.objects import ObjectStore
 from training.agent.command_line import fill_in
 from training.agent.order_job import job_of
-from training.agent.saved_store import bring_back, store_saved
+from training.agent.saved_parts import can_be_read_alone, make_ready, parts_of, read_record
+from training.agent.saved_store import bring_back, store_saved, stored_saves
 from training.agent.storing import keep_storing
-from training.health.program_checkpoints import Saved, find_saved
+from training.health.program_checkpoints import Saved, find_parts, find_saved, part_path
 from training.specs.program_checkpoints import ProgramCheckpointsSpec
 from training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
 
@@ -29,6 +30,7 @@ LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.
 LOOK_SHARE = 0.02
 NUM_TOLD = 5
+SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
 _log = logging.getLogger("perdure.agent")
 
 
@@ -43,6 +45,8 @@ class SavedWatch:
         newest: the newest that this attempt has saved, oldest first.
         run_id: whose store has them.
         member: of this node.
+        attempt: placement and number.
+        num_members: of the run.
     """
 
     spec: ProgramCheckpointsSpec
@@ -50,6 +54,8 @@ class SavedWatch:
     since_s: float
     run_id: str
     member: int
+    attempt: tuple[int, int]
+    num_members: int
     newest: tuple[SavedCheckpoint, ...] = ()
     _before: frozenset[Saved] | None = None
     _known: set[Saved] = field(default_factory=set)
@@ -57,6 +63,7 @@ class SavedWatch:
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _uploading: threading.Lock = field(default_factory=threading.Lock)
     _uploaded: Saved | None = None
+    _signed_step: int = 0
 
     @classmethod
     def of(cls, order: StartOrder, member: int, variables: Mapping[str, str]) -> Self | None:
@@ -75,7 +82,8 @@ class SavedWatch:
         if spec is None:
             return None
         root = root_of(spec, order.cwd, variables)
-        return cls(spec, root, order.created_s, job.run_id, member)
+        attempt = (order.placement, order.attempt)
+        return cls(spec, root, order.created_s, job.run_id, member, attempt, order.num_nodes)
 
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
         """Look every few seconds from now on, until `finish`."""
@@ -96,15 +104,18 @@ class SavedWatch:
         """See what is new; the first look finds what was there before the attempt."""
         with self._looking:
             try:
-                found = find_saved(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
+                found = self._find()
             except OSError as error:
                 _log.warning(f"worker.checkpoints: {error}")
                 return
             if self._before is None:
                 self._before = frozenset(found)
             self._known |= {one for one in found if one not in self._before}
-            newest = sorted(self._known, key=lambda one: (one.step, one.written_s))[-NUM_TOLD:]
-            self.newest = tuple(map(told, newest))
+            if self._waits_for_sign:
+                found = [one for one in found if one.step <= self._signed_step]
+            else:
+                newest = sorted(self._known, key=_age)[-NUM_TOLD:]
+                self.newest = tuple(map(told, newest))
             if self.spec.keep is not None:
                 delete_oldest(found, keep=self.spec.keep)
 
@@ -115,13 +126,77 @@ class SavedWatch:
             StorageError: the store refuses.
         """
         with self._uploading:
-            with self._looking:  # which adds to them
-                newest = max(self._known, key=lambda one: (one.step, one.written_s), default=None)
-            if not self.spec.upload or newest is None or newest == self._uploaded:
+            newest = self._to_upload(store) if self.spec.upload else None
+            if newest is None or newest == self._uploaded:
                 return
-            keep = self.spec.keep or 0
-            if store_saved(store, self.run_id, self.member, newest, keep=keep):
+            parts = self.num_members if self.spec.is_in_parts else None
+            if store_saved(
+                store, self.run_id, self.member, newest,
+                attempt=self.attempt, keep=self.spec.keep or 0, num_members=parts,
+            ):  # fmt: skip
                 self._uploaded = newest
+
+    def upload_last(self, store: ObjectStore) -> None:
+        """Put what an attempt has saved last into the store; nothing saves any more.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        until_s = time.monotonic() + SIGN_WAIT_S
+        self.upload(store)
+        while self._is_unsigned and time.monotonic() < until_s:
+            time.sleep(1.0)
+            self.upload(store)
+
+    @property
+    def _waits_for_sign(self) -> bool:
+        """Whether the sign that a part is complete comes to another node."""
+        return self.spec.is_in_parts and self.member != 0
+
+    @property
+    def _is_unsigned(self) -> bool:
+        if not self._waits_for_sign:
+            return False
+        with self._looking:
+            has_none = self._uploaded is not None and not self._uploaded.size_bytes
+            return has_none or any(one.step > self._signed_step for one in self._known)
+
+    def _find(self) -> list[Saved]:
+        if self._waits_for_sign:
+            found = (one for one in find_parts(self.root) if one.written_s >= self.since_s)
+            return sorted(found, key=lambda one: one.step)
+        return find_saved(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
+
+    def _to_upload(self, store: ObjectStore) -> Saved | None:
+        if self._waits_for_sign:
+            return self._signed_part(store)
+        with self._looking:  # which adds to them
+            return max(self._known, key=_age, default=None)
+
+    def _signed_part(self, store: ObjectStore) -> Saved | None:
+        """This node's part of the newest save that member 0 has stored.
+
+        Megatron's sign is written when all ranks are done, and member 0 stores nothing before it.
+        A node that never had a file of the step has none of it.
+        """
+        saves = [
+            one.step
+            for one, members in stored_saves(store, self.run_id).items()
+            if one.attempt == self.attempt and 0 in members
+        ]
+        if not saves:
+            return None
+        if not self._is_over.is_set():
+            self.look()  # what was seen before may have been half of it
+        step = max(saves)
+        with self._looking:
+            self._signed_step = step
+            known = [one for one in self._known if one.step == step]
+        if self._uploaded is not None and self._uploaded.step == step:
+            return self._uploaded
+        if not known and read_record(self.root) is None:
+            return None  # its disk is gone, and what it had is not known
+        return max(known, key=_age, default=Saved(step, part_path(self.root, step), 0, time.time()))
 
     def _follow(self) -> None:
         pause_s = 0.0
@@ -146,11 +221,14 @@ def have_resumed(order: StartOrder, member: int, variables: Mapping[str, str]) -
     """
     job, step = job_of(order), order.resume_step
     spec = job.worker.checkpoints
-    if step is None or spec is None or not spec.upload:
+    if spec is None or not spec.upload:
         return
     root = root_of(spec, order.cwd, variables)
     store = open_store(job.storage)
-    bring_back(store, job.run_id, member, step, spec=spec, root=root)
+    if spec.is_in_parts:
+        make_ready(store, order, job.run_id, member, root)
+    elif step is not None:
+        bring_back(store, job.run_id, member, step, spec=spec, root=root)
 
 
 def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:
@@ -174,14 +252,27 @@ def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:
         _log.info(f"step {one.step} of the command is deleted: {keep} newer ones are kept")
 
 
-def saved_reply(query: SavedQuery, node: str) -> AgentReply:
+def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
     """What a supervisor is told that asks this node for them."""
     try:
         root = root_of(query.spec, query.cwd, before_start(node, query.variables))
+        if query.spec.is_in_parts:
+            return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
         found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
     return AgentReply(saved=tuple(map(told, found)))
+
+
+def _told_parts(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
+    for one in parts_of(read_record(root), root, run_id, member).values():
+        path = part_path(root, one.step)
+        # Of a distributed one a node needs the parts of others, too, which are in the store.
+        if one.saved_in is not None and can_be_read_alone(path):
+            yield SavedCheckpoint(
+                step=one.step, path=str(path), size_bytes=one.size_bytes,
+                written_s=one.written_s, saved_in=one.saved_in, member=member,
+            )  # fmt: skip
 
 
 def before_start(node: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -197,6 +288,11 @@ def root_of(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]
     """
     (path,) = fill_in([spec.path], variables)
     return Path(cwd).absolute() / path
+
+
+def _age(saved: Saved) -> tuple[int, float, int]:
+    # By size, too: two files of one step may have the same time, and have been seen one by one.
+    return saved.step, saved.written_s, saved.size_bytes
 
 
 def told(saved: Saved) -> SavedCheckpoint:

@@ -11,7 +11,7 @@ import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from training.files import write_whole
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM writes it last
+RANK_FILE = "model_optim_rng.pt"  # its, of a rank of tensor and pipeline parallelism
 TRAINER_STATE = "trainer_state.json"
 NANOGPT_FILE = "ckpt.pt"
 # Torchtitan goes on from a folder that has one of them: torch's, or of a last save in safetensors.
@@ -71,14 +72,61 @@ def find_saved(
 
 def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
     """Folders up to the iteration of the tracker, which is written behind each of them."""
-    try:
-        newest = int((root / TRACKER).read_text().strip())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return  # no save has come to its end, or it is "release", which has no step
+    newest = tracked_step(root)
+    if newest is not None:  # else no save has come to its end, or it is "release", without a step
+        yield from (one for one in find_parts(root) if one.step <= newest)
+
+
+def find_parts(root: Path) -> Iterator[Saved]:
+    """A node's own folders of Megatron's layout, whether or not they are complete."""
     for path in root.glob("iter_*"):
         step = _ITERATION.fullmatch(path.name)
-        if step is not None and int(step[1]) <= newest:
+        if step is not None:
             yield from _measured(int(step[1]), path)
+
+
+def part_path(root: Path, step: int) -> Path:
+    """Where Megatron-LM saves a step."""
+    return root / f"iter_{step:07d}"
+
+
+def is_distributed(names: Iterable[str]) -> bool:
+    """Whether files are those of `torch_dist`, of which every rank reads all that others wrote."""
+    return any(name.endswith((".distcp", ".metadata")) for name in names)
+
+
+def rank_folders(names: Iterable[str]) -> list[str]:
+    """Those of ranks of tensor and pipeline parallelism."""
+    return [one for one in names if one.startswith("mp_rank_")]
+
+
+def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
+    """Whether a part has all that the ranks of its node read.
+
+    Where a rank is a replica of one on another node, or has a share of the optimizer, there is a
+    folder for it, and the file of the model is missing.
+
+    Args:
+        names: of its files, relative to the folder of the step.
+        folders: those directly in that, also empty ones.
+    """
+    ranks = rank_folders(folders)
+    has_all = all(f"{one}/{RANK_FILE}" in names for one in ranks)
+    return bool(ranks) and has_all and not is_distributed(names)
+
+
+def tracker_text(root: Path) -> str | None:
+    """What the program's sign of a complete checkpoint says; None where there is none."""
+    try:
+        return (root / TRACKER).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def tracked_step(root: Path) -> int | None:
+    """The iteration that the program's sign names."""
+    text = tracker_text(root)
+    return int(text) if text is not None and text.isdecimal() else None
 
 
 def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]:
@@ -150,6 +198,12 @@ def _measured(step: int, path: Path) -> Iterator[Saved]:
         yield Saved(step, path, size, max(one.st_mtime for one in stats))
 
 
+def is_unchanged(saved: Saved) -> bool:
+    """Whether a checkpoint is as it was found; one without bytes has none yet."""
+    now = next(_measured(saved.step, saved.path), None) if saved.path.exists() else None
+    return now == (saved if saved.size_bytes else None)
+
+
 def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
     """Leave the sign by which the program finds a checkpoint that was brought, where it needs one.
 
@@ -157,7 +211,19 @@ def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
         OSError: it cannot be written.
     """
     if spec.kind is CheckpointKind.MEGATRON:
-        write_whole(root / TRACKER, str(step))
+        set_tracker(root, str(step))
+
+
+def set_tracker(root: Path, text: str | None) -> None:
+    """Have the program's sign say this; None: be gone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if text is None:
+        (root / TRACKER).unlink(missing_ok=True)
+    else:
+        write_whole(root / TRACKER, text)
 
 
 def _settled(found: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:

@@ -21,6 +21,11 @@ class CheckpointKind(StrEnum):
     TORCHTITAN = "torchtitan"
     GLOB = "glob"
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether nodes with disks of their own each have a part, and not all the same."""
+        return self is CheckpointKind.MEGATRON
+
 
 class ProgramCheckpointsSpec(FrozenModel):
     """Where a command saves."""
@@ -45,6 +50,11 @@ class ProgramCheckpointsSpec(FrozenModel):
         None, ge=2, description="complete checkpoints of the run that are kept, the newest; older "
         "ones are deleted; default: all, for the program itself deletes what it does not need"
     )  # fmt: skip
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether each node has a part of its own of every checkpoint."""
+        return self.upload and self.kind.is_in_parts
 
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:

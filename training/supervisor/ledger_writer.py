@@ -108,7 +108,8 @@ class LedgerWriter:
         """Record that the attempt has committed a step; `saved` is that of a command."""
         known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
         if (*view.key, step) not in known:
-            where = saved.model_dump(exclude={"step"}) if saved is not None else {}
+            own = {"path", "size_bytes", "written_s"}
+            where = saved.model_dump(include=own) if saved is not None else {}
             self.append(view, CheckpointSeen, step=step, **where)
             self.refresh()
 

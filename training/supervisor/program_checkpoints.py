@@ -7,14 +7,14 @@ beside others that resume. Steps are completed optimizer steps.
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from storage.errors import StorageError
 from storage.file_sets import read_set
 from storage.objects import ObjectStore
-from training.agent.saved_store import prefix_of, stored_steps
+from training.agent.saved_store import Save, Stored, needs_others, prefix_of, stored_saves
 from training.engines.fleet import Fleet
 from training.errors import EngineError
 from training.job import Job
@@ -103,7 +103,8 @@ class NewestSave:
         """The newest complete checkpoint that every node can have; None where there is none.
 
         One that was written before the run was created is none of it. Without uploads the nodes
-        share their storage: what one of them sees, all do.
+        share their storage: what one of them sees, all do. Of a checkpoint in parts each node
+        must have or get its own, of one and the same save.
 
         Raises:
             EngineError: nodes or store do not say what they have.
@@ -115,33 +116,71 @@ class NewestSave:
             spec=spec,
             cwd=cwd,
             variables=variables,
+            run_id=self.job.run_id,
             since_s=history.created_s,
             until_s=_ended_s(history),
         )
         by_node = self.fleet.saved(query)
         found = [one for saved in by_node.values() for one in saved]
-        if spec.upload:
-            stored = self._stored()
-            found = [*found, *stored]
-            found = [one for one in found if _can_have(by_node, stored, one.step)]
+        try:
+            if spec.is_in_parts:
+                return self._newest_in_parts(found)
+            if spec.upload:
+                stored = self._stored()
+                found = [*found, *stored]
+                found = [one for one in found if _can_have(by_node, stored, one.step)]
+        except StorageError as error:
+            raise EngineError(f"the checkpoints of the command in the store: {error}") from error
         return max(found, key=lambda one: (one.step, one.written_s), default=None)
 
     def _stored(self) -> list[SavedCheckpoint]:
         """What the store has; the path is where it lay."""
-        found = []
-        try:
-            for step, members in stored_steps(self.store, self.job.run_id).items():
-                made = read_set(self.store, prefix_of(self.job.run_id, step, members[0]))
-                if made is not None:
-                    size, written_s = made.size_bytes, made.written_s
-                    found.append(
-                        SavedCheckpoint(
-                            step=step, path=made.path, size_bytes=size, written_s=written_s
-                        )
-                    )
-        except StorageError as error:
-            raise EngineError(f"the checkpoints of the command in the store: {error}") from error
-        return found
+        saves = stored_saves(self.store, self.job.run_id)
+        found = (self._stored_one(save, members[0]) for save, members in saves.items())
+        return [one for one in found if one is not None]
+
+    def _stored_one(self, save: Save, member: int) -> SavedCheckpoint | None:
+        made = read_set(self.store, prefix_of(self.job.run_id, save, member))
+        if made is None:
+            return None
+        return SavedCheckpoint(
+            step=save.step,
+            path=made.path,
+            size_bytes=made.size_bytes,
+            written_s=made.written_s,
+            saved_in=save.attempt,
+        )
+
+    def _newest_in_parts(self, found: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+        """The newest save of which each node has its part, or can get it, as member 0 has it."""
+        num_members, run_id = self.job.engine.nodes, self.job.run_id
+        stored = stored_saves(self.store, run_id)
+        for save in reversed(within_reach(found, stored, num_members)):
+            by = stored.get(save, [])
+            parts = (read_set(self.store, prefix_of(run_id, save, one)) for one in by)
+            lacks = set(range(num_members)) - set(by)
+            # Of parts of which the others read, too, those that nodes alone have are no use.
+            if lacks and any(one is None or needs_others(one) for one in parts):
+                continue
+            here = (one for one in found if _save_of(one) == save and one.member == 0)
+            one = next(here, None) or self._stored_one(save, 0)
+            if one is not None:
+                return one
+        return None
+
+
+def within_reach(found: Iterable[SavedCheckpoint], stored: Stored, num_members: int) -> list[Save]:
+    """Saves of which every member has its part on its node, or has stored it; the oldest first."""
+    members = {save: set(by) for save, by in stored.items()}
+    for one in found:
+        save = _save_of(one)
+        if save is not None and one.member is not None:
+            members.setdefault(save, set()).add(one.member)
+    return sorted(save for save, by in members.items() if by >= set(range(num_members)))
+
+
+def _save_of(one: SavedCheckpoint) -> Save | None:
+    return Save(one.step, one.saved_in) if one.saved_in is not None else None
 
 
 def _can_have(

@@ -498,6 +498,7 @@ class Run:
             rejoin_s=REJOIN_S if replaces_nodes(job, self.fleet) else 0.0,
             secrets=dict(self._secrets()),
             resume_step=saved.step if saved is not None else None,
+            resume_attempt=saved.saved_in if saved is not None else None,
             created_s=self.history.created_s,
         )
 

@@ -110,6 +110,9 @@ class StartOrder(FrozenModel):
     resume_step: int | None = Field(
         None, description="of the command's checkpoint from which it goes on"
     )
+    resume_attempt: tuple[int, int] | None = Field(
+        None, description="placement and attempt that saved it, where that has to be the same one"
+    )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
@@ -259,6 +262,7 @@ class SavedQuery(FrozenModel):
         spec: where, and of which kind.
         cwd: folder of the command.
         variables: its own, for the path.
+        run_id: of the command.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
     """
@@ -267,6 +271,7 @@ class SavedQuery(FrozenModel):
     spec: ProgramCheckpointsSpec
     cwd: str
     variables: dict[str, str]
+    run_id: str
     since_s: float
     until_s: float
 
@@ -444,12 +449,16 @@ class SavedCheckpoint(FrozenModel):
     Attributes:
         path: file or folder, absolute.
         written_s: when the newest of its files was.
+        saved_in: placement and attempt that saved it; None: not known, or it does not matter.
+        member: whose part it is, of a checkpoint that consists of all members' parts.
     """
 
     step: int
     path: str
     size_bytes: int
     written_s: float
+    saved_in: tuple[int, int] | None = None
+    member: int | None = None
 
 
 class LeftProcess(FrozenModel):

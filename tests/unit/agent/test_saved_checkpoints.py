@@ -16,7 +16,7 @@ from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
 from training.agent.saved_checkpoints import SavedWatch
-from training.agent.saved_store import stored_steps
+from training.agent.saved_store import Save, stored_saves
 
 
 def watch(folder: Path, **spec: Any) -> SavedWatch:
@@ -104,6 +104,6 @@ def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
     with watched._looking:
         uploading.start()
         uploading.join(0.2)
-        assert stored_steps(store, watched.run_id) == {}
+        assert stored_saves(store, watched.run_id) == {}
     uploading.join(60)
-    assert stored_steps(store, watched.run_id) == {10: [0]}
+    assert stored_saves(store, watched.run_id) == {Save(10, (1, 1)): [0]}

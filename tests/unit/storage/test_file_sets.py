@@ -11,6 +11,8 @@ from storage.file_sets import (
     ChangedMeanwhileError,
     delete_set,
     get_set,
+    get_sets,
+    put_nothing,
     put_set,
     read_set,
 )
@@ -93,6 +95,47 @@ def test_what_the_program_writes_or_deletes_meanwhile_is_not_published(
     with pytest.raises(ChangedMeanwhileError):
         put_set(store, PREFIX, path, written_s=5.0)
     assert read_set(store, PREFIX) is None
+
+
+def test_a_folder_that_is_saved_anew_meanwhile_is_not_published(store, tmp_path, monkeypatch):
+    path = folder(tmp_path / "iter_10")
+    put = store.put
+
+    def write_the_next(key: str, data: bytes) -> None:
+        put(key, data)
+        if key.endswith("config.json"):  # behind it, before the others are read
+            (path / "done").write_bytes(b"of the next save")
+            (path / "config.json").write_text("{ }")
+
+    monkeypatch.setattr(store, "put", write_the_next)
+    with pytest.raises(ChangedMeanwhileError):
+        put_set(store, PREFIX, path, written_s=5.0)
+    assert read_set(store, PREFIX) is None
+
+
+def test_files_come_back_with_the_time_of_their_save(store, tmp_path):
+    made = put_set(store, PREFIX, folder(tmp_path / "iter_10"), written_s=5.0)
+    get_set(store, PREFIX, made, tmp_path / "new" / "iter_10")
+    assert (tmp_path / "new" / "iter_10" / "done").stat().st_mtime == 5.0
+
+
+def test_of_several_sets_the_first_ones_file_counts(store, tmp_path):
+    other = "runs/run/program/step-00000010/member-1"
+    made = put_set(store, PREFIX, folder(tmp_path / "a"), written_s=5.0)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text("another")
+    (tmp_path / "b" / "rank-1.pt").write_text("more")
+    further = put_set(store, other, tmp_path / "b", written_s=6.0)
+    get_sets(store, [(PREFIX, made), (other, further)], tmp_path / "new")
+    assert content(tmp_path / "new") == content(tmp_path / "a") | {"rank-1.pt": b"more"}
+
+
+def test_that_there_are_no_files_is_a_set_too(store, tmp_path):
+    (tmp_path / "iter_10" / "mp_rank_00").mkdir(parents=True)
+    made = put_nothing(store, PREFIX, tmp_path / "iter_10", written_s=5.0)
+    assert read_set(store, PREFIX) == made
+    assert (made.files, made.folders) == ((), ("mp_rank_00",))
+    assert put_nothing(store, PREFIX, tmp_path / "nowhere", written_s=5.0).folders == ()
 
 
 def test_damage_is_found_before_anything_is_replaced(store, tmp_path):

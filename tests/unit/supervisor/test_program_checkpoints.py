@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -13,7 +13,7 @@ from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.values import not_none
 from training.agent.saved_checkpoints import saved_reply
-from training.agent.saved_store import prefix_of
+from training.agent.saved_store import Save, prefix_of
 from training.engines.base import Snapshot
 from training.errors import InputError
 from training.job import Job, parse_job
@@ -66,13 +66,78 @@ def test_the_newest_checkpoint_of_all_nodes_is_taken():
 def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
     store = LocalStore(tmp_path)
     (tmp_path / "step-20").write_bytes(b"weights")
-    put_set(store, prefix_of("run", 20, 1), tmp_path / "step-20", written_s=5.0)
+    put_set(store, prefix_of("run", Save(20, (1, 1)), 1), tmp_path / "step-20", written_s=5.0)
     nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
     with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
     found = not_none(newest(nodes, store, **with_uploads))
     assert (found.step, found.path) == (20, str(tmp_path / "step-20")), "node-1 lacks step 30"
     nodes.answers["node-1"] = (saved(30),)
     assert newest(nodes, store, **with_uploads) == saved(30)
+
+
+FIRST, SECOND = (1, 1), (1, 2)
+IN_PARTS = {"kind": "megatron", "path": "/${PERDURE_NODE}/out", "upload": True}
+
+
+class Parts:
+    """What two nodes have, and what is stored of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = LocalStore(folder / "store")
+        self.folder = folder
+        self.on_nodes: dict[str, tuple[SavedCheckpoint, ...]] = {"node-0": (), "node-1": ()}
+
+    def has(self, member: int, step: int, saved_in: tuple[int, int] = FIRST) -> Self:
+        own = saved(step, f"/node-{member}/{step}")
+        own = own.model_copy(update={"saved_in": saved_in, "member": member})
+        self.on_nodes[f"node-{member}"] += (own,)
+        return self
+
+    def stores(
+        self, member: int, step: int, saved_in: tuple[int, int] = FIRST, *, model: bool = True
+    ) -> Self:
+        path = self.folder / f"{member}-{step}-{saved_in}"
+        file = path / "mp_rank_00" / ("model_optim_rng.pt" if model else "layer_wise_optimizer.pt")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"weights")
+        put_set(self.store, prefix_of("run", Save(step, saved_in), member), path, written_s=5.0)
+        return self
+
+    @property
+    def newest(self) -> tuple[int, tuple[int, int] | None] | None:
+        nodes = parse_job(
+            job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
+        )
+        ask = NewestSave(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
+        found = ask.newest(RunHistory(), cwd="/", variables={})
+        return (found.step, found.saved_in) if found is not None else None
+
+
+def test_every_member_needs_its_own_part(tmp_path):
+    parts = Parts(tmp_path).has(0, 10).has(0, 20)
+    assert parts.newest is None
+    parts.stores(0, 10).stores(0, 20)
+    assert parts.newest is None, "what one member stored is none of another's"
+    assert parts.has(1, 10).newest == (10, FIRST)
+    assert parts.stores(1, 20).newest == (20, FIRST)
+
+
+def test_a_step_that_the_first_member_has_no_sign_of_is_not_complete(tmp_path):
+    parts = Parts(tmp_path).has(0, 10).has(1, 10).has(1, 20).stores(1, 20)
+    assert parts.newest == (10, FIRST)
+
+
+def test_parts_of_different_attempts_do_not_belong_together(tmp_path):
+    parts = Parts(tmp_path).stores(0, 10).stores(1, 10)
+    parts.has(0, 20, FIRST).has(1, 20, SECOND)
+    assert parts.newest == (10, FIRST)
+    assert parts.stores(0, 20, SECOND).newest == (20, SECOND)
+
+
+def test_a_part_whose_ranks_read_that_of_others_needs_all_of_them_stored(tmp_path):
+    parts = Parts(tmp_path).has(0, 20).stores(1, 20, model=False)
+    assert parts.newest is None, "the model's file is on one node alone"
+    assert parts.stores(0, 20).newest == (20, FIRST)
 
 
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
@@ -128,23 +193,31 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
     (tmp_path / "out").mkdir()
     spec = job(checkpoints={"kind": "nanogpt", "path": "${OUT}"}).worker.checkpoints
     assert spec is not None
-    query = SavedQuery(spec=spec, cwd=str(tmp_path), variables={}, since_s=0.0, until_s=0.0)
-    assert "OUT" in str(saved_reply(query, "node-0").error)
+    query = SavedQuery(
+        spec=spec, cwd=str(tmp_path), variables={}, run_id="run", since_s=0.0, until_s=0.0
+    )
+    assert "OUT" in str(saved_reply(query, "node-0", 0).error)
     known = query.model_copy(update={"variables": {"OUT": "out"}})
-    assert saved_reply(known, "node-0").saved == ()
-    assert saved_reply(known, "node-0").error is None
+    assert saved_reply(known, "node-0", 0).saved == ()
+    assert saved_reply(known, "node-0", 0).error is None
 
 
-@pytest.mark.parametrize("kind", ["megatron", "torchtitan"])
-def test_uploads_of_parts_of_which_one_node_has_the_sign_are_refused(kind):
-    spec = {"kind": kind, "path": "/o", "upload": True}
+def test_uploads_from_several_nodes_of_which_one_has_the_sign_are_refused():
+    spec = {"kind": "torchtitan", "path": "/o", "upload": True}
     worker = {"command": ["true"], "checkpoints": spec}
-    with pytest.raises(InputError, match=rf"kind={kind} is for one node, engine\.nodes=2"):
+    with pytest.raises(InputError, match=r"kind=torchtitan is for one node, engine\.nodes=2"):
         parse_job(job_document(worker=worker, engine={"nodes": 2}))
     parse_job(job_document(worker=worker, engine={"nodes": 1}))
 
 
-def test_an_upload_of_a_pattern_of_folders_is_refused():
+def test_uploads_that_cannot_work_are_refused():
+    spec = {"kind": "megatron", "path": "/o", "upload": True}
+    megatron = {"command": ["true"], "checkpoints": spec}
+    with pytest.raises(InputError, match=r"is one folder, engine\.nodes=2.*PERDURE_NODE"):
+        parse_job(job_document(worker=megatron, engine={"nodes": 2}))
+    parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+    spec["path"] = "/o/${PERDURE_NODE}"
+    parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     with pytest.raises(InputError, match="upload needs one folder"):
         job(checkpoints={"kind": "glob", "path": "/o/*/step-*", "upload": True})
 

@@ -1,0 +1,347 @@
+"""A node's own parts of checkpoints: whose they are, and what it has before the command starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.errors import NotFound
+from storage.local import LocalStore
+from tests.jobs import job_document
+from tests.unit.agent.conftest import start_order
+from tests.values import not_none
+from training.agent.saved_checkpoints import SavedWatch, saved_reply
+from training.agent.saved_parts import make_ready
+from training.agent.saved_store import Save, store_saved, stored_saves
+from training.health.program_checkpoints import find_parts
+from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
+from training.wire.agent import SavedQuery, StartOrder
+
+SPEC = ProgramCheckpointsSpec(kind=CheckpointKind.MEGATRON, path="/unused", upload=True)
+FIRST, SECOND, THIRD = (1, 1), (1, 2), (2, 1)
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+class Node:
+    """A disk, and what its agent and its ranks do."""
+
+    def __init__(self, root: Path, store: LocalStore, member: int) -> None:
+        self.root = root
+        self.store = store
+        self.member = member
+        self.file = f"mp_rank_0{member}/model_optim_rng.pt"
+
+    def start(self, attempt: tuple[int, int], resumed: Save | None = None) -> None:
+        own = {} if resumed is None else {
+            "resume_step": resumed.step, "resume_attempt": resumed.attempt,
+        }  # fmt: skip
+        placement, number = attempt
+        order = start_order(
+            self.root, "true", is_command=True, placement=placement, attempt=number, **own
+        )
+        make_ready(self.store, order, "run", self.member, self.root)
+
+    def save(self, step: int, data: str, *, signed: bool = True) -> None:
+        path = self.root / f"iter_{step:07d}" / self.file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(data)
+        if signed and self.member == 0:
+            (self.root / TRACKER).write_text(str(step))
+
+    def put(self, step: int, attempt: tuple[int, int]) -> None:
+        (saved,) = (one for one in find_parts(self.root) if one.step == step)
+        assert store_saved(
+            self.store, "run", self.member, saved, attempt=attempt, keep=9, num_members=2
+        )
+
+    def told(self, member: int | None = None) -> set[Save]:
+        query = SavedQuery(
+            spec=SPEC.model_copy(update={"path": str(self.root)}),
+            cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
+        )  # fmt: skip
+        reply = saved_reply(query, "node-0", self.member if member is None else member)
+        assert reply.error is None
+        return {Save(one.step, not_none(one.saved_in)) for one in reply.saved}
+
+    def at(self, step: int) -> str:
+        return (self.root / f"iter_{step:07d}" / self.file).read_text()
+
+    @property
+    def sign(self) -> str | None:
+        path = self.root / TRACKER
+        return path.read_text() if path.exists() else None
+
+
+@pytest.fixture
+def first(tmp_path, store) -> Node:
+    return Node(tmp_path / "a", store, 0)
+
+
+@pytest.fixture
+def second(tmp_path, store) -> Node:
+    return Node(tmp_path / "b", store, 1)
+
+
+def test_of_the_first_member_those_count_that_its_sign_names(first, second):
+    for node in (first, second):
+        node.start(FIRST)
+        node.save(10, "10")
+        node.save(20, "half", signed=False)
+    assert first.told() == {Save(10, FIRST)}
+    assert second.told() == {Save(10, FIRST), Save(20, FIRST)}, "the first one knows which count"
+
+
+def test_what_was_there_before_the_run_is_none_of_it(first):
+    first.save(1000, "of another run")
+    first.start(FIRST)
+    assert first.told() == set()
+    first.save(1010, "1010")
+    assert first.told() == {Save(1010, FIRST)}
+
+
+def test_a_part_is_of_the_attempt_that_has_saved_it_last(second):
+    second.start(FIRST)
+    second.save(10, "10")
+    second.save(20, "20")
+    second.start(SECOND, Save(10, FIRST))
+    assert second.told() == {Save(10, FIRST), Save(20, FIRST)}
+    second.save(20, "20 again")
+    assert second.told() == {Save(10, FIRST), Save(20, SECOND)}
+
+
+def test_half_of_a_save_that_a_later_sign_passes_by_counts_never(first):
+    first.start(FIRST)
+    first.save(10, "10")
+    first.save(15, "half, as it was killed", signed=False)
+    first.start(SECOND, Save(10, FIRST))
+    first.save(20, "20")
+    assert first.told() == {Save(10, FIRST), Save(20, SECOND)}
+
+
+def test_a_disk_with_the_parts_of_another_member_has_none(first, second):
+    first.start(FIRST)
+    first.save(10, "10")
+    assert first.told(member=1) == set()
+    second.start(FIRST)
+    second.save(10, "the second one's")
+    second.put(10, FIRST)
+    first.member, first.file = 1, second.file
+    first.start(SECOND, Save(10, FIRST))
+    assert first.at(10) == "the second one's"
+    assert not (first.root / "iter_0000010" / "mp_rank_00").exists()
+    assert first.told() == {Save(10, FIRST)}
+
+
+def test_a_new_node_has_its_members_part_and_the_sign_before_the_command_starts(
+    tmp_path, store, second
+):
+    second.start(FIRST)
+    second.save(10, "10")
+    second.put(10, FIRST)
+    new = Node(tmp_path / "new", store, 1)
+    new.start(THIRD, Save(10, FIRST))
+    assert (new.at(10), new.sign) == ("10", "10")
+    assert new.told() == {Save(10, FIRST)}
+    assert second.sign is None
+    second.start(THIRD, Save(10, FIRST))
+    assert second.sign == "10", "the program's first rank alone had it"
+
+
+def test_a_node_with_a_newer_part_is_led_back_and_says_so(first, caplog):
+    caplog.set_level(logging.INFO, "perdure.agent")
+    first.start(FIRST)
+    first.save(10, "10")
+    first.save(20, "20")
+    first.start(SECOND, Save(10, FIRST))
+    assert (first.sign, first.at(20)) == ("10", "20")
+    assert "its sign names step 10, not 20" in caplog.text
+    assert first.told() == {Save(10, FIRST), Save(20, FIRST)}, "it was complete, and still is"
+
+
+def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first):
+    first.start(FIRST)
+    first.save(10, "10")
+    first.start(SECOND)
+    assert first.sign is None
+    first.save(10, "10 again")
+    assert first.told() == {Save(10, SECOND)}
+
+
+def test_a_part_of_another_attempt_is_replaced_by_the_one_that_all_go_on_from(second):
+    second.start(FIRST)
+    second.save(10, "10")
+    second.put(10, FIRST)
+    second.start(SECOND)
+    second.save(10, "10 again")
+    second.start(THIRD, Save(10, FIRST))
+    assert second.at(10) == "10"
+    assert second.told() == {Save(10, FIRST)}
+
+
+def test_files_of_others_that_were_brought_are_gone_before_the_step_is_saved_anew(first, second):
+    share = "mp_rank_00/layer_wise_optimizer_1.pt"
+    first.start(FIRST)
+    second.start(FIRST)
+    first.save(10, "10")
+    first.put(10, FIRST)
+    second.file = share
+    second.save(10, "share")
+    second.put(10, FIRST)
+    second.start(SECOND, Save(10, FIRST))
+    model = second.root / "iter_0000010" / first.file
+    assert model.read_text() == "10"
+    second.start(THIRD)
+    assert not model.parent.exists()
+    second.save(10, "share again")
+    second.put(10, THIRD)
+    assert second.told() == set(), "it cannot go on with its share alone"
+
+
+def test_a_part_that_is_nowhere_starts_nothing(second):
+    second.start(FIRST)
+    with pytest.raises(NotFound, match="the part of member 1"):
+        second.start(SECOND, Save(10, FIRST))
+
+
+def test_two_members_in_one_folder_are_refused(first):
+    first.start(FIRST)
+    first.member = 1
+    with pytest.raises(ValueError, match=r"the same folder for members 0 and 1.*PERDURE_NODE"):
+        first.start(FIRST)
+
+
+def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
+    second.start(FIRST)
+    second.file = "__1_0.distcp"
+    second.save(10, "10")
+    assert second.told() == set()
+
+
+def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWatch:
+    where = {"kind": "megatron", "path": str(node.root), "upload": True, **spec}
+    document = job_document(
+        worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$A"}},
+        engine={"nodes": 2},
+    )
+    placement, number = attempt
+    order: StartOrder = start_order(
+        node.root, "true", is_command=True, job=json.dumps(document),
+        placement=placement, attempt=number,
+    )  # fmt: skip
+    watched = not_none(SavedWatch.of(order, node.member, {"A": ""}))
+    watched.look()
+    return watched
+
+
+def test_a_part_is_stored_once_the_first_member_has_stored_its_own(store, first, second):
+    watches = [watch(first), watch(second)]
+    for node in (first, second):
+        node.save(10, "10", signed=False)
+    for one in (watches[1], watches[0]):
+        one.look()
+        one.upload(store)
+    assert stored_saves(store, "run") == {}, "nothing says yet that all are done"
+    second.save(10, "10, whole now")
+    first.save(10, "10")
+    watches[1].upload(store)
+    assert stored_saves(store, "run") == {}
+    for one in (watches[0], watches[1]):
+        one.look()
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    second.start(SECOND, Save(10, FIRST))
+    assert second.at(10) == "10, whole now"
+    assert [one.step for one in watches[0].newest] == [10]
+    assert watches[1].newest == (), "the first member tells of the run's checkpoints"
+
+
+def test_what_an_earlier_attempt_has_stored_is_no_sign_for_this_one(store, first, second):
+    for node in (first, second):
+        node.start(FIRST)
+        node.save(10, "10")
+        node.put(10, FIRST)
+    again = watch(second, SECOND)
+    second.save(10, "half of it")
+    again.upload(store)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+
+
+def test_a_node_that_saves_nothing_stores_that(store, first, second):
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(10, "10")
+    (second.root / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    for one in watches:
+        one.look()
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    second.file = "mp_rank_00/model_optim_rng.pt"
+    second.start(SECOND, Save(10, FIRST))
+    assert second.at(10) == "10", "a replica of the first one"
+
+
+def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(10, "10")
+    shutil.rmtree(second.root)
+    for one in watches:
+        one.look()
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first, second):
+    watches = [watch(first), watch(second)]
+    for node in (first, second):
+        node.save(10, "10")
+    for one in watches:
+        one.look()
+    (second.root / "iter_0000010" / second.file).unlink()
+    for one in watches:
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones(
+    store, first, second
+):
+    watches = [watch(first), watch(second)]
+    for node in (first, second):
+        node.save(10, "10")
+    for one in watches:
+        one.look()
+        one.finish()
+    second.save(10, "by the next attempt")
+    for one in watches:
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+def test_old_parts_are_deleted_up_to_the_newest_that_is_complete(store, first, second):
+    watches = [watch(first, keep=2), watch(second, keep=2)]
+    for step in (10, 20, 30):
+        for node in (first, second):
+            node.save(step, str(step))
+            os.utime(node.root / f"iter_{step:07d}" / node.file, (time.time() - 9,) * 2)
+    second.save(40, "half")
+    for one in watches:
+        one.look()
+        one.upload(store)
+        one.look()
+    left = [
+        sorted(int(one.name[5:]) for one in node.root.glob("iter*")) for node in (first, second)
+    ]
+    assert left == [[20, 30], [20, 30, 40]]

@@ -1,0 +1,188 @@
+"""A node's own part of the checkpoints that all nodes save together, each on its own disk.
+
+Megatron-LM on nodes without common storage: each has the files of its own ranks, and the sign
+that a checkpoint is complete is on the node of rank 0 alone, written when all ranks are done. A
+part is of use with those of the same save only, so that beside the parts there is a record of
+whose they are, and which attempt saved each. Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from storage.errors import NotFound
+from storage.frozen_model import FrozenModel
+from storage.objects import ObjectStore
+from training.agent.saved_store import Save, bring_part
+from training.files import write_whole
+from training.health.program_checkpoints import (
+    Saved,
+    find_parts,
+    is_enough,
+    part_path,
+    set_tracker,
+    tracked_step,
+    tracker_text,
+)
+from training.wire.agent import StartOrder
+
+RECORD = ".perdure-parts.json"
+Attempt = tuple[int, int]
+_log = logging.getLogger("perdure.agent")
+
+
+class Part(FrozenModel):
+    """A part that was there when an attempt began.
+
+    Attributes:
+        saved_in: the attempt that has saved it; None: it was never complete.
+        is_brought: whether it came from the store, maybe with files of others.
+    """
+
+    step: int
+    saved_in: Attempt | None
+    size_bytes: int
+    written_s: float
+    is_brought: bool = False
+
+
+class PartsRecord(FrozenModel):
+    """Whose parts are in a folder, written before each attempt.
+
+    Attributes:
+        member: of the run, whose node this was.
+        attempt: that is about to start; what changes from then on, it has saved.
+        before: what was there.
+        first_tracker: what the program's sign said before the run's first attempt here.
+    """
+
+    run_id: str
+    member: int
+    attempt: Attempt
+    before: tuple[Part, ...]
+    first_tracker: str | None
+
+    def part_of(self, saved: Saved) -> Part:
+        """What is known of a part that is there now."""
+        found = _as_part(saved, self.attempt)
+        for one in self.before:
+            same = {"saved_in": one.saved_in, "is_brought": one.is_brought}
+            if one == found.model_copy(update=same):
+                return one
+        return found
+
+
+def read_record(root: Path) -> PartsRecord | None:
+    """The record of a folder; None where there is none that can be read.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        return PartsRecord.model_validate_json((root / RECORD).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+
+
+def parts_of(record: PartsRecord | None, root: Path, run_id: str, member: int) -> dict[int, Part]:
+    """A member's parts in a folder, by steps, with the attempts that have saved them.
+
+    Of member 0 the complete ones: it has the program's sign. Of others all of an attempt: which
+    of them are complete is known from member 0's.
+    """
+    if record is None or (record.run_id, record.member) != (run_id, member):
+        return {}
+    signed = tracked_step(root)
+    found = {}
+    for saved in find_parts(root):
+        part = record.part_of(saved)
+        is_new = part.saved_in == record.attempt
+        if member == 0 and is_new and (signed is None or saved.step > signed):
+            part = _as_part(saved, None)
+        found[saved.step] = part
+    return found
+
+
+def can_be_read_alone(path: Path) -> bool:
+    """Whether a part is enough for the ranks of its node."""
+    names = {str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()}
+    return is_enough(names, [one.name for one in path.iterdir() if one.is_dir()])
+
+
+def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, root: Path) -> None:
+    """Have this node's part from which the command goes on, and the program's sign name it.
+
+    Megatron takes the largest iteration that any rank's sign names, so that a node with a newer
+    part than the others is led back.
+
+    Raises:
+        StorageError: the store does not answer, or lacks it, or has it damaged.
+        OSError: it cannot be written.
+        ValueError: another member has the same folder.
+    """
+    record = _record_of(root, run_id)
+    attempt = (order.placement, order.attempt)
+    if record is not None and record.attempt == attempt and record.member != member:
+        raise ValueError(
+            f"worker.checkpoints.path={root} is the same folder for members {record.member} and "
+            f"{member}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
+        )
+    first_tracker = record.first_tracker if record is not None else tracker_text(root)
+    parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
+    step = order.resume_step
+    if step is not None and order.resume_attempt is not None:
+        wanted = Save(step, order.resume_attempt)
+        path, there = part_path(root, step), parts.get(step)
+        if there is None or there.saved_in != wanted.attempt or not can_be_read_alone(path):
+            bring_part(store, run_id, member, wanted, path)
+            parts[step] = _brought(root, wanted)
+        _lead(root, str(step))
+    elif record is not None:
+        _lead(root, first_tracker)
+    unknown = {one.step: _as_part(one, None) for one in find_parts(root)}
+    made = PartsRecord(
+        run_id=run_id, member=member, attempt=attempt, first_tracker=first_tracker,
+        before=tuple((unknown | parts).values()),
+    )  # fmt: skip
+    root.mkdir(parents=True, exist_ok=True)
+    write_whole(root / RECORD, made.model_dump_json())
+
+
+def _without_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:
+    """Delete what was brought of later steps: saved anew, files of others would stay in between."""
+    gone = {one.step for one in parts.values() if one.is_brought and one.step > (step or 0)}
+    for later in gone:
+        shutil.rmtree(part_path(root, later))
+    return {step: one for step, one in parts.items() if step not in gone}
+
+
+def _record_of(root: Path, run_id: str) -> PartsRecord | None:
+    record = read_record(root)
+    return record if record is not None and record.run_id == run_id else None
+
+
+def _lead(root: Path, text: str | None) -> None:
+    """Have the sign say this, as on all other nodes."""
+    before = tracker_text(root)
+    if before == text:
+        return
+    set_tracker(root, text)
+    if before is not None:
+        now = f"names step {text}" if text is not None else "is gone"
+        _log.info(f"the command goes on from what all nodes have: its sign {now}, not {before}")
+
+
+def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
+    size, written_s = saved.size_bytes, saved.written_s
+    return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
+
+
+def _brought(root: Path, save: Save) -> Part:
+    found = [one for one in find_parts(root) if one.step == save.step]
+    if not found:
+        raise NotFound(f"step {save.step} of the command has no files in any member's part")
+    return _as_part(found[0], save.attempt).model_copy(update={"is_brought": True})
