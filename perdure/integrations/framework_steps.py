@@ -80,7 +80,10 @@ class FrameworkSteps:
         return step
 
     def _go_back(self) -> NoReturn:
-        _log.info(f"the Trainer cannot go back to step {self.loop.state.step}")
+        _log.info(
+            f"the Trainer has completed step {self._completed()} and cannot go back to step "
+            f"{self.loop.state.step}: all ranks start again from the newest checkpoint"
+        )
         raise SystemExit(EXIT_RESTART_ME)
 
     def run(self, work: Callable[[], None]) -> bool:
@@ -118,7 +121,7 @@ class FrameworkSteps:
             SystemExit: code 75: a recovery has led back to a step before.
         """
         loop = self.loop
-        loop.until = min(loop.until, at)
+        loop.end_at(at)
         if loop.next_step() is not None:
             self._go_back()
         self.session.close_loop(loop)
@@ -144,12 +147,10 @@ class FrameworkSteps:
 
 
 def count_tokens(batch: Any) -> int:
-    """The elements of `input_ids`, or of the first tensor of whole numbers, samples by tokens."""
+    """The elements of `input_ids`, or of the first tensor, if it is one of whole numbers, 2-D."""
     if hasattr(batch, "get"):
         found = batch.get("input_ids")
         return found.numel() if isinstance(found, Tensor) else 0
-    parts = batch if isinstance(batch, (list, tuple)) else [batch]
-    for part in parts:
-        if isinstance(part, Tensor) and not part.is_floating_point() and part.dim() == 2:
-            return part.numel()
-    return 0
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    is_text = isinstance(first, Tensor) and not first.is_floating_point() and first.dim() == 2
+    return first.numel() if is_text else 0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from training.errors import InputError
 
@@ -87,6 +87,13 @@ class FromPlace:
         return chain(list(islice(rest, 1)), rest)
 
 
+def _samplers(loader: Any) -> Iterator[Any]:
+    """The loader's sampler, that of its batch sampler, and what the Trainer has wrapped in them."""
+    for one in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        yield one
+        yield getattr(getattr(one, "dataset", None), "_sampler", None)
+
+
 def place_loader(loader: Any, begin: Callable[[], int | None]) -> bool:
     """Have a DataLoader begin at a place, without reading what comes before it.
 
@@ -106,9 +113,10 @@ def place_loader(loader: Any, begin: Callable[[], int | None]) -> bool:
         return False
     if isinstance(loader.dataset, IterableDataset):
         return False
-    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is not None:
-        text = "has a generator: the order of an epoch could not be had again, leave it out"
-        raise InputError("train_dataloader", f"its {type(loader.sampler).__name__} {text}")
+    for sampler in _samplers(loader):
+        if getattr(sampler, "generator", None) is not None:
+            text = "has a generator: the order of an epoch could not be had again, leave it out"
+            raise InputError("train_dataloader", f"its {type(sampler).__name__} {text}")
 
     class Placed(kind):  # type: ignore[misc, valid-type]  # a kind of the user's
         """The loader, from a place on."""

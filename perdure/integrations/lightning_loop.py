@@ -132,10 +132,15 @@ class LightningLoop:
         """How many batches of the epoch were trained on; None: it is not known yet."""
         if self._data is None or not self._steps.is_open:
             return None
-        # What is drawn at the start of an epoch, such as its order, is the same on all ranks, and
-        # when a part of it is trained by another process.
-        seed_step(self._session.job.seed, rank=0, step=-1 - self._data.epoch)
+        self._seed_epoch(self._data)
         return self._data.batches
+
+    def _seed_epoch(self, data: TrainerData) -> None:
+        """Have what is drawn at the start of an epoch, such as its order, be the same.
+
+        On all ranks, and when a part of it is trained by another process.
+        """
+        seed_step(self._session.job.seed, rank=0, step=-1 - data.epoch)
 
     def fit(self) -> None:
         """The whole fit; a run that was complete before it has its last step saved, too."""
@@ -209,6 +214,8 @@ class LightningLoop:
                 iter(fetcher)
             fetcher.fetched = data.batches
         else:
+            self._seed_epoch(data)
+            iter(fetcher)
             for _ in range(data.batches):
                 next(fetcher)
         if fetcher.length is not None:

@@ -214,8 +214,12 @@ class TrainerLoop:
 
     def compute_loss(self, model: nn.Module, *given: Any, **named: Any) -> Any:
         """The Trainer's own, as drills have it."""
-        loss = self._own["compute_loss"](model, *given, **named)
-        return self._steps.step.drilled(loss) if model.training else loss
+        found = self._own["compute_loss"](model, *given, **named)
+        if not model.training or not self._steps.has_begun:
+            return found
+        if isinstance(found, tuple):
+            return self._steps.step.drilled(found[0]), *found[1:]
+        return self._steps.step.drilled(found)
 
     def _in_step(self, work: Any) -> None:
         """Do a part of the step under way, as often as faults have it done again."""

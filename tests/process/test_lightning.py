@@ -117,3 +117,21 @@ def test_lightning_goes_one_step_back_when_a_loss_is_not_a_number(trainer, undis
     running = trainer.start("spike", drill=spiked, restart=restart)
     running.complete(undisturbed)
     assert running.rungs() == ["step_retry"]
+
+
+@pytest.mark.long
+def test_lightning_reads_a_stream_up_to_its_place_in_the_order_that_it_had(trainer):
+    env = {"PACE_S": "0", "ITERABLE": "1"}
+    curve = whole_curve(trainer.start("streams", env=env))
+    killed = {"faults": [fault("kill", 1, 13), fault("kill", 0, 22)]}
+    restart = {"process_replace": False, "end_of_life_checkpoint": False}
+    running = trainer.start("streams-killed", env=env, drill=killed, restart=restart)
+    running.complete(curve)
+    assert [one.from_step for one in running.history.attempts] == [0, 10, 20]
+
+
+@pytest.mark.long
+def test_a_fit_that_ends_within_a_step_has_the_one_before_saved(trainer):
+    running = trainer.stops("ends", env={"PACE_S": "0", "STOP_AT_STEP": "13"})
+    assert "returned at step 13 of 24" in running.out
+    assert running.status()["checkpoints"]["store"]["newest"] == 13

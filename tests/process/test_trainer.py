@@ -105,6 +105,13 @@ def test_two_targets_that_differ_are_named_and_stop_the_run(trainer):
 
 
 @pytest.mark.long
+def test_a_trainer_that_ends_before_the_target_has_its_last_step_saved(trainer):
+    running = trainer.stops("ends", env={"PACE_S": "0", "STOP_AT_STEP": "13"})
+    assert "returned at step 13 of 24" in running.out
+    assert running.status()["checkpoints"]["store"]["newest"] == 13
+
+
+@pytest.mark.long
 def test_a_trainer_pauses_at_a_step_and_goes_on(trainer, undisturbed):
     trainer.pauses_and_goes_on(undisturbed)
 

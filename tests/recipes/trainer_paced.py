@@ -1,7 +1,7 @@
 """examples/trainer_train.py, paced so that faults find it at work, with an evaluation behind it.
 
 `PACE_S` is a pause before each step, `EVALUATE_S` one for each batch of an evaluation. With
-`ITERABLE` the dataset has no length and no index.
+`ITERABLE` the dataset has no length and no index. `STOP_AT_STEP` has the Trainer end behind it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Pace(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args, state, control, **kwargs):
         pace = Path(os.environ.get("PACE_FILE", "/not/there"))
         time.sleep(float(pace.read_text() if pace.exists() else os.environ.get("PACE_S", "0")))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == int(os.environ.get("STOP_AT_STEP", "-1")):
+            control.should_training_stop = True
 
     def on_prediction_step(self, args, state, control, **kwargs):
         time.sleep(float(os.environ.get("EVALUATE_S", "0")))

@@ -7,9 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from perdure.integrations.framework_steps import count_tokens
 from perdure.integrations.lightning_data import StepBatches, host_batches, place_loader
@@ -88,9 +96,19 @@ def test_a_loader_that_is_not_read_by_index_stays_as_it_is():
 
 def test_an_order_that_cannot_be_had_again_is_refused():
     numbers = Numbers()
-    sampler = RandomSampler(numbers, generator=torch.Generator())
-    with pytest.raises(InputError, match="train_dataloader: its RandomSampler has a generator"):
-        place_loader(DataLoader(numbers, sampler=sampler), lambda: 0)
+    drawn = torch.Generator()
+    for sampler in (
+        RandomSampler(numbers, generator=drawn),
+        WeightedRandomSampler([1.0] * 10, 10, generator=drawn),
+    ):
+        for loader in (
+            DataLoader(numbers, sampler=sampler),
+            DataLoader(numbers, batch_sampler=BatchSampler(sampler, 2, drop_last=False)),
+            DataLoader(numbers, sampler=DistributedSamplerWrapper(sampler, 1, 0)),
+        ):
+            name = type(sampler).__name__
+            with pytest.raises(InputError, match=f"train_dataloader: its {name} has a generator"):
+                place_loader(loader, lambda: 0)
 
 
 @pytest.mark.parametrize("loader", [DataLoader(Numbers(5)), DataLoader(Stream())])
@@ -121,4 +139,5 @@ def test_tokens_are_counted_in_what_looks_like_text():
     assert count_tokens(tokens) == 32
     assert count_tokens((tokens, tokens)) == 32
     assert count_tokens((images, classes)) == 0
+    assert count_tokens((images, tokens)) == 0, "many labels are no text"
     assert count_tokens({"pixels": images}) == 0

@@ -91,3 +91,27 @@ def test_a_batch_outlives_a_device_that_is_stopped_before_its_step_is_handed_out
     assert (step.number, step.data) == (28, ["batch 0"])
     assert drawn == ["batch 0"]
     assert loop.state.batch is None
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_a_program_that_ends_within_a_step_has_the_one_before_saved(tmp_path, has_trained):
+    done: list[Any] = []
+    checkpointer: Any = SimpleNamespace(
+        restore=lambda: 27,
+        prepare=lambda: done.append("prepared"),
+        save=lambda step, **given: done.append((step, given["data"])),
+        settle=lambda _timeout_s: done.append("settled"),
+        is_behind=True,
+    )
+    data: Any = SimpleNamespace(
+        state_dict=lambda: SAVED_AT, epoch=0, position=216, next_step=lambda: ["batch"]
+    )
+    state = RankState(27, SAVED_AT, pending=("prepare",) * has_trained)
+    loop = loop_at(tmp_path, state, checkpointer=checkpointer, data=data)
+    loop.stays = True
+    step = loop.next_step()
+    assert step is not None
+    loop.end_at(27)
+    assert loop.next_step() is None
+    # Without a step of its own the process has nothing to save, but waits for what it restored.
+    assert done == (["prepared", (27, SAVED_AT), "settled"] if has_trained else ["settled"])

@@ -190,6 +190,22 @@ class StepLoop:
                     raise
                 self.recover(error)
 
+    def end_at(self, step: int) -> None:
+        """Have the loop end behind a step, and save it, where the program ends before its target.
+
+        A step that was begun behind it is left; the next call of `next_step` is the end.
+        """
+        state = self.state
+        if step >= self.until:
+            return
+        self.until = step
+        if state.in_flight is not None and state.in_flight.number > step:
+            state.in_flight = None
+        state.batch = None
+        has_trained = not self._is_first or bool(state.pending)
+        if state.in_flight is None and has_trained and "last_save" not in state.pending:
+            state.pending = (*state.pending, "last_save")
+
     def is_recoverable(self, error: BaseException) -> bool:
         """Whether an exception is a fault that this process outlives."""
         return self.recovery is not None and self.recovery.classify(error) is not None
