@@ -46,7 +46,7 @@ class SavedWatch:
         run_id: whose store has them.
         member: of this node.
         attempt: placement and number.
-        num_members: of the run.
+        num_parts: of which each checkpoint consists, one of each member; None: all save the same.
     """
 
     spec: ProgramCheckpointsSpec
@@ -55,7 +55,7 @@ class SavedWatch:
     run_id: str
     member: int
     attempt: tuple[int, int]
-    num_members: int
+    num_parts: int | None
     newest: tuple[SavedCheckpoint, ...] = ()
     _before: frozenset[Saved] | None = None
     _known: set[Saved] = field(default_factory=set)
@@ -83,7 +83,8 @@ class SavedWatch:
             return None
         root = root_of(spec, order.cwd, variables)
         attempt = (order.placement, order.attempt)
-        return cls(spec, root, order.created_s, job.run_id, member, attempt, order.num_nodes)
+        num_parts = order.num_nodes if job.saves_in_parts else None
+        return cls(spec, root, order.created_s, job.run_id, member, attempt, num_parts)
 
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
         """Look every few seconds from now on, until `finish`."""
@@ -129,10 +130,9 @@ class SavedWatch:
             newest = self._to_upload(store) if self.spec.upload else None
             if newest is None or newest == self._uploaded:
                 return
-            parts = self.num_members if self.spec.is_in_parts else None
             if store_saved(
                 store, self.run_id, self.member, newest,
-                attempt=self.attempt, keep=self.spec.keep or 0, num_members=parts,
+                attempt=self.attempt, keep=self.spec.keep or 0, num_members=self.num_parts,
             ):  # fmt: skip
                 self._uploaded = newest
 
@@ -151,7 +151,7 @@ class SavedWatch:
     @property
     def _waits_for_sign(self) -> bool:
         """Whether the sign that a part is complete comes to another node."""
-        return self.spec.is_in_parts and self.member != 0
+        return self.num_parts is not None and self.member != 0
 
     @property
     def _is_unsigned(self) -> bool:
@@ -225,7 +225,7 @@ def have_resumed(order: StartOrder, member: int, variables: Mapping[str, str]) -
         return
     root = root_of(spec, order.cwd, variables)
     store = open_store(job.storage)
-    if spec.is_in_parts:
+    if job.saves_in_parts:
         make_ready(store, order, job.run_id, member, root)
     elif step is not None:
         bring_back(store, job.run_id, member, step, spec=spec, root=root)
@@ -256,7 +256,7 @@ def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
     """What a supervisor is told that asks this node for them."""
     try:
         root = root_of(query.spec, query.cwd, before_start(node, query.variables))
-        if query.spec.is_in_parts:
+        if query.is_in_parts:
             return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
         found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
     except (OSError, ValueError) as error:

@@ -70,6 +70,7 @@ class Node:
         query = SavedQuery(
             spec=SPEC.model_copy(update={"path": str(self.root)}),
             cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
+            is_in_parts=True,
         )  # fmt: skip
         reply = saved_reply(query, "node-0", self.member if member is None else member)
         assert reply.error is None
