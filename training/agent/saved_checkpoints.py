@@ -20,7 +20,7 @@ from storage.objects import ObjectStore
 from training.agent.command_line import fill_in
 from training.agent.order_job import job_of
 from training.agent.saved_parts import can_be_read_alone, make_ready, parts_of, read_record
-from training.agent.saved_store import bring_back, store_saved, stored_saves
+from training.agent.saved_store import bring_back, is_ended, note_end, store_saved, stored_saves
 from training.agent.storing import keep_storing
 from training.health.program_checkpoints import Saved, find_parts, find_saved, part_path
 from training.specs.program_checkpoints import ProgramCheckpointsSpec
@@ -139,14 +139,22 @@ class SavedWatch:
     def upload_last(self, store: ObjectStore) -> None:
         """Put what an attempt has saved last into the store; nothing saves any more.
 
+        Other members wait until member 0 has done so, where they may have a part of it.
+
         Raises:
             StorageError: the store refuses.
         """
         until_s = time.monotonic() + SIGN_WAIT_S
         self.upload(store)
-        while self._is_unsigned and time.monotonic() < until_s:
-            time.sleep(1.0)
+        if self.num_parts is not None and self.member == 0:
+            note_end(store, self.run_id, self.attempt)
+        while self._is_unsigned:
+            # Asked first: what member 0 has stored before that, the upload finds.
+            is_last = is_ended(store, self.run_id, self.attempt) or time.monotonic() >= until_s
             self.upload(store)
+            if is_last:
+                return
+            time.sleep(1.0)
 
     @property
     def _waits_for_sign(self) -> bool:
@@ -155,11 +163,12 @@ class SavedWatch:
 
     @property
     def _is_unsigned(self) -> bool:
-        if not self._waits_for_sign:
+        """Whether member 0 may still store a save of which this one has a part, or none."""
+        if not self._waits_for_sign or not self.spec.upload:
             return False
         with self._looking:
-            has_none = self._uploaded is not None and not self._uploaded.size_bytes
-            return has_none or any(one.step > self._signed_step for one in self._known)
+            # A node whose ranks save nothing does not see that others have saved.
+            return not self._known or any(one.step > self._signed_step for one in self._known)
 
     def _find(self) -> list[Saved]:
         if self._waits_for_sign:

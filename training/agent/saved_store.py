@@ -1,6 +1,7 @@
 """Checkpoints of a command in the run's store, for nodes whose disks are their own.
 
     runs/<run_id>/program/step-00000040/p0001-a0002/member-0/...
+    runs/<run_id>/program/last.json    the last attempt of which member 0 stores no more
 
 Each node puts there what it has saved itself, the newest first and whole, and a node that lacks
 the checkpoint from which its command goes on gets its own member's. Where all nodes save the
@@ -10,6 +11,7 @@ Steps are completed optimizer steps.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
@@ -42,6 +44,7 @@ from training.health.program_checkpoints import (
 )
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
+LAST = "last.json"
 NUM_STORED = 2  # of each member
 # Of parts, while other members have not stored theirs of the same saves yet.
 NUM_AHEAD = 4
@@ -81,6 +84,28 @@ def stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
         if key is not None:
             found[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
     return {save: sorted(members) for save, members in sorted(found.items())}
+
+
+def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
+    """Leave for the other members that member 0 has stored all that it will of an attempt.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    store.put(prefix_of(run_id) + LAST, json.dumps(attempt).encode())
+
+
+def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
+    """Whether member 0 has stored all that it will of an attempt.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    try:
+        placement, number = json.loads(store.get(prefix_of(run_id) + LAST))
+    except (NotFound, ValueError):
+        return False
+    return bool((placement, number) >= attempt)
 
 
 def whole(stored: Stored, num_members: int) -> list[Save]:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
+from training.agent import saved_checkpoints
 from training.agent.saved_checkpoints import SavedWatch, saved_reply
 from training.agent.saved_parts import make_ready
 from training.agent.saved_store import Save, store_saved, stored_saves
@@ -329,6 +331,72 @@ def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones
     for one in watches:
         one.upload(store)
     assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+def at_the_end(watched: SavedWatch, store: LocalStore) -> threading.Thread:
+    """Its node puts what it has saved last into the store, as the attempt has ended."""
+    watched.finish()
+    ending = threading.Thread(target=watched.upload_last, args=(store,))
+    ending.start()
+    return ending
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_at_the_end_a_node_waits_for_the_first_ones_last_save(store, first, second, has_files):
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(10, "10")
+    if has_files:
+        second.save(10, "10")
+    ending = at_the_end(watches[1], store)
+    ending.join(0.5)
+    assert ending.is_alive(), "the first member has stored nothing yet"
+    assert stored_saves(store, "run") == {}
+    at_the_end(watches[0], store).join(60)
+    ending.join(60)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+
+
+def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
+    store, first, second, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "SIGN_WAIT_S", 60.0)
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(10, "10")
+    for one in watches:
+        one.look()
+        one.upload(store)
+    at_the_end(watches[0], store).join(60)
+    began_s = time.monotonic()
+    at_the_end(watches[1], store).join(60)
+    assert time.monotonic() - began_s < 1.0
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+
+
+def test_a_save_that_was_broken_off_is_not_waited_for_once_the_first_member_is_done(
+    store, first, second, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "SIGN_WAIT_S", 60.0)
+    watches = [watch(first), watch(second)]
+    for node in (first, second):
+        node.save(10, "half", signed=False)
+    at_the_end(watches[0], store).join(60)
+    began_s = time.monotonic()
+    at_the_end(watches[1], store).join(60)
+    assert time.monotonic() - began_s < 1.0
+    assert stored_saves(store, "run") == {}
+
+
+def test_a_first_member_that_is_gone_is_not_waited_for_without_end(
+    store, first, second, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "SIGN_WAIT_S", 1.5)
+    second.start(FIRST)
+    at_the_end(watch(first), store).join(60)
+    began_s = time.monotonic()
+    at_the_end(watch(second, SECOND), store).join(60)
+    assert 1.5 <= time.monotonic() - began_s < 10.0, "the end of the attempt before is none"
 
 
 def test_old_parts_are_deleted_up_to_the_newest_that_is_complete(store, first, second):
