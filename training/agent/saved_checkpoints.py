@@ -6,6 +6,7 @@ Times are seconds since the epoch.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -30,6 +31,7 @@ LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.
 LOOK_SHARE = 0.02
 NUM_TOLD = 5
+EMPTY_ASK_S = 60.0  # how often a node without files asks whether the others have saved
 SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
 _log = logging.getLogger("perdure.agent")
 
@@ -64,6 +66,7 @@ class SavedWatch:
     _uploading: threading.Lock = field(default_factory=threading.Lock)
     _uploaded: Saved | None = None
     _signed_step: int = 0
+    _asked_s: float = -math.inf
 
     @classmethod
     def of(cls, order: StartOrder, member: int, variables: Mapping[str, str]) -> Self | None:
@@ -186,26 +189,46 @@ class SavedWatch:
         """This node's part of the newest save that member 0 has stored.
 
         Megatron's sign is written when all ranks are done, and member 0 stores nothing before it.
-        A node that never had a file of the step has none of it.
+        A node that never had a file of the attempt has none of it.
         """
+        if not self._may_be_signed():
+            return None
         saves = [
             one.step
             for one, members in stored_saves(store, self.run_id).items()
             if one.attempt == self.attempt and 0 in members
         ]
-        if not saves:
+        step = max(saves, default=0)
+        if step <= self._uploaded_step:
             return None
         if not self._is_over.is_set():
             self.look()  # what was seen before may have been half of it
-        step = max(saves)
         with self._looking:
             self._signed_step = step
+            is_empty = not self._known
             known = [one for one in self._known if one.step == step]
-        if self._uploaded is not None and self._uploaded.step == step:
-            return self._uploaded
-        if not known and read_record(self.root) is None:
+        if not is_empty:
+            return max(known, key=_age, default=None)
+        if read_record(self.root) is None:
             return None  # its disk is gone, and what it had is not known
-        return max(known, key=_age, default=Saved(step, part_path(self.root, step), 0, time.time()))
+        return Saved(step, part_path(self.root, step), 0, time.time())
+
+    def _may_be_signed(self) -> bool:
+        """Whether to ask the store, which lists what all members have there."""
+        with self._looking:
+            newest = max((one.step for one in self._known), default=None)
+        if newest is not None:
+            return newest > self._uploaded_step
+        # A node whose ranks save nothing does not see when the others do.
+        now_s = time.monotonic()
+        if now_s - self._asked_s < EMPTY_ASK_S and not self._is_over.is_set():
+            return False
+        self._asked_s = now_s
+        return True
+
+    @property
+    def _uploaded_step(self) -> int:
+        return self._uploaded.step if self._uploaded is not None else 0
 
     def _follow(self) -> None:
         pause_s = 0.0

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from storage.errors import NotFound
 from storage.local import LocalStore
+from storage.objects import ObjectInfo
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
@@ -331,6 +333,56 @@ def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones
     for one in watches:
         one.upload(store)
     assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+class CountedStore(LocalStore):
+    """Counts how often it is asked what it has."""
+
+    num_lists = 0
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.num_lists += 1
+        return super().list(prefix)
+
+
+def test_a_node_asks_the_store_only_while_it_has_a_part_to_store(tmp_path, first, second):
+    store = CountedStore(tmp_path / "store")
+    watches = [watch(first), watch(second)]
+    for step in (10, 20):
+        for node in (first, second):
+            node.save(step, str(step))
+        for one in watches:
+            one.look()
+            one.upload(store)
+        store.num_lists = 0
+        watches[1].upload(store)
+        assert store.num_lists == 0, "all that it has is stored"
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1], Save(20, FIRST): [0, 1]}
+
+
+def test_a_node_without_files_asks_the_store_rarely(tmp_path, first, second, monkeypatch):
+    store = CountedStore(tmp_path / "store")
+    second.start(FIRST)
+    watched = watch(second)
+    for _ in range(3):
+        watched.upload(store)
+    assert store.num_lists == 1
+    monkeypatch.setattr(saved_checkpoints, "EMPTY_ASK_S", 0.0)
+    watched.upload(store)
+    assert store.num_lists == 2
+
+
+def test_a_part_that_was_never_seen_is_not_none_where_others_of_the_attempt_were(
+    store, first, second
+):
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(20, "20")
+    second.save(10, "10, and 20 is deleted before it is seen")
+    for one in watches:
+        one.look()
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(20, FIRST): [0]}
 
 
 def at_the_end(watched: SavedWatch, store: LocalStore) -> threading.Thread:
