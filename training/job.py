@@ -8,6 +8,7 @@ optimizer steps.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -246,7 +247,8 @@ class Job(FrozenModel):
                 f"worker.checkpoints.upload with kind={spec.kind} is for one node, engine.nodes="
                 f"{engine.nodes}: every rank reads the files of all; save to storage that all have"
             )
-        if self.saves_in_parts and engine.on_this_machine and "$" not in spec.path:
+        names = string.Template(spec.path).get_identifiers()
+        if self.saves_in_parts and engine.on_this_machine and "PERDURE_NODE" not in names:
             raise ValueError(
                 f"worker.checkpoints.path={spec.path} is one folder, engine.nodes={engine.nodes}: "
                 "with upload each node has a part of its own; put ${PERDURE_NODE} into the path, "

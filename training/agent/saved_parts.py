@@ -31,6 +31,7 @@ from training.health.program_checkpoints import (
 from training.wire.agent import StartOrder
 
 RECORD = ".perdure-parts.json"
+CLAIM = ".perdure-member-{member}.json"
 Attempt = tuple[int, int]
 _log = logging.getLogger("perdure.agent")
 
@@ -48,6 +49,14 @@ class Part(FrozenModel):
     size_bytes: int
     written_s: float
     is_brought: bool = False
+
+
+class Claim(FrozenModel):
+    """That a member has a folder for an attempt, written before it touches anything there."""
+
+    run_id: str
+    member: int
+    attempt: Attempt
 
 
 class PartsRecord(FrozenModel):
@@ -124,13 +133,9 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
         OSError: it cannot be written.
         ValueError: another member has the same folder.
     """
-    record = _record_of(root, run_id)
     attempt = (order.placement, order.attempt)
-    if record is not None and record.attempt == attempt and record.member != member:
-        raise ValueError(
-            f"worker.checkpoints.path={root} is the same folder for members {record.member} and "
-            f"{member}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
-        )
+    _claim(root, Claim(run_id=run_id, member=member, attempt=attempt))
+    record = _record_of(root, run_id)
     first_tracker = record.first_tracker if record is not None else tracker_text(root)
     parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
     step = order.resume_step
@@ -148,8 +153,25 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
         run_id=run_id, member=member, attempt=attempt, first_tracker=first_tracker,
         before=tuple((unknown | parts).values()),
     )  # fmt: skip
-    root.mkdir(parents=True, exist_ok=True)
     write_whole(root / RECORD, made.model_dump_json())
+
+
+def _claim(root: Path, own: Claim) -> None:
+    """Have a folder for one member alone: of two that come at once, one at least sees the other."""
+    root.mkdir(parents=True, exist_ok=True)
+    write_whole(root / CLAIM.format(member=own.member), own.model_dump_json())
+    for path in root.glob(CLAIM.format(member="*")):
+        try:
+            other = Claim.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            continue
+        is_same = (other.run_id, other.attempt) == (own.run_id, own.attempt)
+        if is_same and other.member != own.member:
+            first, second = sorted((other.member, own.member))
+            raise ValueError(
+                f"worker.checkpoints.path={root} is the same folder for members {first} and "
+                f"{second}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
+            )
 
 
 def _without_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:

@@ -227,6 +227,53 @@ def test_two_members_in_one_folder_are_refused(first):
         first.start(FIRST)
 
 
+def test_of_two_members_that_come_into_one_folder_at_once_one_is_refused(tmp_path, store):
+    for number in range(1, 21):
+        root = tmp_path / f"common-{number}"
+        refused: list[str] = []
+        are_ready = threading.Barrier(2)
+
+        def start(
+            member: int,
+            root: Path = root,
+            refused: list[str] = refused,
+            are_ready: threading.Barrier = are_ready,
+        ) -> None:
+            node = Node(root, store, member)
+            are_ready.wait(60)
+            try:
+                node.start(FIRST)
+            except ValueError as error:
+                refused.append(str(error))
+
+        starting = [threading.Thread(target=start, args=(member,)) for member in (0, 1)]
+        for one in starting:
+            one.start()
+        for one in starting:
+            one.join(60)
+        assert refused
+
+
+def test_who_is_refused_a_folder_has_changed_nothing_in_it(store, first, second):
+    for node in (first, second):
+        node.start(FIRST)
+        node.save(10, f"{node.member}")
+        node.put(10, FIRST)
+    first.start(SECOND, Save(10, FIRST))
+    intruder = Node(first.root, store, 1)
+    with pytest.raises(ValueError, match="the same folder"):
+        intruder.start(SECOND, Save(10, FIRST))
+    assert (first.at(10), first.sign) == ("0", "10")
+    assert first.told() == {Save(10, FIRST)}
+
+
+def test_a_node_may_be_another_member_in_a_later_attempt(first, second):
+    first.start(FIRST)
+    second.start(FIRST)
+    first.member = 1
+    first.start(SECOND)
+
+
 def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
     second.start(FIRST)
     second.file = "__1_0.distcp"
@@ -237,7 +284,7 @@ def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
 def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWatch:
     where = {"kind": "megatron", "path": str(node.root), "upload": True, **spec}
     document = job_document(
-        worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$A"}},
+        worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$PERDURE_NODE"}},
         engine={"nodes": 2},
     )
     placement, number = attempt
@@ -245,7 +292,7 @@ def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWat
         node.root, "true", is_command=True, job=json.dumps(document),
         placement=placement, attempt=number,
     )  # fmt: skip
-    watched = not_none(SavedWatch.of(order, node.member, {"A": ""}))
+    watched = not_none(SavedWatch.of(order, node.member, {"PERDURE_NODE": ""}))
     watched.look()
     return watched
 

@@ -228,6 +228,9 @@ def test_uploads_that_cannot_work_are_refused():
     with pytest.raises(InputError, match=r"is one folder, engine\.nodes=2.*PERDURE_NODE"):
         parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+    spec["path"] = "${HOME}/o"
+    with pytest.raises(InputError, match="is one folder"):
+        parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     spec["path"] = "/o/${PERDURE_NODE}"
     parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     with pytest.raises(InputError, match="upload needs one folder"):
