@@ -67,6 +67,7 @@ class PartsRecord(FrozenModel):
         attempt: that is about to start; what changes from then on, it has saved.
         before: what was there.
         first_tracker: what the program's sign said before the run's first attempt here.
+        coming: a step that is being brought: what has changed there, no attempt has saved.
     """
 
     run_id: str
@@ -74,6 +75,7 @@ class PartsRecord(FrozenModel):
     attempt: Attempt
     before: tuple[Part, ...]
     first_tracker: str | None
+    coming: int | None = None
 
     def part_of(self, saved: Saved) -> Part:
         """What is known of a part that is there now."""
@@ -82,7 +84,7 @@ class PartsRecord(FrozenModel):
             same = {"saved_in": one.saved_in, "is_brought": one.is_brought}
             if one == found.model_copy(update=same):
                 return one
-        return found
+        return found if saved.step != self.coming else _as_part(saved, None)
 
 
 def read_record(root: Path) -> PartsRecord | None:
@@ -138,22 +140,39 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
     record = _record_of(root, run_id)
     first_tracker = record.first_tracker if record is not None else tracker_text(root)
     parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
-    step = order.resume_step
-    if step is not None and order.resume_attempt is not None:
-        wanted = Save(step, order.resume_attempt)
-        path, there = part_path(root, step), parts.get(step)
-        if there is None or there.saved_in != wanted.attempt or not can_be_read_alone(path):
-            bring_part(store, run_id, member, wanted, path)
-            parts[step] = _brought(root, wanted)
-        _lead(root, str(step))
-    elif record is not None:
-        _lead(root, first_tracker)
     unknown = {one.step: _as_part(one, None) for one in find_parts(root)}
+    wanted = _wanted(order)
+    lacks = wanted if wanted is not None and not _has(root, parts, wanted) else None
     made = PartsRecord(
         run_id=run_id, member=member, attempt=attempt, first_tracker=first_tracker,
         before=tuple((unknown | parts).values()),
+        coming=lacks.step if lacks is not None else None,
     )  # fmt: skip
+    # Before anything is brought: an agent that ends meanwhile leaves it on record as nobody's.
     write_whole(root / RECORD, made.model_dump_json())
+    if lacks is not None:
+        bring_part(store, run_id, member, lacks, part_path(root, lacks.step))
+        brought = _brought(root, lacks)
+        others = (one for one in made.before if one.step != lacks.step)
+        made = made.model_copy(update={"before": (*others, brought), "coming": None})
+        write_whole(root / RECORD, made.model_dump_json())
+    if wanted is not None:
+        _lead(root, str(wanted.step))
+    elif record is not None:
+        _lead(root, first_tracker)
+
+
+def _wanted(order: StartOrder) -> Save | None:
+    """The save from which all members go on."""
+    if order.resume_step is None or order.resume_attempt is None:
+        return None
+    return Save(order.resume_step, order.resume_attempt)
+
+
+def _has(root: Path, parts: dict[int, Part], wanted: Save) -> bool:
+    part = parts.get(wanted.step)
+    is_same = part is not None and part.saved_in == wanted.attempt
+    return is_same and can_be_read_alone(part_path(root, wanted.step))
 
 
 def _claim(root: Path, own: Claim) -> None:

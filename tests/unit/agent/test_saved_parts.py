@@ -20,7 +20,7 @@ from storage.objects import ObjectInfo
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
-from training.agent import saved_checkpoints
+from training.agent import saved_checkpoints, saved_parts
 from training.agent.saved_checkpoints import SavedWatch, saved_reply
 from training.agent.saved_parts import make_ready
 from training.agent.saved_store import Save, store_saved, stored_saves
@@ -212,6 +212,34 @@ def test_files_of_others_that_were_brought_are_gone_before_the_step_is_saved_ane
     second.save(10, "share again")
     second.put(10, THIRD)
     assert second.told() == set(), "it cannot go on with its share alone"
+
+
+def test_an_agent_that_ends_while_it_brings_a_part_puts_no_wrong_attempt_on_record(
+    second, monkeypatch
+):
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    second.start(FIRST)
+    second.save(10, "10")
+    second.put(10, FIRST)
+    second.start(SECOND)
+    second.save(10, "10 again, and longer")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(saved_parts, "_brought", end)
+        second.start(THIRD, Save(10, FIRST))
+    assert second.at(10) == "10", "it had come, and the record says nothing of it yet"
+    assert second.told() == set()
+    second.start((2, 2), Save(10, FIRST))
+    assert second.told() == {Save(10, FIRST)}
+
+
+def test_a_part_that_could_not_be_replaced_stays_what_it_was(second):
+    second.start(FIRST)
+    second.save(10, "10")
+    with pytest.raises(NotFound):
+        second.start(THIRD, Save(10, SECOND))
+    assert second.told() == {Save(10, FIRST)}
 
 
 def test_a_part_that_is_nowhere_starts_nothing(second):
