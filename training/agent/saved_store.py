@@ -114,21 +114,31 @@ def whole(stored: Stored, num_members: int) -> list[Save]:
     return sorted(save for save, by in stored.items() if members <= set(by))
 
 
-def surplus(stored: Stored, member: int, *, keep: int, num_members: int | None) -> list[Save]:
+def surplus(
+    stored: Stored, member: int, put: Save, *, keep: int, num_members: int | None
+) -> list[Save]:
     """What a member deletes of its own: all but the newest.
+
+    What other attempts have saved is older than that of the current one, also where its steps are
+    later: the program did not go on from there.
 
     Args:
         stored: what there is.
         member: whose.
+        put: what it has just stored, which stays.
         keep: how many steps remain, NUM_STORED at least.
         num_members: of checkpoints in parts: the newest one that is whole stays, and of those
             behind it a few more, for one of them becomes whole next; None: each is whole.
     """
-    own = sorted(save for save, by in stored.items() if member in by)
-    kept = set(own[-max(keep, NUM_STORED) :])
+
+    def age(save: Save) -> tuple[bool, Save]:
+        return save.attempt == put.attempt, save
+
+    own = sorted((save for save, by in stored.items() if member in by), key=age)
+    kept = {put, *own[-max(keep, NUM_STORED) :]}
     if num_members is not None:
-        complete = whole(stored, num_members)[-1:]
-        ahead = [save for save in own if not complete or save > complete[0]]
+        complete = sorted(whole(stored, num_members), key=age)[-1:]
+        ahead = [save for save in own if not complete or age(save) > age(complete[0])]
         kept.update(complete, ahead[-NUM_AHEAD:])
     return [save for save in own if save not in kept]
 
@@ -168,7 +178,7 @@ def store_saved(
         _log.warning(f"step {saved.step} of the command cannot be read: {error}")
         return False
     stored = stored_saves(store, run_id)
-    for one in surplus(stored, member, keep=keep, num_members=num_members):
+    for one in surplus(stored, member, save, keep=keep, num_members=num_members):
         delete_set(store, prefix_of(run_id, one, member))
     return True
 
