@@ -128,6 +128,7 @@ class SavedWatch:
 
         Raises:
             StorageError: the store refuses.
+            OSError: this node's disk does not say whose its parts are.
         """
         with self._uploading:
             newest = self._to_upload(store) if self.spec.upload else None
@@ -146,6 +147,7 @@ class SavedWatch:
 
         Raises:
             StorageError: the store refuses.
+            OSError: this node's disk does not say whose its parts are.
         """
         until_s = time.monotonic() + SIGN_WAIT_S
         self.upload(store)

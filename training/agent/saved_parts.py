@@ -94,8 +94,11 @@ def read_record(root: Path) -> PartsRecord | None:
         OSError: the folder cannot be read.
     """
     try:
-        return PartsRecord.model_validate_json((root / RECORD).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return PartsRecord.model_validate_json((root / RECORD).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError:
+        _log.warning(f"{root / RECORD} is no record: whose the parts beside it are is not known")
         return None
 
 

@@ -20,6 +20,7 @@ from storage.objects import ObjectInfo
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
+from tests.waiting import wait_for
 from training.agent import saved_checkpoints, saved_parts
 from training.agent.saved_checkpoints import SavedWatch, saved_reply
 from training.agent.saved_parts import make_ready
@@ -382,6 +383,36 @@ def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
         one.look()
         one.upload(store)
     assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
+    store, first, second, caplog, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "LOOK_S", 0.05)
+    monkeypatch.setattr(saved_checkpoints, "EMPTY_ASK_S", 0.0)
+    second.start(FIRST)
+    record = second.root / ".perdure-parts.json"
+    text = record.read_bytes()
+    record.unlink()
+    record.mkdir()  # as where a disk has errors: it cannot be read
+    first.save(10, "10")
+    first.put(10, FIRST)
+    watched = watch(second)
+    watched.start(lambda: store)
+    wait_for(lambda: "a checkpoint is put into the store later" in caplog.text, timeout_s=30)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    record.rmdir()
+    record.write_bytes(text)
+    wait_for(lambda: stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}, timeout_s=30)
+    watched.finish()
+
+
+def test_a_record_that_is_none_counts_as_none_and_is_named(first, caplog):
+    first.start(FIRST)
+    first.save(10, "10")
+    (first.root / ".perdure-parts.json").write_bytes(b"\xff\x00")
+    assert first.told() == set()
+    assert f"{first.root}/.perdure-parts.json is no record" in caplog.text
 
 
 def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first, second):
