@@ -23,7 +23,9 @@ from training.agent.order_job import job_of
 from training.agent.saved_parts import can_be_read_alone, make_ready, parts_of, read_record
 from training.agent.saved_store import bring_back, is_ended, note_end, store_saved, stored_saves
 from training.agent.storing import keep_storing
-from training.health.program_checkpoints import Saved, find_parts, find_saved, part_path
+from training.health.megatron_parts import find_parts, part_path
+from training.health.program_checkpoints import find_saved
+from training.health.saved_files import Saved
 from training.specs.program_checkpoints import ProgramCheckpointsSpec
 from training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
 

@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from storage.errors import NotFound
 from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore
-from training.agent.saved_store import Save, bring_part
+from training.agent.saved_store import Save, bring_part, prefix_of
 from training.files import write_whole
-from training.health.program_checkpoints import (
-    Saved,
+from training.health.megatron_parts import (
+    TRACKER,
     find_parts,
     is_enough,
     part_path,
@@ -28,6 +28,7 @@ from training.health.program_checkpoints import (
     tracked_step,
     tracker_text,
 )
+from training.health.saved_files import Saved
 from training.wire.agent import StartOrder
 
 RECORD = ".perdure-parts.json"
@@ -155,14 +156,14 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
     write_whole(root / RECORD, made.model_dump_json())
     if lacks is not None:
         bring_part(store, run_id, member, lacks, part_path(root, lacks.step))
-        brought = _brought(root, lacks)
+        brought = _brought(store, run_id, root, lacks)
         others = (one for one in made.before if one.step != lacks.step)
         made = made.model_copy(update={"before": (*others, brought), "coming": None})
         write_whole(root / RECORD, made.model_dump_json())
     if wanted is not None:
-        _lead(root, str(wanted.step))
+        _lead(root, wanted.step, first_tracker)
     elif record is not None:
-        _lead(root, first_tracker)
+        _lead(root, None, first_tracker)
 
 
 def _wanted(order: StartOrder) -> Save | None:
@@ -209,15 +210,22 @@ def _record_of(root: Path, run_id: str) -> PartsRecord | None:
     return record if record is not None and record.run_id == run_id else None
 
 
-def _lead(root: Path, text: str | None) -> None:
-    """Have the sign say this, as on all other nodes."""
+def _lead(root: Path, step: int | None, first_tracker: str | None) -> None:
+    """Have the sign name a step, as on all other nodes, or else say what it first did."""
+    text = str(step) if step is not None else first_tracker
     before = tracker_text(root)
     if before == text:
         return
     set_tracker(root, text)
-    if before is not None:
-        now = f"names step {text}" if text is not None else "is gone"
-        _log.info(f"the command goes on from what all nodes have: its sign {now}, not {before}")
+    if before is None:
+        return
+    if step is not None:
+        what = f"names step {step} now, {before} before: all nodes go on from step {step}"
+    elif text is not None:
+        what = f"says {text} now, {before} before: all nodes begin anew"
+    else:
+        what = f"is deleted, it named step {before}: all nodes begin anew"
+    _log.info(f"{TRACKER} in {root} {what}")
 
 
 def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
@@ -225,8 +233,12 @@ def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
     return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
 
 
-def _brought(root: Path, save: Save) -> Part:
+def _brought(store: ObjectStore, run_id: str, root: Path, save: Save) -> Part:
     found = [one for one in find_parts(root) if one.step == save.step]
     if not found:
-        raise NotFound(f"step {save.step} of the command has no files in any member's part")
+        where = store.url(prefix_of(run_id, save).rpartition("/")[0])
+        raise NotFound(
+            f"run {run_id}: step {save.step} of the command has no files in any member's part "
+            f"below {where}, nothing is brought to {part_path(root, save.step)}"
+        )
     return _as_part(found[0], save.attempt).model_copy(update={"is_brought": True})

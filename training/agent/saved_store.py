@@ -33,15 +33,9 @@ from storage.file_sets import (
     read_set,
 )
 from storage.objects import ObjectStore
-from training.health.program_checkpoints import (
-    Saved,
-    find_saved,
-    is_distributed,
-    is_enough,
-    is_unchanged,
-    mark_newest,
-    rank_folders,
-)
+from training.health.megatron_parts import is_distributed, is_enough, rank_folders
+from training.health.program_checkpoints import find_saved, mark_newest
+from training.health.saved_files import Saved, is_unchanged
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 LAST = "last.json"

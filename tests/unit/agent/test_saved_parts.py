@@ -25,7 +25,8 @@ from training.agent import saved_checkpoints, saved_parts
 from training.agent.saved_checkpoints import SavedWatch, saved_reply
 from training.agent.saved_parts import make_ready
 from training.agent.saved_store import Save, store_saved, stored_saves
-from training.health.program_checkpoints import find_parts
+from training.health.megatron_parts import find_parts
+from training.health.saved_files import Saved
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 from training.wire.agent import SavedQuery, StartOrder
 
@@ -172,15 +173,19 @@ def test_a_node_with_a_newer_part_is_led_back_and_says_so(first, caplog):
     first.save(20, "20")
     first.start(SECOND, Save(10, FIRST))
     assert (first.sign, first.at(20)) == ("10", "20")
-    assert "its sign names step 10, not 20" in caplog.text
+    assert (
+        f"{TRACKER} in {first.root} names step 10 now, 20 before: all nodes go on from step 10"
+    ) in caplog.text
     assert first.told() == {Save(10, FIRST), Save(20, FIRST)}, "it was complete, and still is"
 
 
-def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first):
+def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first, caplog):
+    caplog.set_level(logging.INFO, "perdure.agent")
     first.start(FIRST)
     first.save(10, "10")
     first.start(SECOND)
     assert first.sign is None
+    assert "is deleted, it named step 10: all nodes begin anew" in caplog.text
     first.save(10, "10 again")
     assert first.told() == {Save(10, SECOND)}
 
@@ -248,6 +253,22 @@ def test_a_part_that_is_nowhere_starts_nothing(second):
     second.start(FIRST)
     with pytest.raises(NotFound, match="the part of member 1"):
         second.start(SECOND, Save(10, FIRST))
+
+
+def test_a_step_of_which_nobody_has_stored_a_file_is_named_with_its_run_and_places(
+    store, first, second
+):
+    for node in (first, second):
+        node.start(FIRST)
+        nothing = Saved(10, node.root / "iter_0000010", 0, time.time())
+        assert store_saved(store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2)
+    with pytest.raises(NotFound) as caught:
+        second.start(SECOND, Save(10, FIRST))
+    where = store.url("runs/run/program/step-00000010/p0001-a0001")
+    assert str(caught.value) == (
+        f"run run: step 10 of the command has no files in any member's part below {where}, "
+        f"nothing is brought to {second.root}/iter_0000010"
+    )
 
 
 def test_two_members_in_one_folder_are_refused(first):

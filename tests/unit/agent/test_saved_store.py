@@ -20,7 +20,9 @@ from training.agent.saved_store import (
     surplus,
     whole,
 )
-from training.health.program_checkpoints import Saved, find_parts, find_saved
+from training.health.megatron_parts import find_parts
+from training.health.program_checkpoints import find_saved
+from training.health.saved_files import Saved
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 GLOB = ProgramCheckpointsSpec(
