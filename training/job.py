@@ -8,6 +8,7 @@ optimizer steps.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -246,7 +247,8 @@ class Job(FrozenModel):
                 f"worker.checkpoints.upload with kind={spec.kind} is for one node, engine.nodes="
                 f"{engine.nodes}: every rank reads the files of all; save to storage that all have"
             )
-        if spec.is_in_parts and engine.on_this_machine and "$" not in spec.path:
+        names = string.Template(spec.path).get_identifiers()
+        if self.saves_in_parts and engine.on_this_machine and "PERDURE_NODE" not in names:
             raise ValueError(
                 f"worker.checkpoints.path={spec.path} is one folder, engine.nodes={engine.nodes}: "
                 "with upload each node has a part of its own; put ${PERDURE_NODE} into the path, "
@@ -286,6 +288,13 @@ class Job(FrozenModel):
         """The step at which the run is complete; None for a command whose job does not name it."""
         is_given = not self.worker.is_command or "steps" in self.model_fields_set
         return self.steps if is_given else None
+
+    @property
+    def saves_in_parts(self) -> bool:
+        """Whether each node uploads a part of its own of every checkpoint of a command."""
+        spec = self.worker.checkpoints
+        is_uploaded = spec is not None and spec.upload and spec.kind.is_in_parts
+        return is_uploaded and self.engine.nodes > 1
 
     @property
     def recipe(self) -> str:

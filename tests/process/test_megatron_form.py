@@ -230,7 +230,7 @@ def test_all_go_on_from_the_step_before_where_one_node_has_not_stored_its_newest
     assert lost.done, "the node was lost before it had stored what all had saved"
     resumed_at = assert_went_on(home, job, outcome, undisturbed_in_parts)
     logs = agent_logs(home, job)
-    led_back = f"its sign names step {resumed_at}, not {resumed_at + 10}"
+    led_back = f"names step {resumed_at} now, {resumed_at + 10} before"
     assert sum(led_back in text for text in logs) == 1, "the node that had the newer part"
 
 

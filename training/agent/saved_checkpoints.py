@@ -6,6 +6,7 @@ Times are seconds since the epoch.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -20,9 +21,11 @@ from storage.objects import ObjectStore
 from training.agent.command_line import fill_in
 from training.agent.order_job import job_of
 from training.agent.saved_parts import can_be_read_alone, make_ready, parts_of, read_record
-from training.agent.saved_store import bring_back, store_saved, stored_saves
+from training.agent.saved_store import bring_back, is_ended, note_end, store_saved, stored_saves
 from training.agent.storing import keep_storing
-from training.health.program_checkpoints import Saved, find_parts, find_saved, part_path
+from training.health.megatron_parts import find_parts, part_path
+from training.health.program_checkpoints import find_saved
+from training.health.saved_files import Saved
 from training.specs.program_checkpoints import ProgramCheckpointsSpec
 from training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
 
@@ -30,6 +33,7 @@ LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.
 LOOK_SHARE = 0.02
 NUM_TOLD = 5
+EMPTY_ASK_S = 60.0  # how often a node without files asks whether the others have saved
 SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
 _log = logging.getLogger("perdure.agent")
 
@@ -46,7 +50,7 @@ class SavedWatch:
         run_id: whose store has them.
         member: of this node.
         attempt: placement and number.
-        num_members: of the run.
+        num_parts: of which each checkpoint consists, one of each member; None: all save the same.
     """
 
     spec: ProgramCheckpointsSpec
@@ -55,7 +59,7 @@ class SavedWatch:
     run_id: str
     member: int
     attempt: tuple[int, int]
-    num_members: int
+    num_parts: int | None
     newest: tuple[SavedCheckpoint, ...] = ()
     _before: frozenset[Saved] | None = None
     _known: set[Saved] = field(default_factory=set)
@@ -64,6 +68,7 @@ class SavedWatch:
     _uploading: threading.Lock = field(default_factory=threading.Lock)
     _uploaded: Saved | None = None
     _signed_step: int = 0
+    _asked_s: float = -math.inf
 
     @classmethod
     def of(cls, order: StartOrder, member: int, variables: Mapping[str, str]) -> Self | None:
@@ -83,7 +88,8 @@ class SavedWatch:
             return None
         root = root_of(spec, order.cwd, variables)
         attempt = (order.placement, order.attempt)
-        return cls(spec, root, order.created_s, job.run_id, member, attempt, order.num_nodes)
+        num_parts = order.num_nodes if job.saves_in_parts else None
+        return cls(spec, root, order.created_s, job.run_id, member, attempt, num_parts)
 
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
         """Look every few seconds from now on, until `finish`."""
@@ -124,42 +130,52 @@ class SavedWatch:
 
         Raises:
             StorageError: the store refuses.
+            OSError: this node's disk does not say whose its parts are.
         """
         with self._uploading:
             newest = self._to_upload(store) if self.spec.upload else None
             if newest is None or newest == self._uploaded:
                 return
-            parts = self.num_members if self.spec.is_in_parts else None
             if store_saved(
                 store, self.run_id, self.member, newest,
-                attempt=self.attempt, keep=self.spec.keep or 0, num_members=parts,
+                attempt=self.attempt, keep=self.spec.keep or 0, num_members=self.num_parts,
             ):  # fmt: skip
                 self._uploaded = newest
 
     def upload_last(self, store: ObjectStore) -> None:
         """Put what an attempt has saved last into the store; nothing saves any more.
 
+        Other members wait until member 0 has done so, where they may have a part of it.
+
         Raises:
             StorageError: the store refuses.
+            OSError: this node's disk does not say whose its parts are.
         """
         until_s = time.monotonic() + SIGN_WAIT_S
         self.upload(store)
-        while self._is_unsigned and time.monotonic() < until_s:
-            time.sleep(1.0)
+        if self.num_parts is not None and self.member == 0:
+            note_end(store, self.run_id, self.attempt)
+        while self._is_unsigned:
+            # Asked first: what member 0 has stored before that, the upload finds.
+            is_last = is_ended(store, self.run_id, self.attempt) or time.monotonic() >= until_s
             self.upload(store)
+            if is_last:
+                return
+            time.sleep(1.0)
 
     @property
     def _waits_for_sign(self) -> bool:
         """Whether the sign that a part is complete comes to another node."""
-        return self.spec.is_in_parts and self.member != 0
+        return self.num_parts is not None and self.member != 0
 
     @property
     def _is_unsigned(self) -> bool:
-        if not self._waits_for_sign:
+        """Whether member 0 may still store a save of which this one has a part, or none."""
+        if not self._waits_for_sign or not self.spec.upload:
             return False
         with self._looking:
-            has_none = self._uploaded is not None and not self._uploaded.size_bytes
-            return has_none or any(one.step > self._signed_step for one in self._known)
+            # A node whose ranks save nothing does not see that others have saved.
+            return not self._known or any(one.step > self._signed_step for one in self._known)
 
     def _find(self) -> list[Saved]:
         if self._waits_for_sign:
@@ -177,26 +193,46 @@ class SavedWatch:
         """This node's part of the newest save that member 0 has stored.
 
         Megatron's sign is written when all ranks are done, and member 0 stores nothing before it.
-        A node that never had a file of the step has none of it.
+        A node that never had a file of the attempt has none of it.
         """
+        if not self._may_be_signed():
+            return None
         saves = [
             one.step
             for one, members in stored_saves(store, self.run_id).items()
             if one.attempt == self.attempt and 0 in members
         ]
-        if not saves:
+        step = max(saves, default=0)
+        if step <= self._uploaded_step:
             return None
         if not self._is_over.is_set():
             self.look()  # what was seen before may have been half of it
-        step = max(saves)
         with self._looking:
             self._signed_step = step
+            is_empty = not self._known
             known = [one for one in self._known if one.step == step]
-        if self._uploaded is not None and self._uploaded.step == step:
-            return self._uploaded
-        if not known and read_record(self.root) is None:
+        if not is_empty:
+            return max(known, key=_age, default=None)
+        if read_record(self.root) is None:
             return None  # its disk is gone, and what it had is not known
-        return max(known, key=_age, default=Saved(step, part_path(self.root, step), 0, time.time()))
+        return Saved(step, part_path(self.root, step), 0, time.time())
+
+    def _may_be_signed(self) -> bool:
+        """Whether to ask the store, which lists what all members have there."""
+        with self._looking:
+            newest = max((one.step for one in self._known), default=None)
+        if newest is not None:
+            return newest > self._uploaded_step
+        # A node whose ranks save nothing does not see when the others do.
+        now_s = time.monotonic()
+        if now_s - self._asked_s < EMPTY_ASK_S and not self._is_over.is_set():
+            return False
+        self._asked_s = now_s
+        return True
+
+    @property
+    def _uploaded_step(self) -> int:
+        return self._uploaded.step if self._uploaded is not None else 0
 
     def _follow(self) -> None:
         pause_s = 0.0
@@ -225,7 +261,7 @@ def have_resumed(order: StartOrder, member: int, variables: Mapping[str, str]) -
         return
     root = root_of(spec, order.cwd, variables)
     store = open_store(job.storage)
-    if spec.is_in_parts:
+    if job.saves_in_parts:
         make_ready(store, order, job.run_id, member, root)
     elif step is not None:
         bring_back(store, job.run_id, member, step, spec=spec, root=root)
@@ -256,7 +292,7 @@ def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
     """What a supervisor is told that asks this node for them."""
     try:
         root = root_of(query.spec, query.cwd, before_start(node, query.variables))
-        if query.spec.is_in_parts:
+        if query.is_in_parts:
             return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
         found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
     except (OSError, ValueError) as error:

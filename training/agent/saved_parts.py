@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from storage.errors import NotFound
 from storage.frozen_model import FrozenModel
 from storage.objects import ObjectStore
-from training.agent.saved_store import Save, bring_part
+from training.agent.saved_store import Save, bring_part, prefix_of
 from training.files import write_whole
-from training.health.program_checkpoints import (
-    Saved,
+from training.health.megatron_parts import (
+    TRACKER,
     find_parts,
     is_enough,
     part_path,
@@ -28,9 +28,11 @@ from training.health.program_checkpoints import (
     tracked_step,
     tracker_text,
 )
+from training.health.saved_files import Saved
 from training.wire.agent import StartOrder
 
 RECORD = ".perdure-parts.json"
+CLAIM = ".perdure-member-{member}.json"
 Attempt = tuple[int, int]
 _log = logging.getLogger("perdure.agent")
 
@@ -50,6 +52,14 @@ class Part(FrozenModel):
     is_brought: bool = False
 
 
+class Claim(FrozenModel):
+    """That a member has a folder for an attempt, written before it touches anything there."""
+
+    run_id: str
+    member: int
+    attempt: Attempt
+
+
 class PartsRecord(FrozenModel):
     """Whose parts are in a folder, written before each attempt.
 
@@ -58,6 +68,7 @@ class PartsRecord(FrozenModel):
         attempt: that is about to start; what changes from then on, it has saved.
         before: what was there.
         first_tracker: what the program's sign said before the run's first attempt here.
+        coming: a step that is being brought: what has changed there, no attempt has saved.
     """
 
     run_id: str
@@ -65,6 +76,7 @@ class PartsRecord(FrozenModel):
     attempt: Attempt
     before: tuple[Part, ...]
     first_tracker: str | None
+    coming: int | None = None
 
     def part_of(self, saved: Saved) -> Part:
         """What is known of a part that is there now."""
@@ -73,7 +85,7 @@ class PartsRecord(FrozenModel):
             same = {"saved_in": one.saved_in, "is_brought": one.is_brought}
             if one == found.model_copy(update=same):
                 return one
-        return found
+        return found if saved.step != self.coming else _as_part(saved, None)
 
 
 def read_record(root: Path) -> PartsRecord | None:
@@ -83,8 +95,11 @@ def read_record(root: Path) -> PartsRecord | None:
         OSError: the folder cannot be read.
     """
     try:
-        return PartsRecord.model_validate_json((root / RECORD).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return PartsRecord.model_validate_json((root / RECORD).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValidationError:
+        _log.warning(f"{root / RECORD} is no record: whose the parts beside it are is not known")
         return None
 
 
@@ -124,32 +139,62 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
         OSError: it cannot be written.
         ValueError: another member has the same folder.
     """
-    record = _record_of(root, run_id)
     attempt = (order.placement, order.attempt)
-    if record is not None and record.attempt == attempt and record.member != member:
-        raise ValueError(
-            f"worker.checkpoints.path={root} is the same folder for members {record.member} and "
-            f"{member}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
-        )
+    _claim(root, Claim(run_id=run_id, member=member, attempt=attempt))
+    record = _record_of(root, run_id)
     first_tracker = record.first_tracker if record is not None else tracker_text(root)
     parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
-    step = order.resume_step
-    if step is not None and order.resume_attempt is not None:
-        wanted = Save(step, order.resume_attempt)
-        path, there = part_path(root, step), parts.get(step)
-        if there is None or there.saved_in != wanted.attempt or not can_be_read_alone(path):
-            bring_part(store, run_id, member, wanted, path)
-            parts[step] = _brought(root, wanted)
-        _lead(root, str(step))
-    elif record is not None:
-        _lead(root, first_tracker)
     unknown = {one.step: _as_part(one, None) for one in find_parts(root)}
+    wanted = _wanted(order)
+    lacks = wanted if wanted is not None and not _has(root, parts, wanted) else None
     made = PartsRecord(
         run_id=run_id, member=member, attempt=attempt, first_tracker=first_tracker,
         before=tuple((unknown | parts).values()),
+        coming=lacks.step if lacks is not None else None,
     )  # fmt: skip
-    root.mkdir(parents=True, exist_ok=True)
+    # Before anything is brought: an agent that ends meanwhile leaves it on record as nobody's.
     write_whole(root / RECORD, made.model_dump_json())
+    if lacks is not None:
+        bring_part(store, run_id, member, lacks, part_path(root, lacks.step))
+        brought = _brought(store, run_id, root, lacks)
+        others = (one for one in made.before if one.step != lacks.step)
+        made = made.model_copy(update={"before": (*others, brought), "coming": None})
+        write_whole(root / RECORD, made.model_dump_json())
+    if wanted is not None:
+        _lead(root, wanted.step, first_tracker)
+    elif record is not None:
+        _lead(root, None, first_tracker)
+
+
+def _wanted(order: StartOrder) -> Save | None:
+    """The save from which all members go on."""
+    if order.resume_step is None or order.resume_attempt is None:
+        return None
+    return Save(order.resume_step, order.resume_attempt)
+
+
+def _has(root: Path, parts: dict[int, Part], wanted: Save) -> bool:
+    part = parts.get(wanted.step)
+    is_same = part is not None and part.saved_in == wanted.attempt
+    return is_same and can_be_read_alone(part_path(root, wanted.step))
+
+
+def _claim(root: Path, own: Claim) -> None:
+    """Have a folder for one member alone: of two that come at once, one at least sees the other."""
+    root.mkdir(parents=True, exist_ok=True)
+    write_whole(root / CLAIM.format(member=own.member), own.model_dump_json())
+    for path in root.glob(CLAIM.format(member="*")):
+        try:
+            other = Claim.model_validate_json(path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            continue
+        is_same = (other.run_id, other.attempt) == (own.run_id, own.attempt)
+        if is_same and other.member != own.member:
+            first, second = sorted((other.member, own.member))
+            raise ValueError(
+                f"worker.checkpoints.path={root} is the same folder for members {first} and "
+                f"{second}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
+            )
 
 
 def _without_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:
@@ -165,15 +210,22 @@ def _record_of(root: Path, run_id: str) -> PartsRecord | None:
     return record if record is not None and record.run_id == run_id else None
 
 
-def _lead(root: Path, text: str | None) -> None:
-    """Have the sign say this, as on all other nodes."""
+def _lead(root: Path, step: int | None, first_tracker: str | None) -> None:
+    """Have the sign name a step, as on all other nodes, or else say what it first did."""
+    text = str(step) if step is not None else first_tracker
     before = tracker_text(root)
     if before == text:
         return
     set_tracker(root, text)
-    if before is not None:
-        now = f"names step {text}" if text is not None else "is gone"
-        _log.info(f"the command goes on from what all nodes have: its sign {now}, not {before}")
+    if before is None:
+        return
+    if step is not None:
+        what = f"names step {step} now, {before} before: all nodes go on from step {step}"
+    elif text is not None:
+        what = f"says {text} now, {before} before: all nodes begin anew"
+    else:
+        what = f"is deleted, it named step {before}: all nodes begin anew"
+    _log.info(f"{TRACKER} in {root} {what}")
 
 
 def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
@@ -181,8 +233,12 @@ def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
     return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
 
 
-def _brought(root: Path, save: Save) -> Part:
+def _brought(store: ObjectStore, run_id: str, root: Path, save: Save) -> Part:
     found = [one for one in find_parts(root) if one.step == save.step]
     if not found:
-        raise NotFound(f"step {save.step} of the command has no files in any member's part")
+        where = store.url(prefix_of(run_id, save).rpartition("/")[0])
+        raise NotFound(
+            f"run {run_id}: step {save.step} of the command has no files in any member's part "
+            f"below {where}, nothing is brought to {part_path(root, save.step)}"
+        )
     return _as_part(found[0], save.attempt).model_copy(update={"is_brought": True})

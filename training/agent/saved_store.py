@@ -1,6 +1,7 @@
 """Checkpoints of a command in the run's store, for nodes whose disks are their own.
 
     runs/<run_id>/program/step-00000040/p0001-a0002/member-0/...
+    runs/<run_id>/program/last.json    the last attempt of which member 0 stores no more
 
 Each node puts there what it has saved itself, the newest first and whole, and a node that lacks
 the checkpoint from which its command goes on gets its own member's. Where all nodes save the
@@ -10,6 +11,7 @@ Steps are completed optimizer steps.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
@@ -31,17 +33,12 @@ from storage.file_sets import (
     read_set,
 )
 from storage.objects import ObjectStore
-from training.health.program_checkpoints import (
-    Saved,
-    find_saved,
-    is_distributed,
-    is_enough,
-    is_unchanged,
-    mark_newest,
-    rank_folders,
-)
+from training.health.megatron_parts import is_distributed, is_enough, rank_folders
+from training.health.program_checkpoints import find_saved, mark_newest
+from training.health.saved_files import Saved, is_unchanged
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
+LAST = "last.json"
 NUM_STORED = 2  # of each member
 # Of parts, while other members have not stored theirs of the same saves yet.
 NUM_AHEAD = 4
@@ -83,27 +80,59 @@ def stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
     return {save: sorted(members) for save, members in sorted(found.items())}
 
 
+def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
+    """Leave for the other members that member 0 has stored all that it will of an attempt.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    store.put(prefix_of(run_id) + LAST, json.dumps(attempt).encode())
+
+
+def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
+    """Whether member 0 has stored all that it will of an attempt.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    try:
+        placement, number = json.loads(store.get(prefix_of(run_id) + LAST))
+    except (NotFound, ValueError):
+        return False
+    return bool((placement, number) >= attempt)
+
+
 def whole(stored: Stored, num_members: int) -> list[Save]:
     """Saves of which every member has stored its part, the oldest first."""
     members = set(range(num_members))
     return sorted(save for save, by in stored.items() if members <= set(by))
 
 
-def surplus(stored: Stored, member: int, *, keep: int, num_members: int | None) -> list[Save]:
+def surplus(
+    stored: Stored, member: int, put: Save, *, keep: int, num_members: int | None
+) -> list[Save]:
     """What a member deletes of its own: all but the newest.
+
+    What other attempts have saved is older than that of the current one, also where its steps are
+    later: the program did not go on from there.
 
     Args:
         stored: what there is.
         member: whose.
+        put: what it has just stored, which stays.
         keep: how many steps remain, NUM_STORED at least.
         num_members: of checkpoints in parts: the newest one that is whole stays, and of those
             behind it a few more, for one of them becomes whole next; None: each is whole.
     """
-    own = sorted(save for save, by in stored.items() if member in by)
-    kept = set(own[-max(keep, NUM_STORED) :])
+
+    def age(save: Save) -> tuple[bool, Save]:
+        return save.attempt == put.attempt, save
+
+    own = sorted((save for save, by in stored.items() if member in by), key=age)
+    kept = {put, *own[-max(keep, NUM_STORED) :]}
     if num_members is not None:
-        complete = whole(stored, num_members)[-1:]
-        ahead = [save for save in own if not complete or save > complete[0]]
+        complete = sorted(whole(stored, num_members), key=age)[-1:]
+        ahead = [save for save in own if not complete or age(save) > age(complete[0])]
         kept.update(complete, ahead[-NUM_AHEAD:])
     return [save for save in own if save not in kept]
 
@@ -143,7 +172,7 @@ def store_saved(
         _log.warning(f"step {saved.step} of the command cannot be read: {error}")
         return False
     stored = stored_saves(store, run_id)
-    for one in surplus(stored, member, keep=keep, num_members=num_members):
+    for one in surplus(stored, member, save, keep=keep, num_members=num_members):
         delete_set(store, prefix_of(run_id, one, member))
     return True
 

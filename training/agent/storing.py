@@ -34,7 +34,7 @@ def keep_storing(
         while not is_over.wait(every_s):
             try:
                 put(open_store())
-            except StorageError as error:
+            except (StorageError, OSError) as error:  # the node's own disk may be away, too
                 _log.warning(f"{what} put into the store later: {error}")
 
     threading.Thread(target=keep_on, daemon=True).start()

@@ -11,15 +11,13 @@ import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from training.files import write_whole
+from training.health.megatron_parts import find_parts, set_tracker, tracked_step
+from training.health.saved_files import Saved, measured
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM writes it last
-RANK_FILE = "model_optim_rng.pt"  # its, of a rank of tensor and pipeline parallelism
 TRAINER_STATE = "trainer_state.json"
 NANOGPT_FILE = "ckpt.pt"
 # Torchtitan goes on from a folder that has one of them: torch's, or of a last save in safetensors.
@@ -28,28 +26,10 @@ OTHER_RANKS_S = 5.0  # they write their random numbers while rank 0 ends its par
 MAX_OPCODES = 1_000_000
 MAX_PICKLE_BYTES = 64 << 20
 _NUMBERS = frozenset({"BININT", "BININT1", "BININT2", "INT", "LONG", "LONG1", "LONG4"})
-_ITERATION = re.compile(r"iter_(\d{7,})")
 _HF_STEP = re.compile(r"checkpoint-(\d+)")
 _TORCHTITAN_STEP = re.compile(r"step-(\d+)")
 _LIGHTNING_STEP = re.compile(r"step=(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A complete checkpoint of a program.
-
-    Attributes:
-        step: at which it was saved.
-        path: file or folder.
-        size_bytes: of all of its files.
-        written_s: when the newest of them was written.
-    """
-
-    step: int
-    path: Path
-    size_bytes: int
-    written_s: float
 
 
 def find_saved(
@@ -77,58 +57,6 @@ def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
         yield from (one for one in find_parts(root) if one.step <= newest)
 
 
-def find_parts(root: Path) -> Iterator[Saved]:
-    """A node's own folders of Megatron's layout, whether or not they are complete."""
-    for path in root.glob("iter_*"):
-        step = _ITERATION.fullmatch(path.name)
-        if step is not None:
-            yield from _measured(int(step[1]), path)
-
-
-def part_path(root: Path, step: int) -> Path:
-    """Where Megatron-LM saves a step."""
-    return root / f"iter_{step:07d}"
-
-
-def is_distributed(names: Iterable[str]) -> bool:
-    """Whether files are those of `torch_dist`, of which every rank reads all that others wrote."""
-    return any(name.endswith((".distcp", ".metadata")) for name in names)
-
-
-def rank_folders(names: Iterable[str]) -> list[str]:
-    """Those of ranks of tensor and pipeline parallelism."""
-    return [one for one in names if one.startswith("mp_rank_")]
-
-
-def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
-    """Whether a part has all that the ranks of its node read.
-
-    Where a rank is a replica of one on another node, or has a share of the optimizer, there is a
-    folder for it, and the file of the model is missing.
-
-    Args:
-        names: of its files, relative to the folder of the step.
-        folders: those directly in that, also empty ones.
-    """
-    ranks = rank_folders(folders)
-    has_all = all(f"{one}/{RANK_FILE}" in names for one in ranks)
-    return bool(ranks) and has_all and not is_distributed(names)
-
-
-def tracker_text(root: Path) -> str | None:
-    """What the program's sign of a complete checkpoint says; None where there is none."""
-    try:
-        return (root / TRACKER).read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def tracked_step(root: Path) -> int | None:
-    """The iteration that the program's sign names."""
-    text = tracker_text(root)
-    return int(text) if text is not None and text.isdecimal() else None
-
-
 def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]:
     """Folders with the Trainer's state, which rank 0 writes last; other ranks may be behind it."""
     for path in root.glob("checkpoint-*"):
@@ -140,7 +68,7 @@ def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]
         except (FileNotFoundError, NotADirectoryError, ValueError):
             continue
         if isinstance(state, dict) and state.get("global_step") == int(step[1]):
-            yield from _settled(_measured(int(step[1]), path), OTHER_RANKS_S, now_s)
+            yield from _settled(measured(int(step[1]), path), OTHER_RANKS_S, now_s)
 
 
 def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
@@ -149,7 +77,7 @@ def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
         step = _LIGHTNING_STEP.search(path.name)
         is_whole = (path / "meta.pt").exists() if path.is_dir() else is_whole_file(path)
         if step is not None and is_whole:
-            yield from _measured(int(step[1]), path)
+            yield from measured(int(step[1]), path)
 
 
 def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
@@ -157,7 +85,7 @@ def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
     path = root / NANOGPT_FILE
     step = number_in(path, "iter_num") if path.exists() else None
     if step is not None:
-        yield from _measured(step, path)
+        yield from measured(step, path)
 
 
 def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
@@ -165,7 +93,7 @@ def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
     for path in root.glob("step-*"):
         step = _TORCHTITAN_STEP.fullmatch(path.name)
         if step is not None and any((path / sign).is_file() for sign in TORCHTITAN_SIGNS):
-            yield from _measured(int(step[1]), path)
+            yield from measured(int(step[1]), path)
 
 
 def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[Saved]:
@@ -173,7 +101,7 @@ def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[Saved]:
     for path in anchor.glob(str(pattern.relative_to(anchor))):
         step = _LAST_NUMBER.search(path.stem if path.is_file() else path.name)
         if step is not None and (path.is_dir() or is_whole_file(path)):
-            yield from _settled(_measured(int(step[1]), path), settle_s, now_s)
+            yield from _settled(measured(int(step[1]), path), settle_s, now_s)
 
 
 _LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[Saved]]] = {
@@ -186,24 +114,6 @@ _LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[Saved]
 }
 
 
-def _measured(step: int, path: Path) -> Iterator[Saved]:
-    """Nothing, if it goes away meanwhile: its program keeps the newest ones only."""
-    try:
-        files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-        stats = [one.stat() for one in files]
-    except FileNotFoundError:
-        return
-    size = sum(one.st_size for one in stats)
-    if size:
-        yield Saved(step, path, size, max(one.st_mtime for one in stats))
-
-
-def is_unchanged(saved: Saved) -> bool:
-    """Whether a checkpoint is as it was found; one without bytes has none yet."""
-    now = next(_measured(saved.step, saved.path), None) if saved.path.exists() else None
-    return now == (saved if saved.size_bytes else None)
-
-
 def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
     """Leave the sign by which the program finds a checkpoint that was brought, where it needs one.
 
@@ -212,18 +122,6 @@ def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
     """
     if spec.kind is CheckpointKind.MEGATRON:
         set_tracker(root, str(step))
-
-
-def set_tracker(root: Path, text: str | None) -> None:
-    """Have the program's sign say this; None: be gone.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if text is None:
-        (root / TRACKER).unlink(missing_ok=True)
-    else:
-        write_whole(root / TRACKER, text)
 
 
 def _settled(found: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:

@@ -51,11 +51,6 @@ class ProgramCheckpointsSpec(FrozenModel):
         "ones are deleted; default: all, for the program itself deletes what it does not need"
     )  # fmt: skip
 
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether each node has a part of its own of every checkpoint."""
-        return self.upload and self.kind.is_in_parts
-
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:
         if self.kind is CheckpointKind.GLOB and "*" not in self.path:

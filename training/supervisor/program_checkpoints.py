@@ -119,11 +119,12 @@ class NewestSave:
             run_id=self.job.run_id,
             since_s=history.created_s,
             until_s=_ended_s(history),
+            is_in_parts=self.job.saves_in_parts,
         )
         by_node = self.fleet.saved(query)
         found = [one for saved in by_node.values() for one in saved]
         try:
-            if spec.is_in_parts:
+            if self.job.saves_in_parts:
                 return self._newest_in_parts(found)
             if spec.upload:
                 stored = self._stored()

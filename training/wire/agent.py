@@ -265,6 +265,7 @@ class SavedQuery(FrozenModel):
         run_id: of the command.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
+        is_in_parts: whether each node has a part of its own.
     """
 
     op: Literal["saved"] = "saved"
@@ -274,6 +275,7 @@ class SavedQuery(FrozenModel):
     run_id: str
     since_s: float
     until_s: float
+    is_in_parts: bool = False
 
 
 class KillOrder(FrozenModel):

@@ -15,8 +15,10 @@ from storage.local import LocalStore
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
-from training.agent.saved_checkpoints import SavedWatch
+from training.agent.saved_checkpoints import SavedWatch, have_resumed, saved_reply
 from training.agent.saved_store import Save, stored_saves
+from training.job import parse_job
+from training.wire.agent import SavedQuery
 
 
 def watch(folder: Path, **spec: Any) -> SavedWatch:
@@ -107,3 +109,28 @@ def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
         assert stored_saves(store, watched.run_id) == {}
     uploading.join(60)
     assert stored_saves(store, watched.run_id) == {Save(10, (1, 1)): [0]}
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "mp_rank_00/model_optim_rng.pt"])
+def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, name):
+    where = {"kind": "megatron", "path": str(tmp_path / "out"), "upload": True}
+    document = job_document(
+        tmp_path, worker={"command": ["true"], "checkpoints": where}, engine={"nodes": 1}
+    )
+    job = parse_job(document)
+    spec = not_none(job.worker.checkpoints)
+    file = tmp_path / "out" / "iter_0000010" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"weights")
+    (tmp_path / "out" / "latest_checkpointed_iteration.txt").write_text("10")
+    query = SavedQuery(
+        spec=spec, cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
+        is_in_parts=job.saves_in_parts,
+    )  # fmt: skip
+    assert [one.step for one in saved_reply(query, "node-0", 0).saved] == [10]
+    order = start_order(
+        tmp_path, "true", is_command=True, job=json.dumps(document), num_nodes=1, attempt=2,
+        resume_step=10, resume_attempt=(1, 1),
+    )  # fmt: skip
+    have_resumed(order, 0, {})
+    assert file.read_bytes() == b"weights", "it is there, and nothing is brought"

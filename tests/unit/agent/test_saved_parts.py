@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import shutil
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ import pytest
 
 from storage.errors import NotFound
 from storage.local import LocalStore
+from storage.objects import ObjectInfo
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
+from tests.waiting import wait_for
+from training.agent import saved_checkpoints, saved_parts
 from training.agent.saved_checkpoints import SavedWatch, saved_reply
 from training.agent.saved_parts import make_ready
 from training.agent.saved_store import Save, store_saved, stored_saves
-from training.health.program_checkpoints import find_parts
+from training.health.megatron_parts import find_parts
+from training.health.saved_files import Saved
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 from training.wire.agent import SavedQuery, StartOrder
 
@@ -70,6 +76,7 @@ class Node:
         query = SavedQuery(
             spec=SPEC.model_copy(update={"path": str(self.root)}),
             cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
+            is_in_parts=True,
         )  # fmt: skip
         reply = saved_reply(query, "node-0", self.member if member is None else member)
         assert reply.error is None
@@ -166,15 +173,19 @@ def test_a_node_with_a_newer_part_is_led_back_and_says_so(first, caplog):
     first.save(20, "20")
     first.start(SECOND, Save(10, FIRST))
     assert (first.sign, first.at(20)) == ("10", "20")
-    assert "its sign names step 10, not 20" in caplog.text
+    assert (
+        f"{TRACKER} in {first.root} names step 10 now, 20 before: all nodes go on from step 10"
+    ) in caplog.text
     assert first.told() == {Save(10, FIRST), Save(20, FIRST)}, "it was complete, and still is"
 
 
-def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first):
+def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first, caplog):
+    caplog.set_level(logging.INFO, "perdure.agent")
     first.start(FIRST)
     first.save(10, "10")
     first.start(SECOND)
     assert first.sign is None
+    assert "is deleted, it named step 10: all nodes begin anew" in caplog.text
     first.save(10, "10 again")
     assert first.told() == {Save(10, SECOND)}
 
@@ -209,10 +220,55 @@ def test_files_of_others_that_were_brought_are_gone_before_the_step_is_saved_ane
     assert second.told() == set(), "it cannot go on with its share alone"
 
 
+def test_an_agent_that_ends_while_it_brings_a_part_puts_no_wrong_attempt_on_record(
+    second, monkeypatch
+):
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    second.start(FIRST)
+    second.save(10, "10")
+    second.put(10, FIRST)
+    second.start(SECOND)
+    second.save(10, "10 again, and longer")
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_parts, "_brought", end)
+        with pytest.raises(KeyboardInterrupt):
+            second.start(THIRD, Save(10, FIRST))
+    assert second.at(10) == "10", "it had come, and the record says nothing of it yet"
+    assert second.told() == set()
+    second.start((2, 2), Save(10, FIRST))
+    assert second.told() == {Save(10, FIRST)}
+
+
+def test_a_part_that_could_not_be_replaced_stays_what_it_was(second):
+    second.start(FIRST)
+    second.save(10, "10")
+    with pytest.raises(NotFound):
+        second.start(THIRD, Save(10, SECOND))
+    assert second.told() == {Save(10, FIRST)}
+
+
 def test_a_part_that_is_nowhere_starts_nothing(second):
     second.start(FIRST)
     with pytest.raises(NotFound, match="the part of member 1"):
         second.start(SECOND, Save(10, FIRST))
+
+
+def test_a_step_of_which_nobody_has_stored_a_file_is_named_with_its_run_and_places(
+    store, first, second
+):
+    for node in (first, second):
+        node.start(FIRST)
+        nothing = Saved(10, node.root / "iter_0000010", 0, time.time())
+        assert store_saved(store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2)
+    with pytest.raises(NotFound) as caught:
+        second.start(SECOND, Save(10, FIRST))
+    where = store.url("runs/run/program/step-00000010/p0001-a0001")
+    assert str(caught.value) == (
+        f"run run: step 10 of the command has no files in any member's part below {where}, "
+        f"nothing is brought to {second.root}/iter_0000010"
+    )
 
 
 def test_two_members_in_one_folder_are_refused(first):
@@ -220,6 +276,53 @@ def test_two_members_in_one_folder_are_refused(first):
     first.member = 1
     with pytest.raises(ValueError, match=r"the same folder for members 0 and 1.*PERDURE_NODE"):
         first.start(FIRST)
+
+
+def test_of_two_members_that_come_into_one_folder_at_once_one_is_refused(tmp_path, store):
+    for number in range(1, 21):
+        root = tmp_path / f"common-{number}"
+        refused: list[str] = []
+        are_ready = threading.Barrier(2)
+
+        def start(
+            member: int,
+            root: Path = root,
+            refused: list[str] = refused,
+            are_ready: threading.Barrier = are_ready,
+        ) -> None:
+            node = Node(root, store, member)
+            are_ready.wait(60)
+            try:
+                node.start(FIRST)
+            except ValueError as error:
+                refused.append(str(error))
+
+        starting = [threading.Thread(target=start, args=(member,)) for member in (0, 1)]
+        for one in starting:
+            one.start()
+        for one in starting:
+            one.join(60)
+        assert refused
+
+
+def test_who_is_refused_a_folder_has_changed_nothing_in_it(store, first, second):
+    for node in (first, second):
+        node.start(FIRST)
+        node.save(10, f"{node.member}")
+        node.put(10, FIRST)
+    first.start(SECOND, Save(10, FIRST))
+    intruder = Node(first.root, store, 1)
+    with pytest.raises(ValueError, match="the same folder"):
+        intruder.start(SECOND, Save(10, FIRST))
+    assert (first.at(10), first.sign) == ("0", "10")
+    assert first.told() == {Save(10, FIRST)}
+
+
+def test_a_node_may_be_another_member_in_a_later_attempt(first, second):
+    first.start(FIRST)
+    second.start(FIRST)
+    first.member = 1
+    first.start(SECOND)
 
 
 def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
@@ -232,7 +335,7 @@ def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
 def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWatch:
     where = {"kind": "megatron", "path": str(node.root), "upload": True, **spec}
     document = job_document(
-        worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$A"}},
+        worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$PERDURE_NODE"}},
         engine={"nodes": 2},
     )
     placement, number = attempt
@@ -240,7 +343,7 @@ def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWat
         node.root, "true", is_command=True, job=json.dumps(document),
         placement=placement, attempt=number,
     )  # fmt: skip
-    watched = not_none(SavedWatch.of(order, node.member, {"A": ""}))
+    watched = not_none(SavedWatch.of(order, node.member, {"PERDURE_NODE": ""}))
     watched.look()
     return watched
 
@@ -303,6 +406,36 @@ def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
     assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
+def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
+    store, first, second, caplog, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "LOOK_S", 0.05)
+    monkeypatch.setattr(saved_checkpoints, "EMPTY_ASK_S", 0.0)
+    second.start(FIRST)
+    record = second.root / ".perdure-parts.json"
+    text = record.read_bytes()
+    record.unlink()
+    record.mkdir()  # as where a disk has errors: it cannot be read
+    first.save(10, "10")
+    first.put(10, FIRST)
+    watched = watch(second)
+    watched.start(lambda: store)
+    wait_for(lambda: "a checkpoint is put into the store later" in caplog.text, timeout_s=30)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    record.rmdir()
+    record.write_bytes(text)
+    wait_for(lambda: stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}, timeout_s=30)
+    watched.finish()
+
+
+def test_a_record_that_is_none_counts_as_none_and_is_named(first, caplog):
+    first.start(FIRST)
+    first.save(10, "10")
+    (first.root / ".perdure-parts.json").write_bytes(b"\xff\x00")
+    assert first.told() == set()
+    assert f"{first.root}/.perdure-parts.json is no record" in caplog.text
+
+
 def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first, second):
     watches = [watch(first), watch(second)]
     for node in (first, second):
@@ -328,6 +461,122 @@ def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones
     for one in watches:
         one.upload(store)
     assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+
+
+class CountedStore(LocalStore):
+    """Counts how often it is asked what it has."""
+
+    num_lists = 0
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.num_lists += 1
+        return super().list(prefix)
+
+
+def test_a_node_asks_the_store_only_while_it_has_a_part_to_store(tmp_path, first, second):
+    store = CountedStore(tmp_path / "store")
+    watches = [watch(first), watch(second)]
+    for step in (10, 20):
+        for node in (first, second):
+            node.save(step, str(step))
+        for one in watches:
+            one.look()
+            one.upload(store)
+        store.num_lists = 0
+        watches[1].upload(store)
+        assert store.num_lists == 0, "all that it has is stored"
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1], Save(20, FIRST): [0, 1]}
+
+
+def test_a_node_without_files_asks_the_store_rarely(tmp_path, first, second, monkeypatch):
+    store = CountedStore(tmp_path / "store")
+    second.start(FIRST)
+    watched = watch(second)
+    for _ in range(3):
+        watched.upload(store)
+    assert store.num_lists == 1
+    monkeypatch.setattr(saved_checkpoints, "EMPTY_ASK_S", 0.0)
+    watched.upload(store)
+    assert store.num_lists == 2
+
+
+def test_a_part_that_was_never_seen_is_not_none_where_others_of_the_attempt_were(
+    store, first, second
+):
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(20, "20")
+    second.save(10, "10, and 20 is deleted before it is seen")
+    for one in watches:
+        one.look()
+        one.upload(store)
+    assert stored_saves(store, "run") == {Save(20, FIRST): [0]}
+
+
+def at_the_end(watched: SavedWatch, store: LocalStore) -> threading.Thread:
+    """Its node puts what it has saved last into the store, as the attempt has ended."""
+    watched.finish()
+    ending = threading.Thread(target=watched.upload_last, args=(store,))
+    ending.start()
+    return ending
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_at_the_end_a_node_waits_for_the_first_ones_last_save(store, first, second, has_files):
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(10, "10")
+    if has_files:
+        second.save(10, "10")
+    ending = at_the_end(watches[1], store)
+    ending.join(0.5)
+    assert ending.is_alive(), "the first member has stored nothing yet"
+    assert stored_saves(store, "run") == {}
+    at_the_end(watches[0], store).join(60)
+    ending.join(60)
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+
+
+def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
+    store, first, second, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "SIGN_WAIT_S", 60.0)
+    second.start(FIRST)
+    watches = [watch(first), watch(second)]
+    first.save(10, "10")
+    for one in watches:
+        one.look()
+        one.upload(store)
+    at_the_end(watches[0], store).join(60)
+    began_s = time.monotonic()
+    at_the_end(watches[1], store).join(60)
+    assert time.monotonic() - began_s < 1.0
+    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+
+
+def test_a_save_that_was_broken_off_is_not_waited_for_once_the_first_member_is_done(
+    store, first, second, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "SIGN_WAIT_S", 60.0)
+    watches = [watch(first), watch(second)]
+    for node in (first, second):
+        node.save(10, "half", signed=False)
+    at_the_end(watches[0], store).join(60)
+    began_s = time.monotonic()
+    at_the_end(watches[1], store).join(60)
+    assert time.monotonic() - began_s < 1.0
+    assert stored_saves(store, "run") == {}
+
+
+def test_a_first_member_that_is_gone_is_not_waited_for_without_end(
+    store, first, second, monkeypatch
+):
+    monkeypatch.setattr(saved_checkpoints, "SIGN_WAIT_S", 1.5)
+    second.start(FIRST)
+    at_the_end(watch(first), store).join(60)
+    began_s = time.monotonic()
+    at_the_end(watch(second, SECOND), store).join(60)
+    assert 1.5 <= time.monotonic() - began_s < 10.0, "the end of the attempt before is none"
 
 
 def test_old_parts_are_deleted_up_to_the_newest_that_is_complete(store, first, second):

@@ -20,7 +20,9 @@ from training.agent.saved_store import (
     surplus,
     whole,
 )
-from training.health.program_checkpoints import Saved, find_parts, find_saved
+from training.health.megatron_parts import find_parts
+from training.health.program_checkpoints import find_saved
+from training.health.saved_files import Saved
 from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 GLOB = ProgramCheckpointsSpec(
@@ -187,9 +189,9 @@ def test_a_step_is_whole_when_every_member_has_stored_it_in_the_same_attempt():
 
 def test_the_newest_step_that_all_have_is_never_deleted():
     saves = of_first(at_10=2, at_20=2, at_30=1, at_40=1, at_50=1)
-    gone = surplus(saves, 0, keep=2, num_members=2)
+    gone = surplus(saves, 0, max(saves), keep=2, num_members=2)
     assert gone == [Save(10, FIRST)], "20 is what all have, and one behind it becomes so next"
-    assert surplus(saves, 0, keep=2, num_members=None) == [
+    assert surplus(saves, 0, max(saves), keep=2, num_members=None) == [
         Save(10, FIRST), Save(20, FIRST), Save(30, FIRST),
     ]  # fmt: skip
 
@@ -197,9 +199,22 @@ def test_the_newest_step_that_all_have_is_never_deleted():
 def test_a_member_that_is_far_ahead_of_the_others_keeps_a_few():
     ahead = {f"at_{step}": 1 for step in range(20, 100, 10)}
     saves = of_first(at_10=2, **ahead)
-    left = set(saves) - set(surplus(saves, 0, keep=2, num_members=2))
+    left = set(saves) - set(surplus(saves, 0, max(saves), keep=2, num_members=2))
     assert left == {Save(10, FIRST), *(Save(step, FIRST) for step in (60, 70, 80, 90))}
     assert len(left) - 1 == NUM_AHEAD
+
+
+@pytest.mark.parametrize("num_members", [None, 2])
+def test_later_steps_of_a_dead_attempt_do_not_displace_what_was_just_stored(num_members):
+    stale = of_first(at_10=2, at_20=2, **{f"at_{step}": 1 for step in range(60, 120, 10)})
+    put = Save(30, SECOND)
+    gone = surplus({**stale, put: [0]}, 0, put, keep=2, num_members=num_members)
+    assert put not in gone
+    assert Save(110, FIRST) not in gone, "there are two"
+    again = Save(40, SECOND)
+    saves = {**stale, put: [0, 1], again: [0]}
+    left = set(saves) - set(surplus(saves, 0, again, keep=2, num_members=num_members))
+    assert left == {put, again}, "those of the current attempt come first"
 
 
 def test_what_is_stored_of_parts_is_thinned_out_as_the_others_follow(store, tmp_path):

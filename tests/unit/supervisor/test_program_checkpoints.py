@@ -140,6 +140,18 @@ def test_a_part_whose_ranks_read_that_of_others_needs_all_of_them_stored(tmp_pat
     assert parts.stores(0, 20).newest == (20, FIRST)
 
 
+def test_of_the_only_node_a_checkpoint_counts_that_is_not_stored_yet(tmp_path):
+    worker = {"command": ["true"], "checkpoints": IN_PARTS}
+    nodes = Nodes({"node-0": (saved(20),)})
+    ask = NewestSave(
+        parse_job(job_document(worker=worker, engine={"nodes": 1})),
+        nodes,  # type: ignore[arg-type]
+        LocalStore(tmp_path),
+    )
+    assert ask.newest(RunHistory(), cwd="/", variables={}) == saved(20)
+    assert not nodes.asked[0].is_in_parts
+
+
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
     given = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
     assert resumption(given, None).args == ()
@@ -216,6 +228,9 @@ def test_uploads_that_cannot_work_are_refused():
     with pytest.raises(InputError, match=r"is one folder, engine\.nodes=2.*PERDURE_NODE"):
         parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     parse_job(job_document(worker=megatron, engine={"nodes": 1}))
+    spec["path"] = "${HOME}/o"
+    with pytest.raises(InputError, match="is one folder"):
+        parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     spec["path"] = "/o/${PERDURE_NODE}"
     parse_job(job_document(worker=megatron, engine={"nodes": 2}))
     with pytest.raises(InputError, match="upload needs one folder"):
