@@ -21,13 +21,15 @@ WATCHDOG = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
     ],
 )
 def test_torch_npu_makes_the_exception_of_a_failed_collective(tmp_path, fault, text):
+    # The other rank waits in vain for one that is struck, but hears of a retry that has failed.
+    timeout_s = "30" if fault == "retry-failed" else "3"
     ended = hccl_ranks.run(
         "groups",
         "struck",
         fault,
         size=2,
         folder=tmp_path,
-        variables=NO_WATCHDOG | {"HCCL_EXEC_TIMEOUT": "3"},
+        variables=NO_WATCHDOG | {"HCCL_EXEC_TIMEOUT": timeout_s},
     )
     results = hccl_ranks.results(ended)
     assert results[1]["before"] == [2.0] * 3
