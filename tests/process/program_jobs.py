@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from perdure.monitor import RunMonitor
 from storage.address import open_store
 from tests.local_run import LocalRun
 from tests.process.harness import REPO
+from tests.values import not_none
+from training.drill.driver import RunDriver, RunOutcome
 from training.environment import worker_path
 from training.job import Job, parse_job
 from training.journal.ledger import Ledger
@@ -135,3 +137,56 @@ def after_saves(job: Job, count: int, act: Any) -> Any:
 
 
 MEGATRON = re.compile(r" iteration +(\d+)/ +\d+ .* lm loss: ([-+.E\d]+) \| .* grad norm: ([.\d]+) ")
+
+
+def broken(home: Path, job: Job, act: Any) -> tuple[RunOutcome, AtStep]:
+    """A run to which something is done behind its first checkpoint."""
+    hook = AtStep(home, 12, after_saves(job, 1, act))
+    return RunDriver(home).run(job, hook=hook), hook
+
+
+def assert_recovered(
+    home: Path,
+    job: Job,
+    done: tuple[RunOutcome, AtStep],
+    alone: Mapping[int, str],
+    *,
+    losses: Callable[[list[str]], dict[int, str]],
+    loaded: str,
+    num_loaded: int = 1,
+) -> None:
+    """That it went on from a checkpoint, and that status and records are true.
+
+    Args:
+        home: of the run.
+        job: up to its `steps`.
+        done: what `broken` gave.
+        alone: the loss that each step has without Perdure, as it is printed.
+        losses: finds that in what the ranks print.
+        loaded: what they print when they go on from a checkpoint.
+        num_loaded: of how many ranks.
+    """
+    outcome, hook = done
+    steps = job.steps
+    assert hook.done, "the fault was made"
+    assert outcome.ended == "completed"
+    status = hook.status
+    assert 12 <= status["step"] <= steps
+    assert 10 <= status["committed_step"] <= status["step"]
+    assert status["target_step"] == steps
+    assert 0 < status["ettr"] < 1
+    assert status["loss"] in map(float, alone.values())
+    assert status["grad_norm"] > 0
+    lines = output_of(home, job)
+    resumed = len(outcome.history.attempts) - 1
+    assert len(lines_with(lines, loaded)) == num_loaded * resumed
+    assert losses(lines) == alone, "every digit"
+    assert recorded(job) == {step: float(loss) for step, loss in alone.items()}
+    end = status_of(home, job)
+    assert (end["step"], end["committed_step"], end["loss"]) == (steps, steps, float(alone[steps]))
+    assert end["checkpoints"]["program"]["newest"] == steps
+    assert LocalRun(home, job.run_id).processes() == []
+
+
+def fault_of(outcome: RunOutcome) -> Any:
+    return not_none(not_none(outcome.history.attempts[0].ended).fault)

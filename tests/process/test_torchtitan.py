@@ -11,19 +11,16 @@ import pytest
 from tests.local_run import LocalRun
 from tests.process.program_jobs import (
     EXAMPLES,
-    AtStep,
-    after_saves,
+    assert_recovered,
+    broken,
     by_hand,
     example_job,
-    lines_with,
-    output_of,
-    recorded,
+    fault_of,
     send,
     status_of,
 )
 from tests.process.torchtitan_jobs import LOADED, PACE, PYTHON, STEPS, losses, needs_torchtitan
-from tests.values import not_none
-from training.drill.driver import RunDriver, RunOutcome
+from training.drill.driver import RunDriver
 from training.job import Job
 from training.recovery.faults import FaultClass
 
@@ -60,56 +57,26 @@ def job_of(home: Path, name: str, *arguments: str, **changes: Any) -> Job:
     )  # fmt: skip
 
 
-def broken(home: Path, job: Job, act: Any) -> tuple[RunOutcome, AtStep]:
-    """A run to which something is done behind its first checkpoint."""
-    hook = AtStep(home, 12, after_saves(job, 1, act))
-    return RunDriver(home).run(job, hook=hook), hook
-
-
-def assert_recovered(home: Path, job: Job, done: tuple[RunOutcome, AtStep], alone) -> None:
-    """That it went on from a checkpoint, and that status and records are true."""
-    outcome, hook = done
-    assert hook.done, "the fault was made"
-    assert outcome.ended == "completed"
-    status = hook.status
-    assert 12 <= status["step"] <= STEPS
-    assert 10 <= status["committed_step"] <= status["step"]
-    assert status["target_step"] == STEPS
-    assert 0 < status["ettr"] < 1
-    assert status["loss"] in map(float, alone.values())
-    assert status["grad_norm"] > 0
-    lines = output_of(home, job)
-    resumed = lines_with(lines, LOADED)
-    assert len(resumed) == 2 * (len(outcome.history.attempts) - 1), "on both ranks"
-    assert losses(lines) == alone, "every digit"
-    assert recorded(job) == {step: float(loss) for step, loss in alone.items()}
-    end = status_of(home, job)
-    assert (end["step"], end["committed_step"], end["loss"]) == (STEPS, STEPS, float(alone[STEPS]))
-    assert end["checkpoints"]["program"]["newest"] == STEPS
-    assert LocalRun(home, job.run_id).processes() == []
-
-
-def fault_of(outcome: RunOutcome) -> Any:
-    return not_none(not_none(outcome.history.attempts[0].ended).fault)
+RESUMES: Any = {"losses": losses, "loaded": LOADED, "num_loaded": 2}
 
 
 def test_a_rank_that_is_killed(home, undisturbed):
     job = job_of(home, "rank-killed")
     done = broken(home, job, send(1, signal.SIGKILL))
-    assert_recovered(home, job, done, undisturbed)
+    assert_recovered(home, job, done, undisturbed, **RESUMES)
     assert len(done[0].history.placements) == 1
 
 
 def test_a_rank_that_gets_sigterm(home, undisturbed):
     job = job_of(home, "rank-terminated")
     done = broken(home, job, send(0, signal.SIGTERM))
-    assert_recovered(home, job, done, undisturbed)
+    assert_recovered(home, job, done, undisturbed, **RESUMES)
 
 
 def test_a_rank_that_a_signal_stops(home, undisturbed):
     job = job_of(home, "rank-stopped")
     done = broken(home, job, send(0, signal.SIGSTOP))
-    assert_recovered(home, job, done, undisturbed)
+    assert_recovered(home, job, done, undisturbed, **RESUMES)
     assert fault_of(done[0]).fault_class is FaultClass.HANG
     assert "stopped by a signal" in fault_of(done[0]).evidence
 
@@ -120,7 +87,7 @@ def test_a_node_that_is_lost(home, undisturbed):
 
     job = job_of(home, "node-lost")
     done = broken(home, job, lose)
-    assert_recovered(home, job, done, undisturbed)
+    assert_recovered(home, job, done, undisturbed, **RESUMES)
     assert fault_of(done[0]).fault_class is FaultClass.NODE_LOST
     assert len(done[0].history.placements) == 2
 
