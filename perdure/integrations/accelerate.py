@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from perdure.integrations.accelerate_data import PreparedData
 from perdure.integrations.accelerate_settings import check_loader, check_loop, samples_per_batch
-from perdure.integrations.framework_steps import count_tokens
+from perdure.integrations.framework_steps import measure
 from training.errors import InputError
 from training.runtime.errors import NotApplied
 from training.runtime.program import MicroBatch
@@ -129,8 +129,7 @@ def _session_steps(session: Session) -> Iterator[TrainingStep]:
     is_measured = False
     while (step := loop.next_step()) is not None:
         if not is_measured:
-            tokens = sum(count_tokens(one) for one in step.data)
-            session.measure(tokens_per_step=tokens * session.world_size)
+            measure(session, step.data)
             is_measured = True
         yield step
     session.close_loop(loop)

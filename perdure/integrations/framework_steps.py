@@ -142,8 +142,13 @@ class FrameworkSteps:
         if self._is_measured:
             return
         self._is_measured = True
-        tokens = sum(count_tokens(one) for one in batches)
-        self.session.measure(tokens_per_step=tokens * self.session.world_size)
+        measure(self.session, batches)
+
+
+def measure(session: Session, batches: Iterable[Any]) -> None:
+    """Tell a session how many tokens the steps have of which this rank has these batches."""
+    tokens = sum(count_tokens(one) for one in batches)
+    session.measure(tokens_per_step=tokens * session.world_size)
 
 
 def count_tokens(batch: Any) -> int:

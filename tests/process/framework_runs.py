@@ -64,6 +64,52 @@ class FrameworkRuns:
         engine = self.bench.apart(which)["engine"]
         return self.start(which, *further, engine=engine, **changes)
 
+    def loses_ranks_and_no_step(self, curve: Mapping[int, float], *, first_rank_at: int) -> Running:
+        """A rank is killed, then the first one behind its vote, and at last connections break."""
+        faults = [
+            fault("kill", 1, 9),
+            fault("kill", 0, first_rank_at, "voted"),
+            fault("link", 1, 20),
+        ]
+        running = self.start("killed", drill={"faults": faults})
+        running.complete(curve)
+        assert running.rungs() == ["process_replace", "process_replace", "step_retry"]
+        (attempt,) = running.history.attempts
+        assert [not_none(one.ended).steps_lost for one in attempt.recoveries] == [0, 0, 0]
+
+        status = running.status()
+        assert (status["step"], status["loss"]) == (STEPS, curve[STEPS])
+        assert status["ettr"] > 0
+        assert status["tokens_per_s"] > 0
+        assert status["checkpoints"]["store"] == {"newest": STEPS, "count": 3}
+        return running
+
+    def goes_one_step_back_when_a_loss_is_not_a_number(self, curve: Mapping[int, float]) -> None:
+        """A rank's loss is NaN, once, and all ranks have a copy of the step before."""
+        spiked = {"faults": [fault("not_a_number", 1, 19)]}
+        restart = {"numeric_retry": True, "snapshot_every_steps": 1}
+        running = self.start("spike", drill=spiked, restart=restart)
+        running.complete(curve)
+        assert running.rungs() == ["step_retry"]
+        (attempt,) = running.history.attempts
+        assert [not_none(one.ended).steps_lost for one in attempt.recoveries] == [0]
+
+    def reads_a_stream_up_to_its_place(self, *further: str) -> None:
+        """Both ranks die, one after the other, while a dataset without indices is trained on."""
+        env = {"PACE_S": "0", "ITERABLE": "1"}
+        curve = whole_curve(self.start("streams", *further, env=env))
+        killed = {"faults": [fault("kill", 1, 13), fault("kill", 0, 22)]}
+        restart = {"process_replace": False, "end_of_life_checkpoint": False}
+        running = self.start("streams-killed", *further, env=env, drill=killed, restart=restart)
+        running.complete(curve)
+        assert [one.from_step for one in running.history.attempts] == [0, 10, 20]
+
+    def has_its_last_step_saved_when_it_ends_early(self) -> None:
+        """The framework ends its loop before the target, which fails the run."""
+        running = self.stops("ends", env={"PACE_S": "0", "STOP_AT_STEP": "13"})
+        assert "returned at step 13 of 24" in running.out
+        assert running.status()["checkpoints"]["store"]["newest"] == 13
+
     def outlives_the_loss_of_a_node(self, curve: Mapping[int, float]) -> None:
         """The node of a rank is lost, and a spare takes its place."""
         lost = {"faults": [fault("kill_node", 1, 13)]}

@@ -38,17 +38,7 @@ def undisturbed(loop) -> dict[int, float]:
 
 def test_a_killed_rank_of_a_loop_over_accelerate_is_replaced_and_no_step_is_lost(loop, undisturbed):
     # 16 is the last step of an epoch.
-    faults = [fault("kill", 1, 9), fault("kill", 0, 16, "voted"), fault("link", 1, 20)]
-    running = loop.start("killed", drill={"faults": faults})
-    running.complete(undisturbed)
-    assert running.rungs() == ["process_replace", "process_replace", "step_retry"]
-    (attempt,) = running.history.attempts
-    assert [one.ended.steps_lost for one in attempt.recoveries] == [0, 0, 0]
-
-    status = running.status()
-    assert (status["step"], status["loss"]) == (STEPS, undisturbed[STEPS])
-    assert status["tokens_per_s"] > 0
-    assert status["checkpoints"]["store"] == {"newest": STEPS, "count": 3}
+    running = loop.loses_ranks_and_no_step(undisturbed, first_rank_at=16)
     assert running.worker_lines("behind the loop") == ["behind the loop: 2 ranks"]
 
 

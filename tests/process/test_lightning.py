@@ -27,18 +27,7 @@ def undisturbed(trainer) -> dict[int, float]:
 
 
 def test_a_killed_rank_of_lightning_is_replaced_and_no_step_is_done_again(trainer, undisturbed):
-    faults = [fault("kill", 1, 9), fault("kill", 0, 14, "voted"), fault("link", 1, 20)]
-    running = trainer.start("killed", drill={"faults": faults})
-    running.complete(undisturbed)
-    assert running.rungs() == ["process_replace", "process_replace", "step_retry"]
-    (attempt,) = running.history.attempts
-    assert [one.ended.steps_lost for one in attempt.recoveries] == [0, 0, 0]
-
-    status = running.status()
-    assert (status["step"], status["loss"]) == (STEPS, undisturbed[STEPS])
-    assert status["ettr"] > 0
-    assert status["tokens_per_s"] > 0
-    assert status["checkpoints"]["store"] == {"newest": STEPS, "count": 3}
+    trainer.loses_ranks_and_no_step(undisturbed, first_rank_at=14)
 
 
 @pytest.mark.long
@@ -112,26 +101,14 @@ def test_lightning_begins_with_the_weights_of_another_run(trainer, undisturbed):
 
 @pytest.mark.long
 def test_lightning_goes_one_step_back_when_a_loss_is_not_a_number(trainer, undisturbed):
-    spiked = {"faults": [fault("not_a_number", 1, 19)]}
-    restart = {"numeric_retry": True, "snapshot_every_steps": 1}
-    running = trainer.start("spike", drill=spiked, restart=restart)
-    running.complete(undisturbed)
-    assert running.rungs() == ["step_retry"]
+    trainer.goes_one_step_back_when_a_loss_is_not_a_number(undisturbed)
 
 
 @pytest.mark.long
 def test_lightning_reads_a_stream_up_to_its_place_in_the_order_that_it_had(trainer):
-    env = {"PACE_S": "0", "ITERABLE": "1"}
-    curve = whole_curve(trainer.start("streams", env=env))
-    killed = {"faults": [fault("kill", 1, 13), fault("kill", 0, 22)]}
-    restart = {"process_replace": False, "end_of_life_checkpoint": False}
-    running = trainer.start("streams-killed", env=env, drill=killed, restart=restart)
-    running.complete(curve)
-    assert [one.from_step for one in running.history.attempts] == [0, 10, 20]
+    trainer.reads_a_stream_up_to_its_place()
 
 
 @pytest.mark.long
 def test_a_fit_that_ends_within_a_step_has_the_one_before_saved(trainer):
-    running = trainer.stops("ends", env={"PACE_S": "0", "STOP_AT_STEP": "13"})
-    assert "returned at step 13 of 24" in running.out
-    assert running.status()["checkpoints"]["store"]["newest"] == 13
+    trainer.has_its_last_step_saved_when_it_ends_early()
