@@ -17,7 +17,7 @@ from accelerate import skip_first_batches
 
 from training.errors import InputError
 from training.runtime.program import MicroBatch
-from training.runtime.state.random_numbers import seed_of, seed_step
+from training.runtime.state.random_numbers import seed_epoch
 
 
 @dataclass(slots=True)
@@ -80,11 +80,10 @@ class PreparedData:
         loader.set_epoch(epoch)
         set_epoch(loader, epoch)
         if self.seed is not None:
-            # The same on all ranks, and in a process that begins in the middle of the epoch.
-            seed_step(self.seed, rank=0, step=-1 - epoch)
+            own = seed_epoch(self.seed, epoch=epoch)
             generator = loader.synchronized_generator
             if generator is not None:
-                generator.manual_seed(seed_of(self.seed, rank=0, step=-1 - epoch))
+                generator.manual_seed(own)
         self._drawn_from = skip_first_batches(loader, self.batches) if self.batches else loader
         self._iterator = iter(self._drawn_from)
 

@@ -32,7 +32,7 @@ from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from training.errors import InputError
 from training.health.heartbeat import Phase
 from training.runtime.session import Session
-from training.runtime.state.random_numbers import seed_step
+from training.runtime.state.random_numbers import seed_epoch, seed_step
 
 _EPOCH_LOOP = "fit_loop.epoch_loop"
 # Method here: object, by its path from the Trainer, and its method.
@@ -132,15 +132,8 @@ class LightningLoop:
         """How many batches of the epoch were trained on; None: it is not known yet."""
         if self._data is None or not self._steps.is_open:
             return None
-        self._seed_epoch(self._data)
+        seed_epoch(self._session.job.seed, epoch=self._data.epoch)
         return self._data.batches
-
-    def _seed_epoch(self, data: TrainerData) -> None:
-        """Have what is drawn at the start of an epoch, such as its order, be the same.
-
-        On all ranks, and when a part of it is trained by another process.
-        """
-        seed_step(self._session.job.seed, rank=0, step=-1 - data.epoch)
 
     def fit(self) -> None:
         """The whole fit; a run that was complete before it has its last step saved, too."""
@@ -214,7 +207,7 @@ class LightningLoop:
                 iter(fetcher)
             fetcher.fetched = data.batches
         else:
-            self._seed_epoch(data)
+            seed_epoch(self._session.job.seed, epoch=data.epoch)
             iter(fetcher)
             for _ in range(data.batches):
                 next(fetcher)

@@ -28,7 +28,7 @@ from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from perdure.integrations.trainer_settings import check_settings, check_training
 from training.health.heartbeat import Phase
 from training.runtime.session import Session
-from training.runtime.state.random_numbers import seed_step
+from training.runtime.state.random_numbers import seed_epoch
 from training.runtime.step_loop.step import Step
 
 REPLACED = (
@@ -153,9 +153,7 @@ class TrainerLoop:
             return
         data.begin_epoch(epoch)
         set_epoch(given["train_dataloader"], epoch)
-        # What is drawn at the start of an epoch, such as its order, is the same on all ranks, and
-        # when a part of it is trained by another process.
-        seed_step(self._session.job.seed, rank=0, step=-1 - epoch)
+        seed_epoch(self._session.job.seed, epoch=epoch)
         if data.batches:
             given["resume_from_checkpoint"] = "perdure"
             given["epochs_trained"] = epoch

@@ -43,6 +43,16 @@ def seed_step(seed: int, *, rank: int, step: int) -> None:
     random.seed(own)
 
 
+def seed_epoch(seed: int, *, epoch: int) -> int:
+    """Seed for what is drawn at the start of an epoch, such as its order. Returns the seed.
+
+    It is the same on all ranks, and in a process that begins in the middle of the epoch.
+    """
+    no_step = -1 - epoch
+    seed_step(seed, rank=0, step=no_step)
+    return seed_of(seed, rank=0, step=no_step)
+
+
 @cache
 def _has_device() -> bool:
     return torch.accelerator.is_available()
