@@ -10,11 +10,13 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +27,19 @@ from torch import Tensor
 from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
 from training.recovery.protocol import WorkerFaultKind
 from training.runtime.errors import WorkerError, classify
-from training.runtime.process_group.generations import GroupConnection, shut_down
-from training.runtime.process_group.replay import ReplayableProcessGroup
+from training.runtime.process_group.generations import (
+    Generations,
+    GroupConnection,
+    Seat,
+    shut_down,
+)
+from training.runtime.process_group.replay import (
+    ReplayableConnections,
+    ReplayableProcessGroup,
+    _Operation,
+)
 
+CPU = torch.device("cpu")
 MEBIBYTE = 2**20
 LARGE = 64 * MEBIBYTE
 HIT_AT_BYTES = MEBIBYTE  # of an operation, received
@@ -451,3 +463,32 @@ def test_an_end_that_comes_late_does_not_hand_out_what_is_being_written_again(ne
     assert replayed(world) == [1, 1]
     assert world.receive(0) == 3.0
     release(world, "over")
+
+
+def test_what_ends_an_operation_does_not_keep_its_connection_alive():
+    # It runs in gloo's thread, which would join itself with the last reference to a group.
+    generations = Generations(0, device=CPU, op_timeout_s=60, open_store=not_asked)
+    connections = ReplayableConnections(
+        generations, open_store=not_asked, report=not_asked, budget_s=1.0, replays=False
+    )
+    group = ReplayableProcessGroup(generations, connections, Seat("all", 0, 2))
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    work = SimpleNamespace(get_future=lambda: future)
+    connection = GroupConnection("gloo", CPU)
+    connection.group = SimpleNamespace(allreduce=lambda *_: work)  # type: ignore[assignment]
+    group._connection, alive = connection, weakref.ref(connection)
+    arguments = ([torch.ones(1)], None)
+    operation = _Operation("allreduce", arguments, None, 1)
+    group._begin(operation, arguments)
+    assert not connection.is_idle
+    running = connection.running
+    group._connection = None
+    del connection
+    assert alive() is None
+    future.set_result([torch.ones(1)])
+    assert operation.is_done
+    assert running.is_none
+
+
+def not_asked(*_: object) -> Any:
+    raise AssertionError("it is not asked for here")

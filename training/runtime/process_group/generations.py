@@ -86,12 +86,42 @@ class Seat:
     ranks: tuple[int, ...] = ()
 
 
+class Running:
+    """The operations that run on a connection.
+
+    A thread of gloo that ends one knows this and not the connection: with the last reference to a
+    group it would join itself ("Resource deadlock avoided", then terminate()).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def began(self) -> None:
+        """Count an operation that begins."""
+        with self._lock:
+            self._count += 1
+
+    def ended(self) -> None:
+        """Count an operation that has ended."""
+        with self._lock:
+            self._count -= 1
+
+    @property
+    def is_none(self) -> bool:
+        """Whether there is none."""
+        return self._count == 0
+
+
 class GroupConnection:
     """One connected group, or the attempt to connect it.
 
     Args:
         backend: name of the collective library.
         device: of the tensors.
+
+    Attributes:
+        running: the operations on it.
     """
 
     def __init__(self, backend: str, device: torch.device) -> None:
@@ -103,7 +133,7 @@ class GroupConnection:
         self._is_aborted = False
         self._is_connecting = False
         self._collectives: Any = None
-        self._running = 0
+        self.running = Running()
         self._outcomes: SimpleQueue[dist.ProcessGroup | Exception] = SimpleQueue()
         self.group: dist.ProcessGroup | None = None
 
@@ -170,20 +200,10 @@ class GroupConnection:
         if self._is_left_behind:
             self._outcomes.put(RuntimeError(_ABORTED))
 
-    def began(self) -> None:
-        """Count an operation that begins on it."""
-        with self._lock:
-            self._running += 1
-
-    def ended(self) -> None:
-        """Count an operation that has ended."""
-        with self._lock:
-            self._running -= 1
-
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs on it: gloo's destructor waits for its operations."""
-        return self._running == 0 and not self._is_connecting
+        return self.running.is_none and not self._is_connecting
 
     @property
     def sockets(self) -> Sockets:

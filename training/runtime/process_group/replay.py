@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 from training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
+    Running,
     Seat,
     StoreClient,
     start,
@@ -67,7 +68,7 @@ class _Operation:
         arguments: of it.
         inputs: a copy of what it reads, where operations are replayed.
         number: in its group, from 1.
-        connection: that it runs on; what ends on another one does not count.
+        runs_on: those of its connection; what ends on another one does not count.
         is_done: it has ended, and its future has a value, or is about to get one.
     """
 
@@ -75,7 +76,7 @@ class _Operation:
     arguments: tuple[Any, ...]
     inputs: Any
     number: int = 0
-    connection: GroupConnection | None = None
+    runs_on: Running | None = None
     is_done: bool = False
     _error: Exception | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -92,15 +93,15 @@ class _Operation:
     def detach(self) -> None:
         """Ignore what its connection still reports."""
         with self._lock:
-            self.connection = None
+            self.runs_on = None
 
-    def claim(self, connection: GroupConnection) -> bool:
+    def claim(self, running: Running) -> bool:
         """Whether an end on this connection is the end of the operation; true only once.
 
         Who claims it calls `complete`.
         """
         with self._lock:
-            if self.is_done or self.connection is not connection:
+            if self.is_done or self.runs_on is not running:
                 return False
             self.is_done = True
             return True
@@ -201,39 +202,35 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
     def _begin(self, operation: _Operation, arguments: tuple[Any, ...]) -> None:
         number, connection = self._connections.number, self._connection
         assert connection is not None  # noqa: S101 set by the callers
-        operation.connection = connection
-        connection.began()
+        running = operation.runs_on = connection.running
+        running.began()
         try:
             work, finish = start(
                 connection.group, operation.name, arguments,
                 rank=self._own_rank, size=self._own_size,
             )  # fmt: skip
             future = work.get_future()
-            future.add_done_callback(
-                lambda f: self._ended(operation, f, connection, number, finish)
-            )
+            future.add_done_callback(lambda f: self._ended(operation, f, running, number, finish))
         except RuntimeError as exc:
-            connection.ended()
+            running.ended()
             self._failed(operation, exc, number)
 
     def _ended(
         self,
         operation: _Operation,
         future: torch.futures.Future[Any],
-        connection: GroupConnection,
+        running: Running,
         number: int,
         finish: Callable[[], None],
     ) -> None:
         try:
             future.value()
-            if operation.claim(connection):
+            if operation.claim(running):
                 self._complete(operation, finish)
         except RuntimeError as exc:
             self._failed(operation, exc, number)
         finally:
-            # Not before: an idle connection may be let go of, and gloo's thread, if it held the
-            # last reference, would join itself ("Resource deadlock avoided", then terminate()).
-            connection.ended()
+            running.ended()
 
     def _complete(self, operation: _Operation, finish: Callable[[], None]) -> None:
         try:
