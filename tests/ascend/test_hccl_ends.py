@@ -123,7 +123,7 @@ def test_a_network_that_is_down_is_a_remote_error_or_a_retry_in_vain(tmp_path, i
         "network",
         size=2,
         folder=tmp_path,
-        variables=EXEC_TIMEOUT | QUICK_NETWORK | (RETRY if is_retried else {}),
+        variables=QUICK_NETWORK | (RETRY if is_retried else EXEC_TIMEOUT),
         of_rank=TWO_SERVERS,
     )
     for result in hccl_ranks.results(ended):

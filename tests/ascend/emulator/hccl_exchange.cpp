@@ -71,7 +71,8 @@ bool Exchange::wait(int64_t until_ms) {
 
 Buffer Exchange::receive(size_t peer, const Tag& tag) {
   const int64_t timeout_s = communicator_.settings.exec_timeout_s;
-  const int64_t until_ms = timeout_s == 0 ? kForever : now_ms() + timeout_s * 1000;
+  // One more, as now_ms() leaves off the part of a millisecond that has passed already.
+  const int64_t until_ms = timeout_s == 0 ? kForever : now_ms() + timeout_s * 1000 + 1;
   while (true) {
     wake_.clear();  // before looking, so that what comes afterwards wakes
     if (auto frame = communicator_.links.take(peer, tag)) return std::move(*frame);

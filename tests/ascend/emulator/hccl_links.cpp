@@ -318,7 +318,11 @@ void Links::cut(const std::vector<size_t>& peers) {
   std::unique_lock guard(state_->lock);
   for (const size_t peer : peers) {
     Link& link = state_->links[peer];
-    if (link.state == LinkState::up) state_->lose(link, LinkState::lost);
+    if (link.state != LinkState::up) continue;
+    state_->lose(link, LinkState::lost);
+    // A device writes to a peer only once that peer has begun the operation and said so; a frame
+    // that came ahead of that would have been written over the link that is down.
+    std::erase_if(state_->inbox, [&](const auto& frame) { return frame.first.first == peer; });
   }
 }
 

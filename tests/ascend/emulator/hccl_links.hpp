@@ -73,7 +73,8 @@ class Links {
   // Forgets frames of earlier epochs, also of those to come.
   void begin_epoch(uint64_t epoch);
 
-  // Breaks the links, as a network that is down does; `peers` find them lost.
+  // Breaks the links, as a network that is down does; `peers` find them lost, and frames that no
+  // operation has taken yet are lost with them.
   void cut(const std::vector<size_t>& peers);
 
   // Sends what is left and ends the links; peers are told.

@@ -20,6 +20,8 @@ from tests.ascend.hccl_ranks.library import Communicator, HcclError, Libraries, 
 from tests.ascend.hccl_ranks.meeting import RANK, SIZE, join, say, shared
 
 ONES = 1000
+# By then what the others send has come, though the operation has not begun here.
+HEAD_START_S = 0.3
 
 
 def connected(libraries: Libraries) -> Communicator:
@@ -118,9 +120,10 @@ def stopped(libraries: Libraries) -> Any:
 
 
 def struck(libraries: Libraries) -> Any:
-    """The fault of the second argument strikes the last rank in an operation."""
+    """The fault of the second argument strikes the last rank, which is the last to begin."""
     communicator = connected(libraries)
     if RANK == SIZE - 1:
+        time.sleep(HEAD_START_S)
         libraries.arm(sys.argv[2])
     total = torch.zeros(ONES)
 
