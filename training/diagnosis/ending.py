@@ -61,6 +61,8 @@ _CHAINED = re.compile(r"^(?:During handling of the above|The above exception was
 _SURVIVED = re.compile(
     r"^(?:Exception ignored |Exception in (?:thread|callback) |Error in atexit|Error in sys\."
     r"|Task exception was never retrieved|--- Logging error ---)"
+    # torchrun, whose peer with the store ended first: elastic/agent/server/api.py, _exit_barrier
+    r"|\bError waiting on exit barrier\b"
 )
 _OF_CHILD = re.compile(r"^Process \S+:$")  # multiprocessing
 _AT_EXIT = re.compile(
@@ -68,7 +70,11 @@ _AT_EXIT = re.compile(
 )
 # CPython 3.8 to 3.12: complains at exit about what another process has removed already.
 _AT_EXIT_FRAME = re.compile(r"/multiprocessing/resource_tracker\.py$")
-_LOGGED = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\d{0,4} ")
+_LOGGED = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\d{0,4} |^[EF]\d{4} \d\d:\d\d:\d\d\.")
+# PyTorch logs a traceback with its prefix before every line: torch/_logging/_internal.py.
+_LOGGED_TRACEBACK = re.compile(
+    r"^[A-Z]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\] (?=Traceback \(|\s|During handling|The above exc)"
+)
 _COUNT = re.compile(r"\biteration\s{1,8}(\d{1,12})\s?/\s{0,8}(\d{1,12})\b")  # Megatron
 _OWN_WISH = re.compile(
     r"\bexiting program (?:at|after)\b"
@@ -226,7 +232,8 @@ def count_in(text: str) -> Count | None:
 
 def _lines(text: str) -> list[str]:
     parts = (_COLOURS.sub("", part) for part in re.split(r"[\r\n]+", text))
-    return [_PREFIX.sub("", part).rstrip() for part in parts if part.strip()]
+    lines = (_PREFIX.sub("", part).rstrip() for part in parts if part.strip())
+    return [_LOGGED_TRACEBACK.sub("", line) for line in lines]
 
 
 def _last_words(lines: Sequence[str]) -> str | None:

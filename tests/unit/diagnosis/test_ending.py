@@ -37,6 +37,10 @@ NOT_DESTROYED = (
     "[rank0]:[W1123 10:00:00.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: "
     "destroy_process_group() was not called before program exit\n"
 )
+LOGGED_BY_TORCH = "".join(
+    f"E1126 21:59:19.453000 2704 torch/distributed/elastic/agent/server/api.py:1008] {line}\n"
+    for line in ("Error waiting on exit barrier. Elapsed: 1.0 seconds", *TRACEBACK.splitlines())
+)
 
 
 def summary(exit_code: int = 1, num_failed: int = 1) -> str:
@@ -73,6 +77,8 @@ CHAIN = (
         (STEPS + TRACEBACK + NOT_DESTROYED, RAISED),
         (STEPS + CHAIN, RAISED),
         (f"2026-11-21 10:00:00 - ERROR - training failed\n{TRACEBACK}", RAISED),
+        (STEPS + LOGGED_BY_TORCH.replace("waiting on exit barrier", "in training"), RAISED),
+        (STEPS + LOGGED_BY_TORCH + summary(), "ChildFailedError"),
         (STEPS + TRACEBACK + summary(), "ChildFailedError"),
         (STEPS + summary(-9, num_failed=16), "ChildFailedError"),
         (STEPS + summary() + "training finished\ncopying the logs\n" * 30, "ChildFailedError"),
@@ -94,7 +100,8 @@ CHAIN = (
     ids=[
         "a traceback", "nothing but a traceback", "with the prefix of its rank",
         "a message of several lines", "a warning at exit", "a chain of exceptions",
-        "logged and nothing after it", "torchrun", "torchrun with many failures",
+        "logged and nothing after it", "logged by torch and nothing after it",
+        "torchrun, whose last barrier failed, too", "torchrun", "torchrun with many failures",
         "torchrun in a script that goes on", "DeepSpeed", "a shell: killed", "bash -c: crashed",
         "a shell: crashed", "faulthandler", "behind a bar", "behind a bar, of a rank",
         "a bar that is closed after it", "DeepSpeed: killed", "no such program",
@@ -133,6 +140,10 @@ def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
                                "resource_tracker.py") + "KeyError: '/psm_12'\n",
         STEPS + "nvidia-smi: command not found\n" + STEPS,
         STEPS + NOT_DESTROYED,
+        STEPS + LOGGED_BY_TORCH,
+        f"{STEPS}[2026-11-21 10:00:00] torch.distributed.elastic.agent.server.api: [ERROR] "
+        f"Error waiting on exit barrier. Elapsed: 1.0 seconds\n{TRACEBACK}",
+        STEPS + LOGGED_BY_TORCH.replace("waiting on exit barrier", "in a callback") + "bye\n",
     ],
     ids=[
         "nothing", "steps", "a warning", "a tracker's error", "a failed upload",
@@ -140,6 +151,8 @@ def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
         "a traceback that the program went on from", "done", "done: Trainer", "logged, then more",
         "ignored", "ignored at exit", "of a thread", "of a task", "of the log",
         "of a loader at the end", "of the resource tracker", "a missing tool", "a warning at exit",
+        "the last barrier of torchrun", "the last barrier of an older torchrun",
+        "logged by torch, then more",
     ],
 )  # fmt: skip
 def test_what_a_program_survives_or_logs_is_no_crash(text):
