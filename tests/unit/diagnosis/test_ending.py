@@ -41,6 +41,10 @@ LOGGED_BY_TORCH = "".join(
     f"E1126 21:59:19.453000 2704 torch/distributed/elastic/agent/server/api.py:1008] {line}\n"
     for line in ("Error waiting on exit barrier. Elapsed: 1.0 seconds", *TRACEBACK.splitlines())
 )
+LOGGED_BY_OLDER_TORCH = (
+    "[2024-04-21 10:00:00] torch.distributed.elastic.agent.server.api: [ERROR] "
+    f"Error waiting on exit barrier. Elapsed: 1.0 seconds\n{TRACEBACK}"
+)
 
 
 def summary(exit_code: int = 1, num_failed: int = 1) -> str:
@@ -141,8 +145,7 @@ def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
         STEPS + "nvidia-smi: command not found\n" + STEPS,
         STEPS + NOT_DESTROYED,
         STEPS + LOGGED_BY_TORCH,
-        f"{STEPS}[2026-11-21 10:00:00] torch.distributed.elastic.agent.server.api: [ERROR] "
-        f"Error waiting on exit barrier. Elapsed: 1.0 seconds\n{TRACEBACK}",
+        STEPS + LOGGED_BY_OLDER_TORCH,
         STEPS + LOGGED_BY_TORCH.replace("waiting on exit barrier", "in a callback") + "bye\n",
     ],
     ids=[
