@@ -214,16 +214,15 @@ class _Handler(BaseHTTPRequestHandler):
         waiting = fault if isinstance(fault, InUpload) else None
         while left:
             # Not a byte more: a server that has the whole body may answer before it is killed.
-            stop = waiting.after_bytes - passed if waiting is not None else left
-            if waiting is not None and stop <= 0:
-                waiting.then()
-                waiting = None
-                continue
-            piece = self.rfile.read(min(PIECE_BYTES, left, stop))
+            most = max(1, waiting.after_bytes - passed) if waiting is not None else left
+            piece = self.rfile.read(min(PIECE_BYTES, left, most))
             if not piece:
                 raise ConnectionError("the client is gone")
             upstream.send(piece)
             left, passed = left - len(piece), passed + len(piece)
+            if waiting is not None and passed >= waiting.after_bytes:
+                waiting.then()
+                waiting = None
 
     def _send_back(self, answer: http.client.HTTPResponse, fault: Fault | None) -> None:
         released = self.server.released  # of this test
