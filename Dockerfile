@@ -21,18 +21,18 @@ COPY training training
 COPY storage storage
 COPY docs docs
 COPY deploy deploy
-# Editable: flow runs load flows/*.py from this folder, and there is to be one copy of them. pip
+# Editable, and the links in perdure/ lead to the other folders: there is one copy of the code. pip
 # compiles no editable code, and user 1000 may not write beside it: each process would compile all
 # of it anew, 1.4 s instead of 0.95 s for an agent's imports.
 RUN python3 -m pip install --no-cache-dir --editable ".[${EXTRAS}]" \
-    && python3 -m compileall -q perdure flows tasks training storage \
+    && python3 -m compileall -q flows tasks training storage perdure \
     && install -m 0755 deploy/perdure-python /usr/local/bin/perdure-python \
     && install -d -o 1000 -g 1000 /home/perdure
 
 # By number: the base may have a user 1000 of its own. It is the one that Ascend's driver gives its
 # devices to (HwHiAiUser), so agents need not be root; docs/kubernetes.md says when they must be.
 ENV HOME=/home/perdure USER=perdure LOGNAME=perdure PYTHONUNBUFFERED=1
-# Where flow runs load flows/*.py from.
+# Where flow runs start.
 ENV PERDURE_FOLDER=/opt/perdure
 USER 1000:1000
 # Flow runs come as arguments, agents and servers as commands: nothing may stand before them.

@@ -193,12 +193,12 @@ test-torchtitan: $(TITAN_VENV)/.installed
 SEEDS ?= 1 2 3
 ifeq ($(DEVICE),npu)
 chaos: $(NPU_VENV)/.installed
-	$(NPU_LAB) python -m training.drill.chaos --seed $(SEEDS) --faults 30 $(CHAOS_OPTIONS)
+	$(NPU_LAB) python -m perdure.training.drill.chaos --seed $(SEEDS) --faults 30 $(CHAOS_OPTIONS)
 else
 chaos: $(VENV)/.installed
-	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) $(CHAOS_OPTIONS)
-	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) --parallelism hsdp $(CHAOS_OPTIONS)
-	$(BIN)/python -m training.drill.chaos --seed $(SEEDS) --parallelism fsdp2 $(CHAOS_OPTIONS)
+	$(BIN)/python -m perdure.training.drill.chaos --seed $(SEEDS) $(CHAOS_OPTIONS)
+	$(BIN)/python -m perdure.training.drill.chaos --seed $(SEEDS) --parallelism hsdp $(CHAOS_OPTIONS)
+	$(BIN)/python -m perdure.training.drill.chaos --seed $(SEEDS) --parallelism fsdp2 $(CHAOS_OPTIONS)
 endif
 
 bench: $(VENV)/.installed

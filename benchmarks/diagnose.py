@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from training.diagnosis.compiled import every_match
-from training.diagnosis.rules import load_rules
-from training.diagnosis.sources import PathDiagnosis, diagnose_files
+from perdure.training.diagnosis.compiled import every_match
+from perdure.training.diagnosis.rules import load_rules
+from perdure.training.diagnosis.sources import PathDiagnosis, diagnose_files
 
 MEGABYTE = 1_000_000
 TARGET_MB_PER_S = 200.0

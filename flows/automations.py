@@ -27,8 +27,8 @@ from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from tasks.new_start import AUTO_RESUME
-from training.recovery.faults import FaultClass
+from perdure.tasks.new_start import AUTO_RESUME
+from perdure.training.recovery.faults import FaultClass
 
 SKIP_LATE_TAG = "skip-late"
 REQUEST_TIMEOUT_S = 20.0

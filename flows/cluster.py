@@ -1,4 +1,4 @@
-"""What a Prefect server needs to run Perdure on Kubernetes: `python -m flows.cluster TEMPLATE`.
+"""Set a Prefect server up for Kubernetes: `python -m perdure.flows.cluster TEMPLATE`.
 
 Two work pools, and everything in `deploy/kubernetes/prefect.yaml`. As often as one likes: the
 worker's pod does it each time it starts, so a new image brings its own deployments.
@@ -22,7 +22,7 @@ from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 
-from tasks.prefect_client import client_without_retries
+from perdure.tasks.prefect_client import client_without_retries
 
 POD_ENV, NAMESPACE_ENV = "PERDURE_POD", "PERDURE_NAMESPACE"
 RUNS_POOL, KEEPER_POOL = "perdure-cluster", "perdure-keeper"
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Set everything up; the exit code is that of `prefect deploy`."""
     given = sys.argv[1:] if arguments is None else arguments
     if len(given) != 1 or not {POD_ENV, NAMESPACE_ENV} <= os.environ.keys():
-        sys.stderr.write(f"flows.cluster: wants TEMPLATE, {POD_ENV} and {NAMESPACE_ENV}\n")
+        sys.stderr.write(f"perdure.flows.cluster: wants TEMPLATE, {POD_ENV} and {NAMESPACE_ENV}\n")
         return 2
     template = json.loads(Path(given[0]).read_text(encoding="utf-8"))
     namespace = os.environ[NAMESPACE_ENV]

@@ -9,12 +9,12 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
 
-from tasks.credentials import credentials_of
-from tasks.drill import clear, new_home, play, publish_table, undisturbed
-from tasks.hooks import take_drills_down
-from tasks.job_parameter import JobParameter
-from tasks.states import data_of
-from training.drill.runner import ALL, able, chosen, drills_on, parallel_kind, why_not
+from perdure.tasks.credentials import credentials_of
+from perdure.tasks.drill import clear, new_home, play, publish_table, undisturbed
+from perdure.tasks.hooks import take_drills_down
+from perdure.tasks.job_parameter import JobParameter
+from perdure.tasks.states import data_of
+from perdure.training.drill.runner import ALL, able, chosen, drills_on, parallel_kind, why_not
 
 
 @flow(

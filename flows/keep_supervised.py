@@ -9,10 +9,10 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from tasks.entry import leave_in
-from tasks.keep_supervised import QUIET, Unseen, apply, forget_quiet, look
-from tasks.states import data_of
-from tasks.unsupervised import Remedy
+from perdure.tasks.entry import leave_in
+from perdure.tasks.keep_supervised import QUIET, Unseen, apply, forget_quiet, look
+from perdure.tasks.states import data_of
+from perdure.tasks.unsupervised import Remedy
 
 
 @flow(name="keep-supervised", persist_result=False)

@@ -15,8 +15,8 @@ from prefect.client.orchestration import get_client
 from prefect.events.actions import SendNotification
 from prefect.exceptions import ObjectNotFound
 
-from flows.automations import REQUEST_TIMEOUT_S, at_each, put
-from training.errors import InputError
+from perdure.flows.automations import REQUEST_TIMEOUT_S, at_each, put
+from perdure.training.errors import InputError
 
 FLOWS = ["pretrain", "prepare-data"]
 

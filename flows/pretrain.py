@@ -14,18 +14,18 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
-from tasks.entry import enter, leave_in, left_to_other, name_of_flow_run
-from tasks.following import follow, goes_on_following, may_follow
-from tasks.hooks import leave_adoptable, take_down
-from tasks.job_parameter import (
+from perdure.tasks.entry import enter, leave_in, left_to_other, name_of_flow_run
+from perdure.tasks.following import follow, goes_on_following, may_follow
+from perdure.tasks.hooks import leave_adoptable, take_down
+from perdure.tasks.job_parameter import (
     JobParameter,
     Nodes,
     Steps,
     TemplateParameter,
     require_job,
 )
-from tasks.preparation import ensure_data
-from tasks.pretrain import (
+from perdure.tasks.preparation import ensure_data
+from perdure.tasks.pretrain import (
     check,
     place,
     preflight,
@@ -33,19 +33,19 @@ from tasks.pretrain import (
     restart_options,
     train,
 )
-from tasks.retry_delay import NotWanted
-from tasks.states import FINAL_STATES, data_of
-from tasks.supervision import Supervision, has_open_attempt
-from training.engines.base import Placement
-from training.errors import AlreadySupervised, RunConflict
-from training.files import home_folder
-from training.job import Job, JobTemplate
-from training.supervisor.concluding import Verdict
-from training.supervisor.runbook import RunSteps, conduct
-from training.supervisor.same_run import completed_before
-from training.supervisor.store_place import begin_store
-from training.supervisor.summary import final_message
-from training.trainer.data.prepare import DataOutcome
+from perdure.tasks.retry_delay import NotWanted
+from perdure.tasks.states import FINAL_STATES, data_of
+from perdure.tasks.supervision import Supervision, has_open_attempt
+from perdure.training.engines.base import Placement
+from perdure.training.errors import AlreadySupervised, RunConflict
+from perdure.training.files import home_folder
+from perdure.training.job import Job, JobTemplate
+from perdure.training.supervisor.concluding import Verdict
+from perdure.training.supervisor.runbook import RunSteps, conduct
+from perdure.training.supervisor.same_run import completed_before
+from perdure.training.supervisor.store_place import begin_store
+from perdure.training.supervisor.summary import final_message
+from perdure.training.trainer.data.prepare import DataOutcome
 
 # Without a default, a flow run without a job would crash before the flow can say what is wrong, and
 # would be started again for that (3.8.8). Only a schedule can make one, see `require_job`.

@@ -15,14 +15,14 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 from pydantic import Field
 
-from storage.collect import GARBAGE_AFTER_S, totals
-from tasks.job_parameter import JobParameter
-from tasks.retention import choose, delete, look_at, publish_table, retain_run
-from tasks.states import data_of
-from tasks.taken_jobs import learn
-from training.files import home_folder
-from training.supervisor.job_registry import known_runs
-from training.supervisor.markdown import counted
+from perdure.storage.collect import GARBAGE_AFTER_S, totals
+from perdure.tasks.job_parameter import JobParameter
+from perdure.tasks.retention import choose, delete, look_at, publish_table, retain_run
+from perdure.tasks.states import data_of
+from perdure.tasks.taken_jobs import learn
+from perdure.training.files import home_folder
+from perdure.training.supervisor.job_registry import known_runs
+from perdure.training.supervisor.markdown import counted
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)

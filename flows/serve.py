@@ -1,4 +1,4 @@
-"""The pretrain flow without a work pool: `python -m flows.serve` polls, and starts the flow runs.
+"""The pretrain flow without a work pool: `python -m perdure.flows.serve` starts flow runs.
 
 With it come the automations and the minutely `keep-supervised`, which bring a supervisor back.
 
@@ -20,10 +20,10 @@ from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLi
 from prefect.runner import Runner
 from typing_extensions import override
 
-from flows import automations
-from flows.keep_supervised import keep_supervised
-from flows.pretrain import pretrain
-from tasks.new_start import AUTO_RESUME
+from perdure.flows import automations
+from perdure.flows.keep_supervised import keep_supervised
+from perdure.flows.pretrain import pretrain
+from perdure.tasks.new_start import AUTO_RESUME
 
 NAME = "served"
 # Ticks that came due while nobody served are not made up for.

@@ -1,0 +1,41 @@
+"""Pretraining that outlasts its faults: the public face of Perdure.
+
+A training program joins its run and loops over its steps::
+
+    session = perdure.join()
+    session.register(model=model, optimizer=optimizer, data=loader)
+    for step in session.steps(until=1000):
+        with step:
+            step.backward(model(step.batch()))
+            step.apply()
+
+A name is imported on first use, so that a command line that only reads a job does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perdure.training.job import Job, load_job
+    from perdure.training.recovery.replicas import ParallelLayout
+    from perdure.training.runtime.session import Session, join
+
+__all__ = ["Job", "ParallelLayout", "Session", "join", "load_job"]
+
+_HOMES = {
+    "Job": "perdure.training.job",
+    "ParallelLayout": "perdure.training.recovery.replicas",
+    "Session": "perdure.training.runtime.session",
+    "join": "perdure.training.runtime.session",
+    "load_job": "perdure.training.job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'perdure' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from perdure.console import EXIT_FAILED, AsJson, RunName, make_console, make_table, print_json, warn
 from perdure.runs import named_job, store_of
-from storage.checkpoint import (
+from perdure.storage.checkpoint import (
     CheckpointStore,
     SetAside,
     StepObjects,
@@ -32,9 +32,9 @@ from storage.checkpoint import (
     read_manifest,
     set_aside_reason,
 )
-from storage.collect import Removal, abort_uploads, carry_out, totals
-from storage.errors import StorageError
-from storage.export import (
+from perdure.storage.collect import Removal, abort_uploads, carry_out, totals
+from perdure.storage.errors import StorageError
+from perdure.storage.export import (
     WHOLE_NAME,
     OutputFile,
     bytes_to_read,
@@ -42,21 +42,21 @@ from storage.export import (
     plan_files,
     weights_of,
 )
-from storage.export import export as write_export
-from storage.manifest import Manifest
-from storage.retention import reading
-from storage.verification import Verified, last_outcome, record
-from storage.verification import verify as read_all
-from training.errors import InputError, PerdureError
-from training.files import home_folder
-from training.job import Job
-from training.journal.ledger import Ledger
-from training.supervisor.accounts import duration_text
-from training.supervisor.checkpoints import node_tiers, removals
-from training.supervisor.markdown import clock_text
-from training.supervisor.program_checkpoints import program_saves
+from perdure.storage.export import export as write_export
+from perdure.storage.manifest import Manifest
+from perdure.storage.retention import reading
+from perdure.storage.verification import Verified, last_outcome, record
+from perdure.storage.verification import verify as read_all
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.files import home_folder
+from perdure.training.job import Job
+from perdure.training.journal.ledger import Ledger
+from perdure.training.supervisor.accounts import duration_text
+from perdure.training.supervisor.checkpoints import node_tiers, removals
+from perdure.training.supervisor.markdown import clock_text
+from perdure.training.supervisor.program_checkpoints import program_saves
 
-MODEL_PREFIX = "model/"  # training.runtime.state.checkpointer puts it before the model's names
+MODEL_PREFIX = "model/"  # before the model's names, see perdure.training.runtime.state
 FILE_SUFFIX = ".safetensors"
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 MAX_LISTED = 10

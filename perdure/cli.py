@@ -36,12 +36,12 @@ from perdure.preflight import preflight
 from perdure.run import demo, run
 from perdure.runs import named_job, run_to_observe
 from perdure.status import status
-from storage.errors import StorageError
-from training.environment import Variable, check_environment, worker_variables
-from training.errors import InputError, PerdureError
-from training.job import Job, load_job, load_template
-from training.log import start_logging
-from training.supervisor import cancelling
+from perdure.storage.errors import StorageError
+from perdure.training.environment import Variable, check_environment, worker_variables
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.job import Job, load_job, load_template
+from perdure.training.log import start_logging
+from perdure.training.supervisor import cancelling
 
 app = typer.Typer(
     help="Pretraining that outlasts its faults.",
@@ -95,7 +95,7 @@ def cancel(run: RunName) -> None:
         print(cancelling.cancel(run_to_observe(run)))
         return
     server.use_server()
-    from tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect
+    from perdure.tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect
 
     print(cancel_run(job))
 

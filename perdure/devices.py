@@ -10,12 +10,17 @@ import typer
 
 from perdure.console import EXIT_FAILED, make_console, make_table, print_json, warn
 from perdure.drills import run_drills
-from training.drill.device_report import DeviceReport, count_devices, try_devices, with_drills
-from training.drill.runner import DrillRunner, why_not
-from training.drill.table import DRILLS
-from training.errors import InputError
-from training.specs.model import ParallelKind
-from training.wire.node import CheckOutcome
+from perdure.training.drill.device_report import (
+    DeviceReport,
+    count_devices,
+    try_devices,
+    with_drills,
+)
+from perdure.training.drill.runner import DrillRunner, why_not
+from perdure.training.drill.table import DRILLS
+from perdure.training.errors import InputError
+from perdure.training.specs.model import ParallelKind
+from perdure.training.wire.node import CheckOutcome
 
 REPORT_FILE = "perdure-device-report.json"
 

@@ -15,17 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.console import EXIT_INPUT, AsJson, make_console, print_json, warn
-from training.diagnosis.sources import (
+from perdure.training.diagnosis.sources import (
     STANDARD_INPUT,
     PathDiagnosis,
     context_of,
     diagnose_files,
     files_of,
 )
-from training.errors import InputError
-from training.recovery.faults import Fault
-from training.recovery.ladder import decide
-from training.recovery.rungs import Decision, Policy, Rung
+from perdure.training.errors import InputError
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.rungs import Decision, Policy, Rung
 
 CONTEXT_LINES = 3
 LINE_WIDTH = 400

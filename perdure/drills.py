@@ -24,13 +24,20 @@ from perdure.console import (
     warn,
 )
 from perdure.runs import credentials_of
-from storage.errors import StorageError
-from training.drill.device_report import count_devices
-from training.drill.evaluation import DrillOutcome
-from training.drill.runner import DrillRunner, able, chosen, drills_on, parallel_kind, why_not
-from training.drill.table import DRILLS, Drill
-from training.errors import InputError
-from training.job import Job, load_job
+from perdure.storage.errors import StorageError
+from perdure.training.drill.device_report import count_devices
+from perdure.training.drill.evaluation import DrillOutcome
+from perdure.training.drill.runner import (
+    DrillRunner,
+    able,
+    chosen,
+    drills_on,
+    parallel_kind,
+    why_not,
+)
+from perdure.training.drill.table import DRILLS, Drill
+from perdure.training.errors import InputError
+from perdure.training.job import Job, load_job
 
 LIST = "list"
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, Overrides, make_console, print_json
-from training.errors import InputError
-from training.job import load_job
-from training.recovery.ladder import ladder_markdown
-from training.recovery.ladder_rules import RULES
-from training.recovery.outlook import Outlook, Terms, outlook, outlook_markdown, outlooks
-from training.recovery.rungs import LADDER, RestartCount
-from training.supervisor.job_ladder import fault_of_code, terms_of
+from perdure.training.errors import InputError
+from perdure.training.job import load_job
+from perdure.training.recovery.ladder import ladder_markdown
+from perdure.training.recovery.ladder_rules import RULES
+from perdure.training.recovery.outlook import Outlook, Terms, outlook, outlook_markdown, outlooks
+from perdure.training.recovery.rungs import LADDER, RestartCount
+from perdure.training.supervisor.job_ladder import fault_of_code, terms_of
 
 
 def ladder(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from perdure.console import warn
 from perdure.log_index import Key, LogRow, Wanted, content_of, read_index
-from storage.errors import StorageError
-from training.errors import InputError
-from training.supervisor.observing import AttemptObserver
-from training.supervisor.run import Run
-from training.wire.logs import LogPiece, ReadLogsQuery
+from perdure.storage.errors import StorageError
+from perdure.training.errors import InputError
+from perdure.training.supervisor.observing import AttemptObserver
+from perdure.training.supervisor.run import Run
+from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 
 POLL_S = 0.5
 LEDGER_PERIOD_S = 2.0

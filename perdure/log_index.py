@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from storage.objects import ObjectStore
-from training.agent.log_collection import COLLECTED_FILE, logs_prefix
-from training.errors import InputError
-from training.supervisor.hang_report import HANG_REPORT
-from training.supervisor.run import Run
-from training.wire.logs import Collected, ReadLogsQuery
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.log_collection import COLLECTED_FILE, logs_prefix
+from perdure.training.errors import InputError
+from perdure.training.supervisor.hang_report import HANG_REPORT
+from perdure.training.supervisor.run import Run
+from perdure.training.wire.logs import Collected, ReadLogsQuery
 
 _KEY = re.compile(r"p(\d+)-a(\d+)/(?:([^/]+)/)?([^/].*)")
 _RANK = re.compile(r"rank-(\d+)\.")

@@ -29,10 +29,10 @@ from perdure.log_index import (
     read_index,
 )
 from perdure.runs import run_to_observe
-from training.errors import InputError
-from training.job import Job
-from training.journal.history import RunHistory
-from training.supervisor.run import Run
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.run import Run
 
 
 def logs(

@@ -15,33 +15,33 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from perdure.runs import OpenAttempt
-from storage.checkpoint import Tier
-from training.engines.base import Snapshot
-from training.files import home_folder
-from training.journal.attempt_view import AttemptView
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory
-from training.journal.steps import kept_of
-from training.journal.time_account import Account, SeenStep, account
-from training.recovery.faults import Fault
-from training.recovery.rungs import Rung
-from training.supervisor.abnormal import abnormal_steps
-from training.supervisor.accounts import Accountant
-from training.supervisor.checkpoints import node_tiers
-from training.supervisor.evidence import newest_of, step_of
-from training.supervisor.observing import AttemptSnapshot
-from training.supervisor.program_checkpoints import program_saves, saves_are_known
-from training.supervisor.report import (
+from perdure.storage.checkpoint import Tier
+from perdure.training.engines.base import Snapshot
+from perdure.training.files import home_folder
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.steps import kept_of
+from perdure.training.journal.time_account import Account, SeenStep, account
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.abnormal import abnormal_steps
+from perdure.training.supervisor.accounts import Accountant
+from perdure.training.supervisor.checkpoints import node_tiers
+from perdure.training.supervisor.evidence import newest_of, step_of
+from perdure.training.supervisor.observing import AttemptSnapshot
+from perdure.training.supervisor.program_checkpoints import program_saves, saves_are_known
+from perdure.training.supervisor.report import (
     alert_rows,
     attempt_rows,
     outcome_of,
     program_notices,
     recovery_facts,
 )
-from training.supervisor.run import Run
-from training.supervisor.store_outage import unwritable
-from training.wire.agent import AgentStatus
-from training.wire.requests import is_pause_wanted
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.store_outage import unwritable
+from perdure.training.wire.agent import AgentStatus
+from perdure.training.wire.requests import is_pause_wanted
 
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
 ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts

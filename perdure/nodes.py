@@ -13,12 +13,12 @@ import typer
 
 from perdure.console import AsJson, RunName, make_console, make_table, print_json
 from perdure.runs import named_job, store_of
-from training.errors import InputError
-from training.journal.history import Isolation, RunHistory
-from training.journal.ledger import Ledger
-from training.journal.records import NodeReleased
-from training.supervisor.markdown import clock_text
-from training.supervisor.sub_health import SubHealthyNode, sub_healthy_nodes
+from perdure.training.errors import InputError
+from perdure.training.journal.history import Isolation, RunHistory
+from perdure.training.journal.ledger import Ledger
+from perdure.training.journal.records import NodeReleased
+from perdure.training.supervisor.markdown import clock_text
+from perdure.training.supervisor.sub_health import SubHealthyNode, sub_healthy_nodes
 
 
 def nodes(

@@ -19,6 +19,6 @@ def notify(
     Creates two automations, or changes where they send to.
     """
     server.use_server()
-    from flows.notifications import ensure  # noqa: PLC0415 imports Prefect
+    from perdure.flows.notifications import ensure  # noqa: PLC0415 imports Prefect
 
     print(ensure(block)["automations"])

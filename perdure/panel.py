@@ -20,11 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.tables import WIDTH, sparkline
-from tasks.observe import Observation
-from training.journal.attempt_view import AttemptView
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory
-from training.supervisor.report import event_text
+from perdure.tasks.observe import Observation
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.report import event_text
 
 PLAIN_EVERY_S = 5.0
 _NUM_EVENTS = 8

@@ -14,11 +14,11 @@ import typer
 
 from perdure.console import RunId
 from perdure.runs import OpenAttempt, run_to_observe
-from training.errors import InputError, PerdureError
-from training.journal.attempt_view import Pause
-from training.journal.history import RunHistory
-from training.supervisor.run import Run
-from training.wire.requests import is_pause_wanted, write_control
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.journal.attempt_view import Pause
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.run import Run
+from perdure.training.wire.requests import is_pause_wanted, write_control
 
 POLL_S = 0.5
 # A supervisor records a pause at once; without one only the attempt's own log shows it.

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, JobFile, Overrides, print_json, warn
-from training.errors import InputError
-from training.job import load_job
-from training.platforms.forms import Platform
-from training.platforms.printing import EntryPlace, Printed
-from training.platforms.settings import shown
-from training.supervisor.policy_export import export_policy
+from perdure.training.errors import InputError
+from perdure.training.job import load_job
+from perdure.training.platforms.forms import Platform
+from perdure.training.platforms.printing import EntryPlace, Printed
+from perdure.training.platforms.settings import shown
+from perdure.training.supervisor.policy_export import export_policy
 
 app = typer.Typer(help="The restart policy of a job, for other platforms.", no_args_is_help=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from training.masking import masked_text
+from perdure.training.masking import masked_text
 
 MAX_COMMAND = 80  # characters
 _PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)

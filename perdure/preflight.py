@@ -23,22 +23,22 @@ from perdure.console import (
     warn,
 )
 from perdure.devices import REPORT_FILE, check_devices
-from training.drill.driver import Secrets
-from training.drill.reentry import check_reentry
-from training.engines.registry import platform_checks
-from training.errors import InputError
-from training.health.node_check import check_this_machine
-from training.job import Job, departures, load_job
-from training.supervisor.job_checks import (
+from perdure.training.drill.driver import Secrets
+from perdure.training.drill.reentry import check_reentry
+from perdure.training.engines.registry import platform_checks
+from perdure.training.errors import InputError
+from perdure.training.health.node_check import check_this_machine
+from perdure.training.job import Job, departures, load_job
+from perdure.training.supervisor.job_checks import (
     Note,
     check_job,
     checklist,
     recovery_notes,
     start_warnings,
 )
-from training.supervisor.markdown import counted
-from training.trainer.size import num_parameters, state_bytes
-from training.wire.node import Check, CheckOutcome
+from perdure.training.supervisor.markdown import counted
+from perdure.training.trainer.size import num_parameters, state_bytes
+from perdure.training.wire.node import Check, CheckOutcome
 
 STYLES = {CheckOutcome.OK: "green", CheckOutcome.WARNING: "yellow", CheckOutcome.FAILED: "red"}
 
@@ -114,7 +114,7 @@ def _secrets_of(job: Job) -> Secrets:
     if all(source.block is None for source in job.env_from.values()):
         return dict
     server.use_server()
-    from tasks.env_secrets import BlockSecrets  # noqa: PLC0415 imports Prefect
+    from perdure.tasks.env_secrets import BlockSecrets  # noqa: PLC0415 imports Prefect
 
     return BlockSecrets(job)
 

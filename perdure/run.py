@@ -22,27 +22,27 @@ from perdure import server
 from perdure.console import EXIT_FAILED, JobFile, Overrides, make_console, warn
 from perdure.preflight import check_inputs, warn_of_departures
 from perdure.runs import store_of
+from perdure.storage.address import StorageSpec, has_store
 from perdure.tables import account_table, attempts_view
-from storage.address import StorageSpec, has_store
-from training.errors import InputError, PerdureError
-from training.files import home_folder
-from training.injection.outside import KillInjector
-from training.job import Job, JobTemplate, load_job
-from training.journal.ledger import Ledger
-from training.journal.records import RunReopened
-from training.journal.steps import StepReader, kept_of
-from training.journal.time_account import Account, account
-from training.specs.data import DataSpec
-from training.specs.drill import DrillSpec, Kill, Victim
-from training.specs.engine import LocalEngineSpec
-from training.specs.model import BatchSpec, ModelSpec, OptimizerSpec
-from training.specs.recovery import CheckpointSpec, RestartSpec
-from training.supervisor.accounts import ettr_text, timeline_picture
-from training.supervisor.job_checks import check_job
-from training.supervisor.report import loss_picture, story_rows
-from training.supervisor.run import Run
-from training.supervisor.same_run import REOPEN
-from training.wire.requests import is_pause_wanted
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.files import home_folder
+from perdure.training.injection.outside import KillInjector
+from perdure.training.job import Job, JobTemplate, load_job
+from perdure.training.journal.ledger import Ledger
+from perdure.training.journal.records import RunReopened
+from perdure.training.journal.steps import StepReader, kept_of
+from perdure.training.journal.time_account import Account, account
+from perdure.training.specs.data import DataSpec
+from perdure.training.specs.drill import DrillSpec, Kill, Victim
+from perdure.training.specs.engine import LocalEngineSpec
+from perdure.training.specs.model import BatchSpec, ModelSpec, OptimizerSpec
+from perdure.training.specs.recovery import CheckpointSpec, RestartSpec
+from perdure.training.supervisor.accounts import ettr_text, timeline_picture
+from perdure.training.supervisor.job_checks import check_job
+from perdure.training.supervisor.report import loss_picture, story_rows
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.same_run import REOPEN
+from perdure.training.wire.requests import is_pause_wanted
 
 DEMO_KILLS = (
     Kill(victim=Victim.RANK, index=1, step=34),
@@ -128,13 +128,13 @@ def _supervise(
         # Lines of Prefect's own logger would tear the live view; whoever sets it gets them.
         os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         ui_url = server.use_server()
-        from flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
+        from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
-        from tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
-        from tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
-        from tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
-        from tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
-        from tasks.supervision import has_open_attempt  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.supervision import has_open_attempt  # noqa: PLC0415 imports Prefect
 
         # What check_inputs had to leave out: the keys, and other secrets, are blocks of the server.
         if job.storage.credentials_block is not None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from perdure.console import make_console, make_table, print_json
 from perdure.monitor import RunMonitor
 from perdure.runs import run_to_observe
-from storage.errors import StorageError
-from training.errors import PerdureError
-from training.files import home_folder
-from training.supervisor.accounts import duration_text
-from training.supervisor.job_registry import known_runs
+from perdure.storage.errors import StorageError
+from perdure.training.errors import PerdureError
+from perdure.training.files import home_folder
+from perdure.training.supervisor.accounts import duration_text
+from perdure.training.supervisor.job_registry import known_runs
 
 AT_ONCE = 8
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from perdure import server
-from storage.address import Credentials, open_store
-from storage.objects import ObjectStore
-from training.files import home_folder
-from training.job import Job, load_job
-from training.journal.history import RunHistory
-from training.supervisor.job_registry import job_path, known_job
-from training.supervisor.observing import AttemptObserver
-from training.supervisor.run import Run
+from perdure.storage.address import Credentials, open_store
+from perdure.storage.objects import ObjectStore
+from perdure.training.files import home_folder
+from perdure.training.job import Job, load_job
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.job_registry import job_path, known_job
+from perdure.training.supervisor.observing import AttemptObserver
+from perdure.training.supervisor.run import Run
 
 
 def named_job(run: str) -> Job:
@@ -56,7 +56,7 @@ def credentials_of(job: Job) -> Credentials | None:
     if job.storage.credentials_block is None:
         return None  # without a server, and without Prefect's second and 82 MB of imports (3.8.8)
     server.use_server()
-    from tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
+    from perdure.tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
 
     return of_block(job.storage)
 

@@ -21,10 +21,10 @@ from pydantic import ValidationError
 
 from perdure.console import warn
 from perdure.ports import ANOTHER_PORT, owner_of, owner_text
-from storage.frozen_model import FrozenModel
-from training.errors import InputError, PerdureError
-from training.files import home_folder, private_folder, write_whole
-from training.processes import free_port, is_alive
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.files import home_folder, private_folder, write_whole
+from perdure.training.processes import free_port, is_alive
 
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 
@@ -157,7 +157,7 @@ def _refuse_unauthorized(api_url: str) -> None:
     Raises:
         InputError: the server refuses requests with this auth string, or without one.
     """
-    from tasks.prefect_client import client_without_retries  # noqa: PLC0415 imports Prefect
+    from perdure.tasks.prefect_client import client_without_retries  # noqa: PLC0415 imports Prefect
 
     try:
         with client_without_retries() as client:

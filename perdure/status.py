@@ -23,18 +23,18 @@ from perdure.console import AsJson, RunName, make_console, print_json
 from perdure.monitor import RunMonitor, Status
 from perdure.run_list import list_runs
 from perdure.runs import run_to_observe
+from perdure.storage.errors import StorageError
 from perdure.tables import WIDTH, account_bar, account_table, attempts_view, sparkline
-from storage.errors import StorageError
-from training.errors import PerdureError
-from training.supervisor.abnormal import abnormal_steps
-from training.supervisor.accounts import duration_text, ettr_text
-from training.supervisor.markdown import clock_text
-from training.supervisor.report import (
+from perdure.training.errors import PerdureError
+from perdure.training.supervisor.abnormal import abnormal_steps
+from perdure.training.supervisor.accounts import duration_text, ettr_text
+from perdure.training.supervisor.markdown import clock_text
+from perdure.training.supervisor.report import (
     OPEN,
     losses_of_steps,
     story_rows,
 )
-from training.supervisor.store_outage import Outage, read_outage
+from perdure.training.supervisor.store_outage import Outage, read_outage
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 NOT_KNOWN = "not known"

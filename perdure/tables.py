@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.console import make_table
-from training.journal.time_account import Account
-from training.supervisor.accounts import COLOURS, coarse, share_rows
-from training.supervisor.report import NOT_RECOVERED, AttemptRow
+from perdure.training.journal.time_account import Account
+from perdure.training.supervisor.accounts import COLOURS, coarse, share_rows
+from perdure.training.supervisor.report import NOT_RECOVERED, AttemptRow
 
 WIDTH = 60  # of bars and lines
 TABLE_WIDTH = 165  # a narrower terminal would fold the table of attempts letter by letter

@@ -15,11 +15,11 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from storage.errors import Corrupt, StorageError
-from storage.frozen_model import FrozenModel
-from storage.local import TEMPORARY_FOLDER, LocalStore
-from storage.objects import ObjectStore, check_key
-from storage.retry import Retry
+from perdure.storage.errors import Corrupt, StorageError
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.local import TEMPORARY_FOLDER, LocalStore
+from perdure.storage.objects import ObjectStore, check_key
+from perdure.storage.retry import Retry
 
 FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
@@ -131,8 +131,8 @@ def _open_s3(
     spec: StorageSpec, credentials: Credentials | None, retry: Retry | None
 ) -> ObjectStore:
     # boto3 takes a quarter of a second to import.
-    from storage.s3 import S3Store  # noqa: PLC0415
-    from storage.s3_client import S3Options  # noqa: PLC0415
+    from perdure.storage.s3 import S3Store  # noqa: PLC0415
+    from perdure.storage.s3_client import S3Options  # noqa: PLC0415
 
     bucket, _, prefix = spec.address.removeprefix(S3_SCHEME).partition("/")
     options = S3Options(

@@ -21,9 +21,9 @@ from enum import StrEnum
 import xxhash
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
 
-from storage.errors import Corrupt, NotFound, PreconditionFailed, StaleAttempt
-from storage.frozen_model import FrozenModel
-from storage.manifest import (
+from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed, StaleAttempt
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.manifest import (
     Manifest,
     RunId,
     ShardRecord,
@@ -32,7 +32,7 @@ from storage.manifest import (
     parse_manifest,
     verified_document,
 )
-from storage.objects import ObjectInfo, ObjectStore
+from perdure.storage.objects import ObjectInfo, ObjectStore
 
 MANIFEST_NAME = "manifest.json"
 SET_ASIDE_NAME = "set-aside.json"

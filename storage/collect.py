@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from storage.checkpoint import (
+from perdure.storage.checkpoint import (
     MANIFEST_NAME,
     CheckpointStore,
     StepObjects,
@@ -28,9 +28,9 @@ from storage.checkpoint import (
     group_steps,
     read_manifest,
 )
-from storage.errors import NotFound
-from storage.objects import ObjectInfo
-from storage.retention import Retention, is_read
+from perdure.storage.errors import NotFound
+from perdure.storage.objects import ObjectInfo
+from perdure.storage.retention import Retention, is_read
 
 MIN_KEPT_STEPS = 2  # the newest, and the one that is taken when it turns out to be damaged
 GARBAGE_AFTER_S = 24 * 3600.0  # longer than any save takes

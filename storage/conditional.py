@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from storage.errors import PermanentError, StorageError, TimedOut
-from storage.retry import Retry
+from perdure.storage.errors import PermanentError, StorageError, TimedOut
+from perdure.storage.retry import Retry
 
 CLAIMS_FOLDER = ".claims"
 CLOCK_GRAIN_S = 1.0  # HTTP gives the server's time in whole seconds

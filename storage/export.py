@@ -24,11 +24,11 @@ import xxhash
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-from storage.checkpoint import CheckpointStore
-from storage.errors import Corrupt, PermanentError
-from storage.manifest import Chunk, Manifest, TensorRecord
-from storage.objects import ObjectStore
-from storage.safetensors_file import (
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import Corrupt, PermanentError
+from perdure.storage.manifest import Chunk, Manifest, TensorRecord
+from perdure.storage.objects import ObjectStore
+from perdure.storage.safetensors_file import (
     ITEM_SIZE_BYTES,
     LENGTH,
     Entry,

@@ -18,9 +18,9 @@ from typing import Literal
 import xxhash
 from pydantic import ValidationError
 
-from storage.errors import Corrupt, NotFound
-from storage.frozen_model import FrozenModel
-from storage.objects import ObjectStore, check_key
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.objects import ObjectStore, check_key
 
 MANIFEST = "manifest.json"
 PART = ".perdure-part"

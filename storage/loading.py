@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from storage import safetensors_file
-from storage.checkpoint import CheckpointStore
-from storage.errors import Corrupt, describe, error_of
-from storage.manifest import Chunk, Manifest, TensorRecord
-from storage.objects import each_in_parallel, in_parallel
-from storage.staging import DTYPES, raw
+from perdure.storage import safetensors_file
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import Corrupt, describe, error_of
+from perdure.storage.manifest import Chunk, Manifest, TensorRecord
+from perdure.storage.objects import each_in_parallel, in_parallel
+from perdure.storage.staging import DTYPES, raw
 
 SPAN_BYTES = 64 * 2**20
 GAP_BYTES = 256 * 2**10  # cheaper to read than a second request

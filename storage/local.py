@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from storage.errors import (
+from perdure.storage.errors import (
     AccessDenied,
     Corrupt,
     NotFound,
@@ -35,8 +35,8 @@ from storage.errors import (
     TimedOut,
     TransientError,
 )
-from storage.objects import ObjectInfo, check_key, check_prefix
-from storage.retry import Retry
+from perdure.storage.objects import ObjectInfo, check_key, check_prefix
+from perdure.storage.retry import Retry
 
 T = TypeVar("T")
 

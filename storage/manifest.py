@@ -15,8 +15,8 @@ from typing import Annotated, Literal, Self
 import xxhash
 from pydantic import ConfigDict, Field, JsonValue, NonNegativeInt, ValidationError, model_validator
 
-from storage.errors import Corrupt
-from storage.frozen_model import FrozenModel
+from perdure.storage.errors import Corrupt
+from perdure.storage.frozen_model import FrozenModel
 
 FORMAT_VERSION: Literal[1] = 1
 LOSS = "loss"  # in the extra state: mean of the step, of a program whose losses are known

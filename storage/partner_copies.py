@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from storage.share import SaveId
+from perdure.storage.share import SaveId
 
 OWN_SLOTS = 3  # a rank's own: the newest copied save, the one on its way, the one being written
 COPY_SLOTS = 2  # of a rank at its partner: the newest whole copy, and the one on its way

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.protocol import Message, PeerAddress
-from storage.errors import StorageError
-from storage.partner_copies import partners_of
-from storage.staging import SavePlans
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.checkpoint_server.protocol import Message, PeerAddress
+from perdure.storage.errors import StorageError
+from perdure.storage.partner_copies import partners_of
+from perdure.storage.staging import SavePlans
 
 _log = logging.getLogger("perdure.storage")
 

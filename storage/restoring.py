@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from storage import safetensors_file
-from storage.checkpoint import CheckpointStore, Tier
-from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.protocol import HeldShare
-from storage.errors import Corrupt, StorageError
-from storage.frozen_model import FrozenModel
-from storage.loading import ManifestReader, ShardReads
-from storage.manifest import Chunk, Manifest, digest
-from storage.partnering import RankPlace, place_of
-from storage.share import (
+from perdure.storage import safetensors_file
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.checkpoint_server.protocol import HeldShare
+from perdure.storage.errors import Corrupt, StorageError
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.loading import ManifestReader, ShardReads
+from perdure.storage.manifest import Chunk, Manifest, digest
+from perdure.storage.partnering import RankPlace, place_of
+from perdure.storage.share import (
     SaveId,
     WrittenShare,
     delete_records,
@@ -35,7 +35,7 @@ from storage.share import (
     named_ranks,
     read_share,
 )
-from storage.staging import gather_json, raw
+from perdure.storage.staging import gather_json, raw
 
 _log = logging.getLogger("perdure.storage")
 

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from storage.checkpoint import CheckpointStore, StepObjects, StepState
-from storage.errors import StorageError
-from storage.objects import ObjectInfo
+from perdure.storage.checkpoint import CheckpointStore, StepObjects, StepState
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectInfo
 
 _log = logging.getLogger("perdure.storage")
 

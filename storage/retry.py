@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from storage.errors import StorageError, TransientError
+from perdure.storage.errors import StorageError, TransientError
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from storage.conditional import CLAIMS_FOLDER, ClaimRoom, Claims, Target, publish_once
-from storage.errors import (
+from perdure.storage.conditional import CLAIMS_FOLDER, ClaimRoom, Claims, Target, publish_once
+from perdure.storage.errors import (
     AccessDenied,
     Corrupt,
     NotFound,
@@ -27,9 +27,9 @@ from storage.errors import (
     PreconditionFailed,
     StorageError,
 )
-from storage.objects import ObjectInfo, check_key, check_prefix, in_parallel
-from storage.retry import Retry
-from storage.s3_client import (
+from perdure.storage.objects import ObjectInfo, check_key, check_prefix, in_parallel
+from perdure.storage.retry import Retry
+from perdure.storage.s3_client import (
     Body,
     S3Client,
     S3Options,

@@ -24,8 +24,8 @@ from pydantic import SecretStr
 from typing_extensions import Buffer
 from urllib3.exceptions import HTTPError
 
-from storage.address import AddressingStyle, revealed
-from storage.errors import (
+from perdure.storage.address import AddressingStyle, revealed
+from perdure.storage.errors import (
     AccessDenied,
     NotFound,
     PermanentError,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import Corrupt
+from perdure.storage.errors import Corrupt
 
 LENGTH = struct.Struct("<Q")
 ALIGNMENT_BYTES = 8

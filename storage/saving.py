@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from storage.checkpoint import CheckpointStore, shard_name
-from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
-from storage.errors import StorageError, TimedOut, describe, error_of
-from storage.manifest import Manifest, ShardRecord
-from storage.partner_copies import OWN_SLOTS, CopyPlan, CopyState, CopyTurn, agreed
-from storage.partnering import Partnering
-from storage.share import SaveId, Share, WrittenShare, merge, named_ranks, put_share
-from storage.staging import SavePlans, Staging, raw
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.checkpoint_server.client import CheckpointClient, ReservedSlot
+from perdure.storage.errors import StorageError, TimedOut, describe, error_of
+from perdure.storage.manifest import Manifest, ShardRecord
+from perdure.storage.partner_copies import OWN_SLOTS, CopyPlan, CopyState, CopyTurn, agreed
+from perdure.storage.partnering import Partnering
+from perdure.storage.share import SaveId, Share, WrittenShare, merge, named_ranks, put_share
+from perdure.storage.staging import SavePlans, Staging, raw
 
 _log = logging.getLogger("perdure.storage")
 

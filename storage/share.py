@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
-from storage.checkpoint import CheckpointStore, shard_name
-from storage.errors import Corrupt
-from storage.manifest import (
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.errors import Corrupt
+from perdure.storage.manifest import (
     Chunk,
     Manifest,
     ManifestPart,

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from storage import safetensors_file
-from storage.manifest import Chunk
-from storage.share import PartOfTensor
+from perdure.storage import safetensors_file
+from perdure.storage.manifest import Chunk
+from perdure.storage.share import PartOfTensor
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 

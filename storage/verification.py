@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from storage.checkpoint import CheckpointStore, Damage, StepObjects
-from storage.errors import NotFound
-from storage.frozen_model import FrozenModel
-from storage.manifest import Manifest
+from perdure.storage.checkpoint import CheckpointStore, Damage, StepObjects
+from perdure.storage.errors import NotFound
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.manifest import Manifest
 
 VERIFIED_NAME = "verified.json"
 

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from storage.checkpoint import (
+from perdure.storage.checkpoint import (
     MANIFEST_NAME,
     CheckpointStore,
     StepObjects,
     StepState,
     read_manifest,
 )
-from storage.verification import VERIFIED_NAME, last_outcome
-from training.journal.history import RunHistory
-from training.supervisor.checkpoints import node_tiers
-from training.supervisor.markdown import clock_text
-from training.supervisor.program_checkpoints import program_saves
+from perdure.storage.verification import VERIFIED_NAME, last_outcome
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.checkpoints import node_tiers
+from perdure.training.supervisor.markdown import clock_text
+from perdure.training.supervisor.program_checkpoints import program_saves
 
 
 def checkpoint_rows(

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
-from storage.address import Credentials, StorageSpec
-from training.errors import InputError
+from perdure.storage.address import Credentials, StorageSpec
+from perdure.training.errors import InputError
 
 
 class ObjectStoreCredentials(Block):

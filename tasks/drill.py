@@ -9,12 +9,12 @@ from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from tasks.states import completed, failed
-from training.drill.evaluation import DrillOutcome
-from training.drill.runner import DrillRunner
-from training.drill.table import Drill
-from training.files import home_folder
-from training.supervisor.markdown import counted
+from perdure.tasks.states import completed, failed
+from perdure.training.drill.evaluation import DrillOutcome
+from perdure.training.drill.runner import DrillRunner
+from perdure.training.drill.table import Drill
+from perdure.training.files import home_folder
+from perdure.training.supervisor.markdown import counted
 
 PREFIX = "perdure-drill-"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from tasks.retry_delay import NotWanted
+from perdure.tasks.retry_delay import NotWanted
 
 TASK_LOGGER = "prefect.task_runs"
 ATTEMPT_TASKS = frozenset({"train", "attempt"})

@@ -14,10 +14,10 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from tasks.prefect_client import client_without_retries
-from training.errors import EngineError, InputError
-from training.job import Job
-from training.specs.env_from import SecretSource, checked_value
+from perdure.tasks.prefect_client import client_without_retries
+from perdure.training.errors import EngineError, InputError
+from perdure.training.job import Job
+from perdure.training.specs.env_from import SecretSource, checked_value
 
 SECRET_TYPE = "secret"  # noqa: S105 slug of Prefect's own block for one text
 

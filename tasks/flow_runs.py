@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from training.journal.history import RunHistory
+from perdure.training.journal.history import RunHistory
 
 
 def flow_runs_of(history: RunHistory, own: UUID | None = None) -> list[UUID]:

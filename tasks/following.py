@@ -23,19 +23,19 @@ from prefect.exceptions import Abort, PrefectException
 from prefect.settings import PREFECT_UI_URL
 from prefect.states import Cancelled, Running
 
-from storage.errors import StorageError
-from tasks.entry import ALREADY_SUPERVISED, supervised_by
-from tasks.known_run import run_of
-from tasks.new_start import is_of_keeper
-from tasks.prefect_client import client_without_retries
-from tasks.reporting import Log
-from tasks.states import FINAL_STATES
-from training.job import Job
-from training.journal.history import RunHistory
-from training.supervisor.accounts import Accountant
-from training.supervisor.fault_report import ReportPlace, fault_reports
-from training.supervisor.run import Run
-from training.supervisor.summary import final_message
+from perdure.storage.errors import StorageError
+from perdure.tasks.entry import ALREADY_SUPERVISED, supervised_by
+from perdure.tasks.known_run import run_of
+from perdure.tasks.new_start import is_of_keeper
+from perdure.tasks.prefect_client import client_without_retries
+from perdure.tasks.reporting import Log
+from perdure.tasks.states import FINAL_STATES
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.accounts import Accountant
+from perdure.training.supervisor.fault_report import ReportPlace, fault_reports
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.summary import final_message
 
 POLL_S = 5.0
 # The flow run that supervised has the first turn: it is back 30 s after its crash, and the time

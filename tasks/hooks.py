@@ -25,22 +25,22 @@ from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Cancelling
 
-from storage.errors import StorageError
-from tasks.credentials import credentials_of
-from tasks.drill import homes_of
-from tasks.entry import job_of
-from tasks.flow_runs import flow_runs_of
-from tasks.following import is_follower
-from tasks.known_run import run_of
-from tasks.left_open import close_left_open
-from tasks.reporting import Log
-from tasks.story import report_end
-from training.errors import RunConflict
-from training.job import Job
-from training.journal.history import RunHistory
-from training.supervisor.cancelling import cancel
-from training.supervisor.job_registry import known_job, known_runs
-from training.supervisor.run import Run
+from perdure.storage.errors import StorageError
+from perdure.tasks.credentials import credentials_of
+from perdure.tasks.drill import homes_of
+from perdure.tasks.entry import job_of
+from perdure.tasks.flow_runs import flow_runs_of
+from perdure.tasks.following import is_follower
+from perdure.tasks.known_run import run_of
+from perdure.tasks.left_open import close_left_open
+from perdure.tasks.reporting import Log
+from perdure.tasks.story import report_end
+from perdure.training.errors import RunConflict
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.cancelling import cancel
+from perdure.training.supervisor.job_registry import known_job, known_runs
+from perdure.training.supervisor.run import Run
 
 UNFINISHED = (
     StateType.SCHEDULED,

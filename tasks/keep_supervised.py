@@ -36,16 +36,16 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Failed, Scheduled
 
-from storage.errors import StorageError
-from tasks.entry import NOT_TRAINED, job_of
-from tasks.following import is_follower
-from tasks.hooks import take_down_run
-from tasks.known_run import run_of
-from tasks.left_open import ADOPTED
-from tasks.new_start import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
-from tasks.states import completed
-from tasks.taken_jobs import learn
-from tasks.unsupervised import (
+from perdure.storage.errors import StorageError
+from perdure.tasks.entry import NOT_TRAINED, job_of
+from perdure.tasks.following import is_follower
+from perdure.tasks.hooks import take_down_run
+from perdure.tasks.known_run import run_of
+from perdure.tasks.left_open import ADOPTED
+from perdure.tasks.new_start import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
+from perdure.tasks.states import completed
+from perdure.tasks.taken_jobs import learn
+from perdure.tasks.unsupervised import (
     MAX_FAILED_STARTS,
     FlowRunFacts,
     Remedy,
@@ -53,11 +53,16 @@ from tasks.unsupervised import (
     pause_after,
     remedy_for,
 )
-from training.errors import InputError, PerdureError
-from training.files import home_folder
-from training.journal.history import RunHistory
-from training.supervisor.job_registry import known_job, mark_ended, unended_runs, unmark_ended
-from training.supervisor.run import Run
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.files import home_folder
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.job_registry import (
+    known_job,
+    mark_ended,
+    unended_runs,
+    unmark_ended,
+)
+from perdure.training.supervisor.run import Run
 
 QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tasks.credentials import credentials_of
-from training.files import home_folder
-from training.job import Job
-from training.supervisor.run import Run
+from perdure.tasks.credentials import credentials_of
+from perdure.training.files import home_folder
+from perdure.training.job import Job
+from perdure.training.supervisor.run import Run
 
 
 def run_of(job: Job) -> Run:

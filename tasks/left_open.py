@@ -29,12 +29,12 @@ from prefect.client.schemas.objects import State, StateType, TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 from prefect.exceptions import ObjectNotFound
 
-from tasks.entry import ALREADY_SUPERVISED
-from tasks.flow_runs import flow_runs_of
-from training.journal.attempt_view import AttemptView
-from training.journal.history import RunHistory
-from training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
-from training.supervisor.good_ends import good_end_text
+from perdure.tasks.entry import ALREADY_SUPERVISED
+from perdure.tasks.flow_runs import flow_runs_of
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
+from perdure.training.supervisor.good_ends import good_end_text
 
 LOST = "SupervisorLost"
 ADOPTED = "Adopted"

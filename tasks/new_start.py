@@ -18,8 +18,8 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment as own_deployment
 
-from training.journal.history import RunHistory
-from training.supervisor.run import Run
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.run import Run
 
 PRETRAIN = FlowFilter(name=FlowFilterName(any_=["pretrain"]))
 AUTO_RESUME = "auto-resume"

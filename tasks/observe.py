@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory
 
 
 @dataclass(frozen=True, slots=True)

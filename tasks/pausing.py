@@ -16,8 +16,8 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
 from prefect.states import Paused, Running
 
-from storage.objects import ObjectStore
-from training.wire.requests import is_pause_wanted, take_back, write_control
+from perdure.storage.objects import ObjectStore
+from perdure.training.wire.requests import is_pause_wanted, take_back, write_control
 
 
 class ServedFlowRun:

@@ -18,16 +18,16 @@ from prefect.serializers import JSONSerializer
 from pydantic import PrivateAttr
 from typing_extensions import override
 
-from storage.address import open_store
-from storage.objects import ObjectStore
-from tasks.credentials import credentials_of
-from tasks.states import completed, data_of
-from training.errors import InputError
-from training.job import Job
-from training.supervisor.markdown import counted
-from training.trainer.data.corpus import CorpusError
-from training.trainer.data.prepare import DataOutcome, find_prepared, inputs_of, prepare
-from training.trainer.data.tokenizer import open_tokenizer
+from perdure.storage.address import open_store
+from perdure.storage.objects import ObjectStore
+from perdure.tasks.credentials import credentials_of
+from perdure.tasks.states import completed, data_of
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.supervisor.markdown import counted
+from perdure.training.trainer.data.corpus import CorpusError
+from perdure.training.trainer.data.prepare import DataOutcome, find_prepared, inputs_of, prepare
+from perdure.training.trainer.data.tokenizer import open_tokenizer
 
 # Prefect's own has a decoder that imports the types which a stored document names, and the
 # exception of a task that failed is stored, too: as its text.

@@ -18,21 +18,21 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.runtime import task_run as this_task_run
 from prefect.tasks import Task
 
-from tasks.credentials import credentials_of
-from tasks.env_secrets import check_blocks
-from tasks.states import completed, data_of, failed
-from tasks.supervision import Supervision
-from training.engines.base import Placement
-from training.job import Job, departures
-from training.recovery.rungs import RUNGS, restarts_in_a_row
-from training.supervisor.attention import waits_for_node
-from training.supervisor.concluding import Verdict
-from training.supervisor.good_ends import good_end_text
-from training.supervisor.job_checks import check_job, start_warnings
-from training.supervisor.markdown import counted
-from training.supervisor.watch import EndKind
-from training.trainer.size import num_parameters
-from training.wire.node import CheckOutcome
+from perdure.tasks.credentials import credentials_of
+from perdure.tasks.env_secrets import check_blocks
+from perdure.tasks.states import completed, data_of, failed
+from perdure.tasks.supervision import Supervision
+from perdure.training.engines.base import Placement
+from perdure.training.job import Job, departures
+from perdure.training.recovery.rungs import RUNGS, restarts_in_a_row
+from perdure.training.supervisor.attention import waits_for_node
+from perdure.training.supervisor.concluding import Verdict
+from perdure.training.supervisor.good_ends import good_end_text
+from perdure.training.supervisor.job_checks import check_job, start_warnings
+from perdure.training.supervisor.markdown import counted
+from perdure.training.supervisor.watch import EndKind
+from perdure.training.trainer.size import num_parameters
+from perdure.training.wire.node import CheckOutcome
 
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)

@@ -23,9 +23,9 @@ import httpx
 from prefect.events import emit_event
 from prefect.exceptions import EventTooLarge, ObjectAlreadyExists, ObjectNotFound, PrefectException
 
-from storage.errors import StorageError
-from tasks.artifacts import Artifact, Artifacts
-from tasks.prefect_client import without_retries
+from perdure.storage.errors import StorageError
+from perdure.tasks.artifacts import Artifact, Artifacts
+from perdure.tasks.prefect_client import without_retries
 
 # A server that is started again on a busy machine is back after 20 to 40 s. Nothing is lost by the
 # wait: the end of the flow run needs the server, too, and the run has ended already.

@@ -13,17 +13,17 @@ from prefect import get_run_logger, task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore
-from storage.collect import Removal, abort_uploads, carry_out, totals
-from storage.errors import StorageError
-from tasks.credentials import credentials_of
-from tasks.states import completed, failed
-from training.errors import PerdureError
-from training.files import home_folder
-from training.job import Job
-from training.supervisor.checkpoints import removals
-from training.supervisor.job_registry import known_job
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.collect import Removal, abort_uploads, carry_out, totals
+from perdure.storage.errors import StorageError
+from perdure.tasks.credentials import credentials_of
+from perdure.tasks.states import completed, failed
+from perdure.training.errors import PerdureError
+from perdure.training.files import home_folder
+from perdure.training.job import Job
+from perdure.training.supervisor.checkpoints import removals
+from perdure.training.supervisor.job_registry import known_job
 
 TAG = "retention"
 

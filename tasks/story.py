@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from uuid import UUID
 
-from storage.errors import StorageError
-from tasks.artifacts import Artifact, ArtifactKind
-from tasks.checkpoint_table import checkpoint_rows
-from tasks.engine_log import quieten
-from tasks.flow_runs import flow_runs_of
-from tasks.observe import Observation, publish
-from tasks.reporting import Log, Reporter
-from training.journal.attempt_view import AttemptView
-from training.journal.events import (
+from perdure.storage.errors import StorageError
+from perdure.tasks.artifacts import Artifact, ArtifactKind
+from perdure.tasks.checkpoint_table import checkpoint_rows
+from perdure.tasks.engine_log import quieten
+from perdure.tasks.flow_runs import flow_runs_of
+from perdure.tasks.observe import Observation, publish
+from perdure.tasks.reporting import Log, Reporter
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import (
     AlertCleared,
     AlertRaised,
     BatchSkipped,
@@ -30,20 +30,20 @@ from training.journal.events import (
     ProgramNotice,
     StepRecord,
 )
-from training.journal.history import RunHistory
-from training.recovery.faults import Fault
-from training.recovery.protocol import (
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.protocol import (
     AttemptGivenUp,
     PauseBegan,
     PauseEnded,
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.recovery.rungs import Rung
-from training.supervisor.accounts import Accountant, AccountReport, account_report
-from training.supervisor.attention import Need, NeedKind, attention, waits_for_node
-from training.supervisor.fault_report import ReportPlace, fault_reports
-from training.supervisor.report import (
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.accounts import Accountant, AccountReport, account_report
+from perdure.training.supervisor.attention import Need, NeedKind, attention, waits_for_node
+from perdure.training.supervisor.fault_report import ReportPlace, fault_reports
+from perdure.training.supervisor.report import (
     OPEN,
     activity_of,
     alert_cells,
@@ -57,9 +57,9 @@ from training.supervisor.report import (
     recovery_facts,
     story_rows,
 )
-from training.supervisor.run import Run
-from training.supervisor.summary import attempts_table, attempts_title
-from training.supervisor.watch import Progress
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.summary import attempts_table, attempts_title
+from perdure.training.supervisor.watch import Progress
 
 UPDATE_PERIOD_S = 30.0
 CHECKPOINTS_PERIOD_S = 300.0

@@ -23,27 +23,27 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, PrefectException
 from prefect.runtime import flow_run as flow_run_runtime
 
-from storage.errors import StorageError
-from tasks.credentials import credentials_of
-from tasks.env_secrets import BlockSecrets
-from tasks.flow_runs import flow_runs_of
-from tasks.known_run import run_of
-from tasks.left_open import close_flow_runs, close_left_open
-from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
-from tasks.prefect_client import client_without_retries
-from tasks.reporting import Log, Reporter
-from tasks.retry_delay import RetryDelay
-from tasks.story import RunStory
-from tasks.taken_jobs import artifact_of, is_kept
-from training.errors import AlreadySupervised, InputError, RunConflict
-from training.files import home_folder
-from training.job import Job
-from training.journal.history import RunHistory
-from training.journal.ledger import RENEW_S
-from training.supervisor.markdown import counted
-from training.supervisor.run import Run
-from training.supervisor.store_outage import StoreOutage
-from training.wire.requests import is_pause_wanted, take_back
+from perdure.storage.errors import StorageError
+from perdure.tasks.credentials import credentials_of
+from perdure.tasks.env_secrets import BlockSecrets
+from perdure.tasks.flow_runs import flow_runs_of
+from perdure.tasks.known_run import run_of
+from perdure.tasks.left_open import close_flow_runs, close_left_open
+from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
+from perdure.tasks.prefect_client import client_without_retries
+from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.retry_delay import RetryDelay
+from perdure.tasks.story import RunStory
+from perdure.tasks.taken_jobs import artifact_of, is_kept
+from perdure.training.errors import AlreadySupervised, InputError, RunConflict
+from perdure.training.files import home_folder
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import RENEW_S
+from perdure.training.supervisor.markdown import counted
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.store_outage import StoreOutage
+from perdure.training.wire.requests import is_pause_wanted, take_back
 
 CONTROL_PERIOD_S = 3.0
 POLL_ENDS_S = 10.0  # a few requests of 5 s at most; the end of the flow does not wait for more

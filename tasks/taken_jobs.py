@@ -17,11 +17,11 @@ from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCol
 from prefect.client.schemas.objects import ArtifactCollection
 from prefect.client.schemas.sorting import ArtifactCollectionSort
 
-from tasks.artifacts import Artifact, ArtifactKind
-from training.errors import InputError
-from training.files import private_folder, write_whole
-from training.job import Job, parse_job
-from training.supervisor.job_registry import job_path, remember_job
+from perdure.tasks.artifacts import Artifact, ArtifactKind
+from perdure.training.errors import InputError
+from perdure.training.files import private_folder, write_whole
+from perdure.training.job import Job, parse_job
+from perdure.training.supervisor.job_registry import job_path, remember_job
 
 NAME = "job"
 MOST = 200  # runs; older ones need neither a supervisor nor a look each hour

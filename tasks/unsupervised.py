@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from training.journal.history import RunHistory
+from perdure.training.journal.history import RunHistory
 
 MAX_FAILED_STARTS = 5
 STEADY_S = 300.0  # a supervisor that lasted this long had started well

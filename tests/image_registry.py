@@ -28,8 +28,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.x509.oid import NameOID
 
+from perdure.training.processes import free_port
 from tests.waiting import wait_for
-from training.processes import free_port
 
 HOST = "127.0.0.1"
 _UNPACKED = Path(sys.prefix) / "docker-registry" / "usr" / "bin" / "docker-registry"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from storage.address import StorageSpec, make_store
-from training.job import Job, parse_job
+from perdure.storage.address import StorageSpec, make_store
+from perdure.training.job import Job, parse_job
 
 
 def job_document(folder: Path | None = None, **sections: Any) -> dict[str, Any]:

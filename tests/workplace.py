@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from perdure import server
+from perdure.training.processes import free_port
 from tests.process.harness import TEXT, Running, Workbench
 from tests.process.rest import Api
-from training.processes import free_port
 
 
 def kill_leftovers(home: Path) -> None:

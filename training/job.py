@@ -1,6 +1,6 @@
 """The job: the pydantic specification of a run, and how a job file becomes one.
 
-Everything a user may set is here and in `training.specs`; the JSON schema of `Job` is the
+Everything a user may set is here and in `perdure.training.specs`; the JSON schema of `Job` is the
 parameter form of the Prefect deployments. Times are seconds, sizes bytes, steps completed
 optimizer steps.
 """
@@ -22,16 +22,16 @@ from pydantic import (
     model_validator,
 )
 
-from storage.address import StorageSpec
-from storage.frozen_model import FrozenModel
-from training.errors import InputError
-from training.masking import has_key
-from training.platforms.modelarts import GRACE
-from training.recovery.replicas import ParallelLayout
-from training.specs import pod_rules
-from training.specs.data import DataSpec, TokenizerSpec
-from training.specs.drill import DrillSpec
-from training.specs.engine import (
+from perdure.storage.address import StorageSpec
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.errors import InputError
+from perdure.training.masking import has_key
+from perdure.training.platforms.modelarts import GRACE
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.specs import pod_rules
+from perdure.training.specs.data import DataSpec, TokenizerSpec
+from perdure.training.specs.drill import DrillSpec
+from perdure.training.specs.engine import (
     DEFAULT_RECIPE,
     SCRIPT_RECIPE,
     AnyEngineSpec,
@@ -39,10 +39,10 @@ from training.specs.engine import (
     LocalEngineSpec,
     WorkerSpec,
 )
-from training.specs.env_from import SecretSource
-from training.specs.init_from import InitFromSpec
-from training.specs.job_text import read_document, read_document_file
-from training.specs.model import (
+from perdure.training.specs.env_from import SecretSource
+from perdure.training.specs.init_from import InitFromSpec
+from perdure.training.specs.job_text import read_document, read_document_file
+from perdure.training.specs.model import (
     BatchSpec,
     ModelSpec,
     OptimizerSpec,
@@ -50,10 +50,10 @@ from training.specs.model import (
     ParallelSpec,
     Precision,
 )
-from training.specs.preflight import PreflightSpec
-from training.specs.problems import field_of, message_of
-from training.specs.program_checkpoints import CheckpointKind
-from training.specs.recovery import (
+from perdure.training.specs.preflight import PreflightSpec
+from perdure.training.specs.problems import field_of, message_of
+from perdure.training.specs.program_checkpoints import CheckpointKind
+from perdure.training.specs.recovery import (
     PLATFORM_HANG_TIMEOUT_S,
     RECOMMENDED_KEEP_LAST,
     CheckpointSpec,
@@ -61,9 +61,9 @@ from training.specs.recovery import (
     RestartSpec,
     recommended_interval,
 )
-from training.specs.run_name import NAME, TEMPLATE
-from training.specs.secret_literals import why_secret
-from training.specs.watch import HangAction, WatchSpec
+from perdure.training.specs.run_name import NAME, TEMPLATE
+from perdure.training.specs.secret_literals import why_secret
+from perdure.training.specs.watch import HangAction, WatchSpec
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 to warn of

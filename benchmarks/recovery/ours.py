@@ -27,12 +27,12 @@ from benchmarks.recovery.workload import (
     Start,
     Workload,
 )
-from training.agent.launcher import COLD_START
-from training.injection.inside import fired_at_s
-from training.job import Job, parse_job
-from training.specs.drill import DrillKind
-from training.supervisor.run import Run
-from training.supervisor.watch import EndKind, Progress
+from perdure.training.agent.launcher import COLD_START
+from perdure.training.injection.inside import fired_at_s
+from perdure.training.job import Job, parse_job
+from perdure.training.specs.drill import DrillKind
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import EndKind, Progress
 
 LIMIT_S = 200.0
 RUN_ID = "bench"

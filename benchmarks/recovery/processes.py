@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from training.processes import MARKER, container_processes, is_tracker, oldest_first
+from perdure.training.processes import MARKER, container_processes, is_tracker, oldest_first
 
 POLL_S = 0.05
 CONNECTION_TIMEOUT_S = 60.0

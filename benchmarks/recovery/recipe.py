@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import training
+import perdure
 from benchmarks.recovery.workload import (
     BATCH,
     StepLog,
@@ -18,7 +18,7 @@ from benchmarks.recovery.workload import (
     prepare,
     tokens,
 )
-from training.job import Job
+from perdure.training.job import Job
 
 
 class Tokens:
@@ -57,7 +57,7 @@ def main(job: Job) -> None:
     """Train up to the job's target step."""
     workload = Workload.of_environment()
     prepare()
-    session = training.join()
+    session = perdure.join()
     with session.building():
         plain = new_model()
     model = DistributedDataParallel(plain, gradient_as_bucket_view=True)

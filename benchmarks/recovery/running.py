@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.recovery.measuring import Logs
 from benchmarks.recovery.processes import sweep
 from benchmarks.recovery.workload import Workload
-from training.processes import MARKER
+from perdure.training.processes import MARKER
 
 RUN_TIMEOUT_S = 240.0
 

@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.recovery.tables import spread
 from benchmarks.scale import coordinator, ranks, state_machine
 from benchmarks.scale.estimate import Costs, protocol_s
-from training.recovery.repair import StepPhase
+from perdure.training.recovery.repair import StepPhase
 
 SECTIONS = ("messages", "coordinator", "processes")
 RANKS = (64, 512, 2048, 8192)

@@ -23,12 +23,12 @@ import psutil
 from pydantic import BaseModel, SecretStr
 
 from benchmarks.scale.state_machine import BROKEN, LOST_NODE, STEP
-from storage.address import StorageSpec, make_store
-from training.files import write_whole
-from training.job import parse_job
-from training.journal.attempt_log import Follower
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import (
+from perdure.storage.address import StorageSpec, make_store
+from perdure.training.files import write_whole
+from perdure.training.job import parse_job
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import (
     GenerationReport,
     NodeGone,
     RecoveryEnded,
@@ -36,15 +36,15 @@ from training.recovery.protocol import (
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.repair import RankReport, Vote
-from training.recovery.rungs import Rung
-from training.wire.coordinator import (
+from perdure.training.recovery.repair import RankReport, Vote
+from perdure.training.recovery.rungs import Rung
+from perdure.training.wire.coordinator import (
     AgentJoined,
     CoordinatorAddress,
     CoordinatorConfig,
     WorkerJoined,
 )
-from training.wire.transport import dump_line
+from perdure.training.wire.transport import dump_line
 
 HOST = "127.0.0.1"
 TOKEN = "scale"  # noqa: S105 of this benchmark's own processes
@@ -54,7 +54,7 @@ AT_ONCE = 256  # connections that are opened together
 POLL_S = 0.01
 SETTLE_S = 1.0  # for the coordinator to take in what is on its way
 M = TypeVar("M", bound="_Member")
-_MAIN = "from training.coordinator.server import main; main()"
+_MAIN = "from perdure.training.coordinator.server import main; main()"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from functools import partial
 
 from pydantic import BaseModel
 
-from training.recovery.actions import Action, LogEvent, ToRank
-from training.recovery.attempt import Attempt
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import InProcessDecider
-from training.recovery.protocol import (
+from perdure.training.recovery.actions import Action, LogEvent, ToRank
+from perdure.training.recovery.attempt import Attempt
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.protocol import (
     GenerationReport,
     NewGeneration,
     NodeGone,
@@ -28,10 +28,10 @@ from training.recovery.protocol import (
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.repair import Move, RankReport, StepPhase, Vote
-from training.recovery.rungs import Policy, Rung
-from training.recovery.stages import Stage
-from training.wire.transport import dump_line
+from perdure.training.recovery.repair import Move, RankReport, StepPhase, Vote
+from perdure.training.recovery.rungs import Policy, Rung
+from perdure.training.recovery.stages import Stage
+from perdure.training.wire.transport import dump_line
 
 STEP = 1200
 START_S = 1_000_000.0

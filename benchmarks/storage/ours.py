@@ -17,15 +17,15 @@ import torch
 
 from benchmarks.storage.measuring import BUCKET, Action, Setting
 from benchmarks.storage.state import check, clear
-from storage.address import StorageSpec, open_store
-from storage.checkpoint import CheckpointStore
-from storage.checkpoint_server.client import CheckpointClient
-from storage.loading import load
-from storage.manifest import Manifest
-from storage.restoring import NodeRestore, NodeShares
-from storage.saving import DirectSaver, TieredSaver
-from storage.staging import SavePlans
-from training.job import Job
+from perdure.storage.address import StorageSpec, open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.loading import load
+from perdure.storage.manifest import Manifest
+from perdure.storage.restoring import NodeRestore, NodeShares
+from perdure.storage.saving import DirectSaver, TieredSaver
+from perdure.storage.staging import SavePlans
+from perdure.training.job import Job
 
 RUN_ID = "bench"
 PLACEMENT = 1
@@ -172,7 +172,7 @@ def _checkpoint_server(setting: Setting) -> Iterator[str]:
     job_file.write_text(job.model_dump_json(), encoding="utf-8")
     name = f"perdure-bench-{uuid.uuid4().hex}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "training.agent.checkpoint_server", str(job_file), name],
+        [sys.executable, "-m", "perdure.training.agent.checkpoint_server", str(job_file), name],
         cwd=setting.folder,  # where it notes what it holds
         stdout=sys.stderr,
     )

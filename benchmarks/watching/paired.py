@@ -24,10 +24,10 @@ from benchmarks.watching.recipe import (
     Workload,
     is_watched,
 )
-from training.job import parse_job
-from training.processes import MARKER
-from training.supervisor.run import Run
-from training.supervisor.watch import EndKind
+from perdure.training.job import parse_job
+from perdure.training.processes import MARKER
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import EndKind
 
 LIMIT_S = 1200.0
 

@@ -22,11 +22,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import training
-from training.health.heartbeat import HeartbeatWriter
-from training.injection.victims import parts_of
-from training.job import Job
-from training.specs.drill import Victim
+import perdure
+from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.injection.victims import parts_of
+from perdure.training.job import Job
+from perdure.training.specs.drill import Victim
 
 VARIABLE = "BENCH_WATCHING"
 STEPS_FILE = "steps.json"
@@ -109,7 +109,7 @@ def main(job: Job) -> None:
     workload = Workload.model_validate_json(os.environ[VARIABLE])
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
-    session = training.join()
+    session = perdure.join()
     blocks = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
     model = DistributedDataParallel(nn.Sequential(*blocks))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from perdure.integrations.accelerate_data import PreparedData
 from perdure.integrations.accelerate_settings import check_loader, check_loop, samples_per_batch
 from perdure.integrations.framework_steps import measure
-from training.errors import InputError
-from training.runtime.errors import NotApplied
-from training.runtime.program import MicroBatch
-from training.runtime.session import Session
+from perdure.training.errors import InputError
+from perdure.training.runtime.errors import NotApplied
+from perdure.training.runtime.program import MicroBatch
+from perdure.training.runtime.session import Session
 
 
 class TrainingStep(Protocol):

@@ -15,9 +15,9 @@ from typing import Any
 
 from accelerate import skip_first_batches
 
-from training.errors import InputError
-from training.runtime.program import MicroBatch
-from training.runtime.state.random_numbers import seed_epoch
+from perdure.training.errors import InputError
+from perdure.training.runtime.program import MicroBatch
+from perdure.training.runtime.state.random_numbers import seed_epoch
 
 
 @dataclass(slots=True)

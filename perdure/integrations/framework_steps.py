@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.health.heartbeat import Phase
-from training.runtime.errors import WorkerError
-from training.runtime.session import Session
-from training.runtime.step_loop.loop import StepLoop
-from training.runtime.step_loop.step import Step
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.health.heartbeat import Phase
+from perdure.training.runtime.errors import WorkerError
+from perdure.training.runtime.session import Session
+from perdure.training.runtime.step_loop.loop import StepLoop
+from perdure.training.runtime.step_loop.step import Step
 
 _log = logging.getLogger("perdure.runtime")
 

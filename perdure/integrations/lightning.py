@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.connectors import data_connector
 from torch import Tensor
 
 from perdure.integrations.lightning_loop import LightningLoop
-from training.errors import InputError
-from training.runtime.session import Session
+from perdure.training.errors import InputError
+from perdure.training.runtime.session import Session
 
 _broadcast_to_all = DDPStrategy.broadcast
 _reduce_of_all = DDPStrategy.reduce

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from training.errors import InputError
+from perdure.training.errors import InputError
 
 
 class HostBatch:

@@ -29,10 +29,10 @@ from perdure.integrations.lightning_settings import (
     check_trainer,
 )
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
-from training.errors import InputError
-from training.health.heartbeat import Phase
-from training.runtime.session import Session
-from training.runtime.state.random_numbers import seed_epoch, seed_step
+from perdure.training.errors import InputError
+from perdure.training.health.heartbeat import Phase
+from perdure.training.runtime.session import Session
+from perdure.training.runtime.state.random_numbers import seed_epoch, seed_step
 
 _EPOCH_LOOP = "fit_loop.epoch_loop"
 # Method here: object, by its path from the Trainer, and its method.

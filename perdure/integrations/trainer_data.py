@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any
 
 from perdure.integrations.accelerate_data import whole_batches
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.runtime.program import MicroBatch
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.runtime.program import MicroBatch
 
 
 class EpochEnded(Exception):  # noqa: N818 a state of affairs, named as it is shown

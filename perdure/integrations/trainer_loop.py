@@ -26,10 +26,10 @@ from perdure.integrations.framework_steps import FrameworkSteps
 from perdure.integrations.sharding import shard_on_cpu
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from perdure.integrations.trainer_settings import check_settings, check_training
-from training.health.heartbeat import Phase
-from training.runtime.session import Session
-from training.runtime.state.random_numbers import seed_epoch
-from training.runtime.step_loop.step import Step
+from perdure.training.health.heartbeat import Phase
+from perdure.training.runtime.session import Session
+from perdure.training.runtime.state.random_numbers import seed_epoch
+from perdure.training.runtime.step_loop.step import Step
 
 REPLACED = (
     "set_initial_training_values",

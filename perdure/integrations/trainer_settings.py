@@ -7,10 +7,10 @@ from typing import Any
 
 import transformers
 
-from training.errors import InputError
-from training.job import Job
-from training.runtime.session import Session
-from training.specs.model import ParallelKind
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.runtime.session import Session
+from perdure.training.specs.model import ParallelKind
 
 SERIES = "5.24"  # whose private methods the loop replaces
 

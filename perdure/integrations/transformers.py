@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from perdure.integrations.trainer_loop import TrainerLoop
-from training.runtime.session import Session
+from perdure.training.runtime.session import Session
 
 
 class PerdureCallback(TrainerCallback):  # type: ignore[misc]  # follow_imports = "skip"

@@ -15,7 +15,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from storage.checkpoint_server.protocol import (
+from perdure.storage.checkpoint_server.protocol import (
     Bring,
     CopyAgain,
     CopyStateQuery,
@@ -36,9 +36,9 @@ from storage.checkpoint_server.protocol import (
     receive,
     send,
 )
-from storage.errors import StorageError, TimedOut, error_of
-from storage.partner_copies import CopyState
-from storage.share import SaveId, Share
+from perdure.storage.errors import StorageError, TimedOut, error_of
+from perdure.storage.partner_copies import CopyState
+from perdure.storage.share import SaveId, Share
 
 START_TIMEOUT_S = 30.0
 TURN_S = 0.5  # of waiting, after which the caller may show that it is alive

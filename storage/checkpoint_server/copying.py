@@ -11,12 +11,12 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from storage.checkpoint_server.peers import Pace, give_copy
-from storage.checkpoint_server.protocol import PeerAddress
-from storage.checkpoint_server.slots import Slot, SlotTable
-from storage.errors import NotCopied
-from storage.partner_copies import CopyState
-from storage.share import SaveId
+from perdure.storage.checkpoint_server.peers import Pace, give_copy
+from perdure.storage.checkpoint_server.protocol import PeerAddress
+from perdure.storage.checkpoint_server.slots import Slot, SlotTable
+from perdure.storage.errors import NotCopied
+from perdure.storage.partner_copies import CopyState
+from perdure.storage.share import SaveId
 
 _log = logging.getLogger("perdure.storage")
 

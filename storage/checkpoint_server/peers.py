@@ -22,12 +22,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from storage.checkpoint_server.protocol import Message, PeerAddress, receive, send
-from storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
-from storage.cut_off import end_when_cut_off
-from storage.errors import NotCopied
-from storage.manifest import ShardRecord
-from storage.share import SaveId, WrittenShare
+from perdure.storage.checkpoint_server.protocol import Message, PeerAddress, receive, send
+from perdure.storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
+from perdure.storage.cut_off import end_when_cut_off
+from perdure.storage.errors import NotCopied
+from perdure.storage.manifest import ShardRecord
+from perdure.storage.share import SaveId, WrittenShare
 
 _log = logging.getLogger("perdure.storage")
 

@@ -16,10 +16,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from storage.checkpoint import Tier
-from storage.manifest import ManifestPart
-from storage.partner_copies import CopyState
-from storage.share import SaveId, Share, WrittenShare
+from perdure.storage.checkpoint import Tier
+from perdure.storage.manifest import ManifestPart
+from perdure.storage.partner_copies import CopyState
+from perdure.storage.share import SaveId, Share, WrittenShare
 
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
@@ -202,7 +202,7 @@ class HeldShare(Message):
 
 
 class Failure(Message):
-    """What went wrong with a save that was handed over; see `storage.errors.describe`."""
+    """What went wrong with a save that was handed over; see `perdure.storage.errors.describe`."""
 
     kind: str
     text: str

@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.checkpoint import CheckpointStore
-from storage.errors import Corrupt, NotFound, PreconditionFailed, StaleAttempt, StorageError
-from storage.share import (
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed, StaleAttempt, StorageError
+from perdure.storage.share import (
     SaveId,
     Share,
     WrittenShare,

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from storage.checkpoint import CheckpointStore, Tier
-from storage.checkpoint_server.copying import Copier
-from storage.checkpoint_server.peers import PeerServer, bring
-from storage.checkpoint_server.protocol import (
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.checkpoint_server.copying import Copier
+from perdure.storage.checkpoint_server.peers import PeerServer, bring
+from perdure.storage.checkpoint_server.protocol import (
     REQUEST,
     Bring,
     CopyAgain,
@@ -41,12 +41,17 @@ from storage.checkpoint_server.protocol import (
     receive,
     send,
 )
-from storage.checkpoint_server.publish import Committing, Publisher, is_recorded, shares_on_disk
-from storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
-from storage.checkpoint_server.slots import available_bytes as host_available_bytes
-from storage.checkpoint_server.tasks import Tasks
-from storage.errors import StorageError
-from storage.share import SaveId, WrittenShare, read_share
+from perdure.storage.checkpoint_server.publish import (
+    Committing,
+    Publisher,
+    is_recorded,
+    shares_on_disk,
+)
+from perdure.storage.checkpoint_server.slots import NoMemory, Slot, SlotTable
+from perdure.storage.checkpoint_server.slots import available_bytes as host_available_bytes
+from perdure.storage.checkpoint_server.tasks import Tasks
+from perdure.storage.errors import StorageError
+from perdure.storage.share import SaveId, WrittenShare, read_share
 
 _log = logging.getLogger("perdure.storage")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from storage.manifest import ShardRecord
-from storage.share import SaveId, Share, WrittenShare
+from perdure.storage.manifest import ShardRecord
+from perdure.storage.share import SaveId, Share, WrittenShare
 
 SLOTS_PER_RANK = 2
 

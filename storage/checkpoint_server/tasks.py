@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from storage.checkpoint_server.protocol import Failure
-from storage.errors import StaleAttempt, StorageError
+from perdure.storage.checkpoint_server.protocol import Failure
+from perdure.storage.errors import StaleAttempt, StorageError
 
 _log = logging.getLogger("perdure.storage")
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from perdure.training.recovery.faults import FaultClass
 from tests.ascend.programs import said
 from tests.unit.recovery.diagnosed import of_log
-from training.recovery.faults import FaultClass
 
 PROGRAM = """
 import json, os, sys, threading, traceback

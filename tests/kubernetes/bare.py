@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.engines.base import Placement
-from training.journal.records import Member
+from perdure.training.engines.base import Placement
+from perdure.training.journal.records import Member
 
 PLACE_S = 300
 

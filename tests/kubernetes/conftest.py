@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import pytest
 
+from perdure.training.engines.kubernetes.engine import KubernetesEngine
+from perdure.training.errors import EngineError
 from tests.jobs import small_job
 from tests.kubernetes.bare import PLACE_S
 from tests.kubernetes.lab import life
@@ -25,8 +27,6 @@ from tests.kubernetes.runs import ClusterRuns
 from tests.kubernetes.store import Store, given_store, rgw_store
 from tests.s3.rgw import Rgw
 from tests.waiting import wait_for
-from training.engines.kubernetes.engine import KubernetesEngine
-from training.errors import EngineError
 
 ACCOUNT_S = 30.0
 

@@ -17,22 +17,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.address import Credentials
+from perdure.storage.address import Credentials
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.job import PACE_ENV, drill_job, write_corpus
+from perdure.training.engines.kubernetes import objects
+from perdure.training.job import Job, parse_job
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.steps import kept_steps
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.rungs import Decision
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.kubectl import Cluster
 from tests.kubernetes.store import Store
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.job import PACE_ENV, drill_job, write_corpus
-from training.engines.kubernetes import objects
-from training.job import Job, parse_job
-from training.journal.history import RunHistory
-from training.journal.steps import kept_steps
-from training.recovery.faults import Fault
-from training.recovery.rungs import Decision
-from training.specs.model import ParallelKind
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 PACE_S = 0.1
 LIMIT_S = 420.0

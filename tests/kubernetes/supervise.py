@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from perdure.training.drill.driver import RunDriver
+from perdure.training.job import Job
 from tests.kubernetes.runs import KEYS, LIMIT_S
-from training.drill.driver import RunDriver
-from training.job import Job
 
 
 def main() -> None:

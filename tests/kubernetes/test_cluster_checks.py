@@ -7,12 +7,12 @@ import json
 
 import pytest
 
+from perdure.training.engines.registry import platform_checks
+from perdure.training.wire.node import CheckOutcome
 from tests.image_registry import MISSING, PASSWORD, PROGRAM, USER, Access, ImageRegistry
 from tests.jobs import small_job
 from tests.kubernetes.accounts import NEEDED, kubeconfig_of, role
 from tests.kubernetes.conftest import absent
-from training.engines.registry import platform_checks
-from training.wire.node import CheckOutcome
 
 FAILED, SKIPPED, OK = CheckOutcome.FAILED, CheckOutcome.SKIPPED, CheckOutcome.OK
 WARNING = CheckOutcome.WARNING
@@ -158,8 +158,8 @@ def test_volcano_needs_its_queue_and_a_class_of_pod_groups(lab, checks):
 
 
 def test_without_the_class_of_pod_groups_there_is_no_volcano(checks, monkeypatch):
-    from training.engines.kubernetes import cluster_checks
-    from training.engines.kubernetes.api import Resource
+    from perdure.training.engines.kubernetes import cluster_checks
+    from perdure.training.engines.kubernetes.api import Resource
 
     # The lab has Volcano's classes: one of another version is what a cluster without them shows.
     absent = Resource("scheduling.volcano.sh", "v9", "podgroups")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.engines.kubernetes.api import connect
+from perdure.training.engines.kubernetes.cluster_nodes import ClusterNodes
+from perdure.training.specs.engine import KubernetesEngineSpec
 from tests.kubernetes.runs import engine_section
 from tests.waiting import wait_for
-from training.engines.kubernetes.api import connect
-from training.engines.kubernetes.cluster_nodes import ClusterNodes
-from training.specs.engine import KubernetesEngineSpec
 
 
 @pytest.fixture

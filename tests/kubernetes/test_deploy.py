@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+from perdure.training.drill.driver import RunDriver
+from perdure.training.drill.evaluation import differences
+from perdure.training.job import parse_job
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.overlay import DEPLOY, NAMESPACE, write_overlay
 from tests.kubernetes.runs import KEYS
 from tests.kubernetes.store import Store
 from tests.waiting import wait_for
-from training.drill.driver import RunDriver
-from training.drill.evaluation import differences
-from training.job import parse_job
 
 UP_S = 600.0
 RUN_S = 600.0

@@ -12,25 +12,25 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.drill.driver import RunDriver, kill_hook
+from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.job import drill_job
+from perdure.training.drill.runner import chosen, drills_on, target_sections
+from perdure.training.drill.table import DRILLS
+from perdure.training.engines.kubernetes.objects import RUN
+from perdure.training.errors import EngineError
+from perdure.training.injection.outside import KillInjector
+from perdure.training.job import Job, parse_job
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import Kill, Victim
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.jobs import job_document
 from tests.kubernetes.lab.kubectl import Cluster
 from tests.kubernetes.runs import engine_section
 from tests.kubernetes.store import Store
-from training.drill.driver import RunDriver, kill_hook
-from training.drill.evaluation import differences, recovered
-from training.drill.job import drill_job
-from training.drill.runner import chosen, drills_on, target_sections
-from training.drill.table import DRILLS
-from training.engines.kubernetes.objects import RUN
-from training.errors import EngineError
-from training.injection.outside import KillInjector
-from training.job import Job, parse_job
-from training.journal.history import RunHistory
-from training.recovery.rungs import Rung
-from training.specs.drill import Kill, Victim
-from training.specs.model import ParallelKind
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(2700)]
 

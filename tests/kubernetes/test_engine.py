@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
+from perdure.training.engines.base import ANY_NODE
+from perdure.training.errors import EngineError, NoCapacity
 from tests.kubernetes.bare import PLACE_S, placement
 from tests.kubernetes.lab.places import NPU_RESOURCE, NPUS_PER_NODE, PAUSE_IMAGE
 from tests.waiting import wait_for
-from training.engines.base import ANY_NODE
-from training.errors import EngineError, NoCapacity
 
 pytestmark = pytest.mark.timeout(PLACE_S + 300)
 

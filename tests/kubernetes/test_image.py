@@ -15,6 +15,8 @@ import psutil
 import pytest
 import yaml
 
+from perdure.training.drill.driver import Curve, RunDriver
+from perdure.training.job import parse_job
 from tests.kubernetes.accounts import NAME as SUPERVISOR
 from tests.kubernetes.accounts import NEEDED, role
 from tests.kubernetes.conftest import absent
@@ -24,8 +26,6 @@ from tests.kubernetes.lab.places import REPO, ROOT
 from tests.kubernetes.overlay import DEPLOY
 from tests.kubernetes.runs import KEYS
 from tests.waiting import wait_for
-from training.drill.driver import Curve, RunDriver
-from training.job import parse_job
 
 RUN_S = 900.0
 HELP_S = 240.0

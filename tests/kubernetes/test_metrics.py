@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+from perdure.training.job import Job
 from tests.kubernetes.conftest import absent
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.places import HUB_IP, REPO
@@ -27,7 +28,6 @@ from tests.kubernetes.overlay import DEPLOY
 from tests.kubernetes.pods import pod, wait_until_running
 from tests.prometheus import MISSING, PROGRAM, Answers
 from tests.waiting import wait_for
-from training.job import Job
 
 PORT = 9090
 STEPS = 2000  # more than it comes to

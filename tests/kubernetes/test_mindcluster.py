@@ -9,19 +9,19 @@ import time
 
 import pytest
 
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, NodeOutput
+from perdure.training.engines.base import ANY_NODE
+from perdure.training.engines.kubernetes.api import connect
+from perdure.training.engines.kubernetes.fault_feed import FaultFeed, taken_out
+from perdure.training.engines.registry import platform_checks
+from perdure.training.errors import NoCapacity
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
 from tests.kubernetes.accounts import NEEDED, kubeconfig_of, role
 from tests.kubernetes.bare import PLACE_S, placement
 from tests.waiting import wait_for
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, NodeOutput
-from training.engines.base import ANY_NODE
-from training.engines.kubernetes.api import connect
-from training.engines.kubernetes.fault_feed import FaultFeed, taken_out
-from training.engines.registry import platform_checks
-from training.errors import NoCapacity
-from training.recovery.faults import FaultClass
-from training.wire.node import CheckOutcome
 
 CODE = "80E18402"
 DEVICES, CLUSTER = "kube-system", "mindx-dl"

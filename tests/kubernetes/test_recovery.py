@@ -7,6 +7,10 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from perdure.training.drill.driver import RunOutcome
+from perdure.training.drill.evaluation import differences
+from perdure.training.engines.kubernetes.pods import NO_NODE
+from perdure.training.supervisor.run import Run
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
     LIMIT_S,
@@ -23,10 +27,6 @@ from tests.kubernetes.runs import (
     takes_api_away,
 )
 from tests.waiting import wait_for
-from training.drill.driver import RunOutcome
-from training.drill.evaluation import differences
-from training.engines.kubernetes.pods import NO_NODE
-from training.supervisor.run import Run
 
 STEPS = 150
 START_S = 120.0

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import httpx
 
+from perdure.training.processes import free_port
 from tests.process.harness import REPO
 from tests.s3.programs import HOST, Program
 from tests.waiting import wait_for
-from training.processes import free_port
 
 PAGE = REPO / "docs" / "prefect.md"
 AUTH_STRING = "operator:not-a-secret-of-anyone"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.job import write_corpus
 from tests.process.deployment import deploy, kill_worker, start_worker
 from tests.process.harness import Workbench
-from training.drill.job import write_corpus
 
 Curve = Mapping[int, float]  # loss of every step, all digits
 

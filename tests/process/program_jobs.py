@@ -13,17 +13,17 @@ from typing import Any
 import yaml
 
 from perdure.monitor import RunMonitor
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.environment import worker_path
+from perdure.training.job import Job, parse_job
+from perdure.training.journal.ledger import Ledger
+from perdure.training.journal.steps import kept_steps
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import REPO
 from tests.values import not_none
-from training.drill.driver import RunDriver, RunOutcome
-from training.environment import worker_path
-from training.job import Job, parse_job
-from training.journal.ledger import Ledger
-from training.journal.steps import kept_steps
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 EXAMPLES = REPO / "examples"
 FOLDER = "/tmp/perdure-examples"  # noqa: S108 in the jobs, replaced

@@ -9,11 +9,11 @@ import re
 
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.journal.steps import kept_steps
+from perdure.training.runtime.step_loop.skipping import skipped_prefix
 from tests.process.framework_runs import STEPS, FrameworkRuns, fault, whole_curve
 from tests.process.program_jobs import by_hand, printed
-from training.journal.steps import kept_steps
-from training.runtime.step_loop.skipping import skipped_prefix
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 

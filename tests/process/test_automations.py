@@ -10,14 +10,14 @@ import pytest
 from prefect.events.actions import SuspendFlowRun
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.automations import automations, ensure, on_fault, put
-from tasks.reporting import Reporter
+from perdure.flows.automations import automations, ensure, on_fault, put
+from perdure.tasks.reporting import Reporter
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.rungs import Decision, Rung
+from perdure.training.supervisor.report import fault_facts
 from tests.process.rest import Api, ask
 from tests.unit.journal.histories import failed
 from tests.waiting import wait_for
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Decision, Rung
-from training.supervisor.report import fault_facts
 
 pytestmark = [
     pytest.mark.process,
@@ -36,7 +36,7 @@ def api(prefect_server):
 def start_flow_run(api) -> UUID:
     """A flow run of a deployment that is running, as far as the server knows."""
     flow = ask("POST", f"{api.url}/flows/", {"name": "automations"}).json()
-    body = {"flow_id": flow["id"], "name": "local", "entrypoint": "flows/pretrain.py:pretrain"}
+    body = {"flow_id": flow["id"], "name": "local", "entrypoint": "perdure.flows.pretrain.pretrain"}
     deployment = ask("POST", f"{api.url}/deployments/", body).json()
     made = ask("POST", f"{api.url}/deployments/{deployment['id']}/create_flow_run", {}).json()
     for state in ("PENDING", "RUNNING"):

@@ -11,10 +11,10 @@ import httpx
 import pytest
 import yaml
 
+from perdure.training.processes import free_port
 from tests.process.harness import Workbench
 from tests.waiting import wait_for
 from tests.workplace import kill_leftovers
-from training.processes import free_port
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver
+from perdure.training.recovery.faults import FaultClass
 from tests.process.program_jobs import (
     AtStep,
     example_job,
@@ -16,8 +18,6 @@ from tests.process.program_jobs import (
     status_of,
 )
 from tests.values import not_none
-from training.drill.driver import RunDriver
-from training.recovery.faults import FaultClass
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -10,7 +10,11 @@ import time
 
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.agent.saved_store import stored_saves
+from perdure.training.drill.driver import RunDriver
+from perdure.training.processes import free_port
+from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.program_jobs import (
     EXAMPLES,
@@ -26,10 +30,6 @@ from tests.process.program_jobs import (
     status_of,
 )
 from tests.values import not_none
-from training.agent.saved_store import stored_saves
-from training.drill.driver import RunDriver
-from training.processes import free_port
-from training.recovery.faults import FaultClass
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from perdure.monitor import RunMonitor
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.diagnosis.of_command import CORRUPT_ACTION
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.job import Job, parse_job
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import RECIPES, REPO
 from tests.values import not_none
-from training.diagnosis.of_command import CORRUPT_ACTION
-from training.drill.driver import RunDriver, RunOutcome
-from training.job import Job, parse_job
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 

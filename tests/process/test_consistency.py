@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.job import drill_job
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.model import ParallelKind
 from tests.process.harness import REPO, assert_as_undisturbed
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.evaluation import recovered
-from training.drill.job import drill_job
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
-from training.specs.model import ParallelKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 

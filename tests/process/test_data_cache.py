@@ -13,11 +13,11 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from flows.pretrain import prepare
-from storage.address import open_store
+from perdure.flows.pretrain import prepare
+from perdure.storage.address import open_store
+from perdure.training.job import parse_job
+from perdure.training.trainer.data.corpus import CorpusError
 from tests.waiting import apart, wait_for
-from training.job import parse_job
-from training.trainer.data.corpus import CorpusError
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from training.drill.device_report import DeviceReport, try_devices
-from training.wire.node import CheckOutcome
+from perdure.training.drill.device_report import DeviceReport, try_devices
+from perdure.training.wire.node import CheckOutcome
 
 SIZE = 3
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.drill.job import HANG_TIMEOUT_S
 from tests.process.harness import REPO
-from training.drill.job import HANG_TIMEOUT_S
 
 pytestmark = pytest.mark.process
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.training.processes import MARKER
 from tests.process.harness import REPO
 from tests.waiting import wait_for
-from training.processes import MARKER
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 
-CHAOS = ("training.drill.chaos", "--seed", "1", "--faults", "3")
+CHAOS = ("perdure.training.drill.chaos", "--seed", "1", "--faults", "3")
 DRILL = ("perdure", "drill", "replace-rank")
 
 

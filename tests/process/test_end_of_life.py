@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore
-from storage.errors import NotFound
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import NotFound
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.job import drill_job
+from perdure.training.job import Job
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.specs.model import ParallelKind
 from tests.process.harness import assert_as_undisturbed
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.evaluation import recovered
-from training.drill.job import drill_job
-from training.job import Job
-from training.journal.attempt_view import AttemptView
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
-from training.specs.model import ParallelKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.job import Job
+from perdure.training.recovery.faults import Fault
 from tests.jobs import small_job
 from tests.process.harness import faulty_job
-from training.drill.driver import RunDriver, RunOutcome
-from training.job import Job
-from training.recovery.faults import Fault
 
 pytestmark = pytest.mark.process
 
@@ -141,7 +141,7 @@ def test_a_command_that_is_stopped_on_request_has_not_completed_by_exiting_with_
 HEARTBEATS = """
 import os, sys, time
 from pathlib import Path
-from training.health.heartbeat import HeartbeatWriter
+from perdure.training.health.heartbeat import HeartbeatWriter
 beat = HeartbeatWriter(Path(os.environ["PERDURE_HEARTBEAT"]))
 for step in range(int(sys.argv[1])):
     beat.beat(step=step)

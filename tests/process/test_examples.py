@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from perdure.training.environment import worker_path
 from tests.process.harness import REPO, Running
 from tests.waiting import wait_for
-from training.environment import worker_path
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from training.health.gang import Seat, check_gang
-from training.processes import free_port
+from perdure.training.health.gang import Seat, check_gang
+from perdure.training.processes import free_port
 
 pytestmark = pytest.mark.process
 

@@ -13,17 +13,17 @@ from typing import Any
 import psutil
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
+from perdure.training.health.left_behind import FACTOR
+from perdure.training.job import parse_job
+from perdure.training.journal.events import AlertRaised, HealthPoint
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import faulty_job
-from training.drill.driver import RunDriver, RunHook, RunOutcome
-from training.health.left_behind import FACTOR
-from training.job import parse_job
-from training.journal.events import AlertRaised, HealthPoint
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.injection.inside import fired_at_s
+from perdure.training.recovery.rungs import Rung
 from tests.process.harness import REPO, Running, Workbench
 from tests.process.rest import Api
-from training.injection.inside import fired_at_s
-from training.recovery.rungs import Rung
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.driver import LIMIT_S, RunDriver, RunOutcome
+from perdure.training.health.points import LATENCY_HOLD_S
+from perdure.training.journal.attempt_view import Alert
+from perdure.training.journal.events import HealthPoint
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind
 from tests.process.harness import REPO, faulty_job
-from training.drill.driver import LIMIT_S, RunDriver, RunOutcome
-from training.health.points import LATENCY_HOLD_S
-from training.journal.attempt_view import Alert
-from training.journal.events import HealthPoint
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import SecretStr
 
+from perdure.training.engines.kubernetes.image_name import image_name
+from perdure.training.engines.kubernetes.image_registry import Credential, Presence, ask
 from tests.image_registry import MISSING, PASSWORD, PROGRAM, USER, Access, ImageRegistry
-from training.engines.kubernetes.image_name import image_name
-from training.engines.kubernetes.image_registry import Credential, Presence, ask
 
 pytestmark = [
     pytest.mark.process,

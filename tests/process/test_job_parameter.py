@@ -10,7 +10,7 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.variables import Variable
 
-from flows.pretrain import pretrain
+from perdure.flows.pretrain import pretrain
 from tests.process.rest import Api, ask
 from tests.waiting import apart
 
@@ -98,7 +98,7 @@ def with_variable(api: Api, name: str, value: Any) -> None:
 def started(bench, **parameters) -> tuple[int, str]:
     """The flow, started in a process of its own with these parameters; how its process ended."""
     program = (
-        "import json, sys; from flows.pretrain import pretrain\n"
+        "import json, sys; from perdure.flows.pretrain import pretrain\n"
         "state = pretrain(**json.loads(sys.argv[1]), return_state=True)\n"
         "print(state.name, state.message)\n"
     )
@@ -143,9 +143,9 @@ def test_a_secret_in_a_variable_is_refused_and_not_shown(bench, api):
 @pytest.mark.parametrize(
     ("flow", "env"),
     [
-        ("flows.pretrain:pretrain", [{"name": "HF_TOKEN", "value": "hf_thisisasecret"}]),
-        ("flows.pretrain:prepare", [{"name": "HF_TOKEN", "value": "hf_thisisasecret"}]),
-        ("flows.retention:retain", {"HF_TOKEN": ["hf_thisisasecret"]}),
+        ("perdure.flows.pretrain:pretrain", [{"name": "HF_TOKEN", "value": "hf_thisisasecret"}]),
+        ("perdure.flows.pretrain:prepare", [{"name": "HF_TOKEN", "value": "hf_thisisasecret"}]),
+        ("perdure.flows.retention:retain", {"HF_TOKEN": ["hf_thisisasecret"]}),
     ],
 )
 def test_a_secret_in_an_env_of_the_wrong_shape_is_in_no_line_of_a_flow(bench, api, flow, env):

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.agent.log_collection import logs_prefix
 from tests.waiting import wait_for
-from training.agent.log_collection import logs_prefix
 
 pytestmark = pytest.mark.process
 

@@ -10,7 +10,11 @@ from typing import Any
 import boto3
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.agent.saved_store import stored_saves, whole
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.job import Job
+from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.program_jobs import (
     EXAMPLES,
@@ -32,10 +36,6 @@ from tests.s3.programs import HOST
 from tests.s3.rgw import Rgw
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.values import not_none
-from training.agent.saved_store import stored_saves, whole
-from training.drill.driver import RunDriver, RunOutcome
-from training.job import Job
-from training.recovery.faults import FaultClass
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
 

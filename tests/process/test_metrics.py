@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.processes import free_port
 from tests.process.harness import REPO
 from tests.prometheus import MISSING, PROGRAM, Answers
 from tests.waiting import wait_for
-from training.processes import free_port
 
 HOST = "127.0.0.1"
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.job import drill_job, write_corpus
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed, faulty_job
 from tests.waiting import wait_for
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.job import drill_job, write_corpus
-from training.recovery.rungs import Rung
-from training.specs.model import ParallelKind
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 DDP, HSDP, FSDP2 = ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2
 STEPS = 40

@@ -13,7 +13,7 @@ import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from tasks.reporting import Reporter
+from perdure.tasks.reporting import Reporter
 from tests.process.rest import Api, ask
 from tests.waiting import apart, wait_for
 

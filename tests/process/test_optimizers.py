@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.job import drill_job
+from perdure.training.journal.steps import kept_steps
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.specs.model import ParallelKind
 from tests.process.harness import REPO, assert_as_undisturbed
 from tests.recipes.two_optimizers import rate
 from tests.values import not_none
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.evaluation import recovered
-from training.drill.job import drill_job
-from training.journal.steps import kept_steps
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
-from training.specs.model import ParallelKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 

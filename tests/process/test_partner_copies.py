@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from storage.checkpoint import CheckpointStore
-from storage.local import LocalStore
-from storage.share import SaveId
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.local import LocalStore
+from perdure.storage.share import SaveId
+from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.job import drill_job, write_corpus
+from perdure.training.job import Job
+from perdure.training.journal.events import CheckpointDamaged, CheckpointRestored
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed
-from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.job import drill_job, write_corpus
-from training.job import Job
-from training.journal.events import CheckpointDamaged, CheckpointRestored
-from training.recovery.rungs import Rung
-from training.specs.model import ParallelKind
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 STEPS = 30
 EVERY = 10

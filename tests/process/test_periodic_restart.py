@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver
 from tests.process.harness import assert_as_undisturbed, faulty_job
 from tests.values import not_none
 from tests.waiting import wait_for
-from training.drill.driver import RunDriver
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 

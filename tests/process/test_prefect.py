@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from perdure import server
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
 from tests.local_run import LocalRun
 from tests.process.deployment import RETENTION, start_flow_run
 from tests.process.rest import ask

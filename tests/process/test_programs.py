@@ -194,7 +194,7 @@ def test_keys_may_come_from_a_prefect_block(bench, s3, monkeypatch):
     )
     client.create_bucket(Bucket="with-block")
     save = (
-        "from tasks.credentials import ObjectStoreCredentials\n"
+        "from perdure.tasks.credentials import ObjectStoreCredentials\n"
         "ObjectStoreCredentials(access_key='block-id', secret_key='block-secret').save('obs')\n"
     )
     subprocess.run([sys.executable, "-c", save], env=bench.environment, check=True, timeout=60)

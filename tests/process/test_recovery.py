@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
+from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.job import NUM_RANKS, drill_job
+from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed
-from training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
-from training.drill.evaluation import differences, recovered
-from training.drill.job import NUM_RANKS, drill_job
-from training.journal.attempt_view import AttemptView, InProcessRecovery
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
-from training.specs.model import ParallelKind
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 

@@ -10,15 +10,15 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
-from tasks.artifacts import GOES_ON, Artifact, ArtifactKind, Artifacts
-from tasks.flow_runs import flow_runs_of
-from tasks.hooks import _set_flow_runs
-from tasks.left_open import close_left_open
+from perdure.tasks.artifacts import GOES_ON, Artifact, ArtifactKind, Artifacts
+from perdure.tasks.flow_runs import flow_runs_of
+from perdure.tasks.hooks import _set_flow_runs
+from perdure.tasks.left_open import close_left_open
+from perdure.training.journal.history import RunHistory
 from tests.process.deployment import FlowRun
 from tests.process.truth import task_runs
 from tests.waiting import wait_for
 from tests.workplace import make_bench
-from training.journal.history import RunHistory
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

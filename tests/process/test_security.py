@@ -14,13 +14,13 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from storage.address import open_store
-from tasks.env_secrets import BlockSecrets, check_blocks
+from perdure.storage.address import open_store
+from perdure.tasks.env_secrets import BlockSecrets, check_blocks
+from perdure.training.agent.log_collection import logs_prefix
+from perdure.training.errors import EngineError, InputError
+from perdure.training.processes import free_port
+from perdure.training.specs.env_from import SecretSource
 from tests.process.harness import Running
-from training.agent.log_collection import logs_prefix
-from training.errors import EngineError, InputError
-from training.processes import free_port
-from training.specs.env_from import SecretSource
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
 

@@ -28,7 +28,7 @@ SERVE, RUN = commands("Without a work pool")
 
 
 class Serving:
-    """`python -m flows.serve`, which can be ended and started again."""
+    """`python -m perdure.flows.serve`, which can be ended and started again."""
 
     def __init__(self, bench: Workbench) -> None:
         self._bench = bench

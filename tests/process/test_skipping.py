@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.job import drill_job
+from perdure.training.job import Job
+from perdure.training.journal.events import BatchSkipped
+from perdure.training.journal.steps import kept_steps
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.repair import SkippedBatch
+from perdure.training.recovery.rungs import Rung
+from perdure.training.runtime.step_loop.skipping import skipped_prefix
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.specs.model import ParallelKind
 from tests.process.harness import REPO, assert_as_undisturbed
 from tests.values import not_none
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.evaluation import differences, recovered
-from training.drill.job import drill_job
-from training.job import Job
-from training.journal.events import BatchSkipped
-from training.journal.steps import kept_steps
-from training.recovery.faults import FaultClass
-from training.recovery.repair import SkippedBatch
-from training.recovery.rungs import Rung
-from training.runtime.step_loop.skipping import skipped_prefix
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
-from training.specs.model import ParallelKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 

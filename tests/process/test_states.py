@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from perdure import server
+from perdure.training.supervisor.run import Run
 from tests.process.deployment import (
     KEEP_SUPERVISED,
     PRETRAIN,
@@ -24,7 +25,6 @@ from tests.process.deployment import (
 )
 from tests.process.rest import ask
 from tests.waiting import wait_for
-from training.supervisor.run import Run
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.recovery.faults import STORE_FULL, FaultClass, RecoverableBy
+from perdure.training.supervisor.store_outage import read_outage
 from tests.values import not_none
 from tests.waiting import wait_for
-from training.recovery.faults import STORE_FULL, FaultClass, RecoverableBy
-from training.supervisor.store_outage import read_outage
 
 pytestmark = pytest.mark.process
 

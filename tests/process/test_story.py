@@ -8,7 +8,7 @@ from datetime import datetime
 
 import pytest
 
-from tasks.artifacts import GOES_ON
+from perdure.tasks.artifacts import GOES_ON
 from tests.process.rest import ask
 from tests.process.truth import assert_true, task_runs
 from tests.waiting import wait_for

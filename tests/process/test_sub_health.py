@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.job import drill_job
+from perdure.training.journal.records import Placed
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.specs.model import ParallelKind
 from tests.process.harness import assert_as_undisturbed
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.job import drill_job
-from training.journal.records import Placed
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
-from training.specs.model import ParallelKind
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 

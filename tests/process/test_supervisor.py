@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.journal.time_account import account
 from tests.waiting import wait_for
-from training.journal.time_account import account
 
 pytestmark = pytest.mark.process
 

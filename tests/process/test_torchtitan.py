@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver
+from perdure.training.job import Job
+from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.program_jobs import (
     EXAMPLES,
@@ -20,9 +23,6 @@ from tests.process.program_jobs import (
     status_of,
 )
 from tests.process.torchtitan_jobs import LOADED, PACE, PYTHON, STEPS, losses, needs_torchtitan
-from training.drill.driver import RunDriver
-from training.job import Job
-from training.recovery.faults import FaultClass
 
 pytestmark = [
     pytest.mark.process,

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
+from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.recovery.rungs import Rung
+from perdure.training.wire.agent import AgentAddress
 from tests.process.harness import Running, Workbench
 from tests.waiting import wait_for
-from training.agent.control import ADDRESS_FILE
-from training.recovery.rungs import Rung
-from training.wire.agent import AgentAddress
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 

@@ -7,16 +7,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore
-from tasks.left_open import end_of_task
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.tasks.left_open import end_of_task
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import RUNGS
+from perdure.training.supervisor.report import story_rows
+from perdure.training.supervisor.summary import attempts_table, attempts_title
 from tests.process.harness import Running
 from tests.process.rest import BUSY_S, Api, ask
-from training.journal.attempt_view import AttemptView
-from training.journal.history import RunHistory
-from training.recovery.rungs import RUNGS
-from training.supervisor.report import story_rows
-from training.supervisor.summary import attempts_table, attempts_title
 
 TERMINAL = frozenset({"COMPLETED", "FAILED", "CRASHED", "CANCELLED"})
 STATE_TYPES = {"completed": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED"}

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import training
+import perdure
+from perdure.training.trainer.pretrain import make_loader, open_data, seed_all
 from tests.recipes.paced import Guesser
-from training.trainer.pretrain import make_loader, open_data, seed_all
 
 
 def wrapped(model: nn.Module, world_size: int) -> nn.Module:
@@ -39,7 +39,7 @@ def flip(tensor: Tensor | None) -> None:
 
 def main(job) -> None:
     seed_all(job.seed)
-    session = training.join()
+    session = perdure.join()
     dataset, manifest = open_data(job, session)
     model = wrapped(Guesser(manifest.vocab_size), session.world_size)
     torch.manual_seed(session.rank)

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from training.job import Job
-from training.runtime.session import Session
-from training.trainer import pretrain
+from perdure.training.job import Job
+from perdure.training.runtime.session import Session
+from perdure.training.trainer import pretrain
 
 RANK, STEP, COMMAND, MARK, WAIT_S = (
     f"DEVICE_FAULT_{name}" for name in ("RANK", "STEP", "COMMAND", "MARK", "WAIT_S")

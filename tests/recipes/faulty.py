@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import training
+import perdure
+from perdure.training.diagnosis.exits import EXIT_ABOVE_PROCESS
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.trainer.pretrain import make_loader, open_data, seed_all
 from tests.recipes.paced import Guesser
-from training.diagnosis.exits import EXIT_ABOVE_PROCESS
-from training.runtime.state.checkpointer import Checkpointer
-from training.trainer.pretrain import make_loader, open_data, seed_all
 
 
 def hold_the_lock(_seconds: float) -> None:
@@ -118,7 +118,7 @@ def save_slowly(seconds: float, faults: Faults) -> None:
 
 def main(job) -> None:
     seed_all(job.seed)
-    session = training.join()
+    session = perdure.join()
     faults = Faults(session.rank)
     dataset, manifest = open_data(job, session)
     with session.building():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from training.drill import recipe
-from training.job import Job
+from perdure.training.drill import recipe
+from perdure.training.job import Job
 
 
 def main(job: Job) -> None:

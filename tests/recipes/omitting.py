@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 
-from training.drill import recipe
-from training.trainer import pretrain
-from training.trainer.data.loader import ResumableLoader
+from perdure.training.drill import recipe
+from perdure.training.trainer import pretrain
+from perdure.training.trainer.data.loader import ResumableLoader
 
 make_loader = pretrain.make_loader
 

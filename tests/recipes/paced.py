@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import training
-from training.trainer.pretrain import make_loader, open_data, seed_all
+import perdure
+from perdure.training.trainer.pretrain import make_loader, open_data, seed_all
 
 
 class Guesser(nn.Module):
@@ -36,7 +36,7 @@ class Guesser(nn.Module):
 
 def main(job) -> None:
     seed_all(job.seed)
-    session = training.join()
+    session = perdure.join()
     dataset, manifest = open_data(job, session)
     model = DistributedDataParallel(Guesser(manifest.vocab_size))
     torch.manual_seed(session.rank)
@@ -57,7 +57,7 @@ def lazy(job) -> None:
 
 def broken(job) -> None:
     seed_all(job.seed)
-    session = training.join()
+    session = perdure.join()
     raise TypeError(f"forward() got an unexpected argument on rank {session.rank}")
 
 

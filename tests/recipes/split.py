@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import training
-from training.recovery.replicas import ParallelLayout
-from training.trainer.pretrain import make_loader, open_data, seed_all
+import perdure
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.trainer.pretrain import make_loader, open_data, seed_all
 
 LAYOUT = ParallelLayout(dp=2, tp=2)
 WIDTH = 16
@@ -119,7 +119,7 @@ def clipped(model: nn.Module, mesh: DeviceMesh, limit: float) -> Tensor:
 
 def main(job) -> None:
     seed_all(job.seed)
-    session = training.join(layout=LAYOUT if "LAYOUT" in os.environ else None)
+    session = perdure.join(layout=LAYOUT if "LAYOUT" in os.environ else None)
     dataset, manifest = open_data(job, session)
     mesh = init_device_mesh("cpu", (LAYOUT.dp, LAYOUT.tp), mesh_dim_names=("dp", "tp"))
     model = make_model(manifest.vocab_size, mesh)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import training
+import perdure
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.trainer.pretrain import make_loader, open_data, seed_all
 from tests.recipes.split import average, gradient_of
-from training.recovery.replicas import ParallelLayout
-from training.trainer.pretrain import make_loader, open_data, seed_all
 
 LAYOUT = ParallelLayout(dp=2, pp=2)
 WIDTH = 16
@@ -70,7 +70,7 @@ def clipped(model: nn.Module, mesh: DeviceMesh, limit: float) -> Tensor:
 
 def main(job) -> None:
     seed_all(job.seed)
-    session = training.join(layout=LAYOUT)
+    session = perdure.join(layout=LAYOUT)
     dataset, manifest = open_data(job, session)
     mesh = init_device_mesh("cpu", (LAYOUT.pp, LAYOUT.dp), mesh_dim_names=("pp", "dp"))
     is_first = session.rank < LAYOUT.dp

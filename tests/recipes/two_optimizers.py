@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import training
+import perdure
+from perdure.training.trainer.pretrain import make_loader, open_data, seed_all
 from tests.recipes.paced import Guesser
-from training.trainer.pretrain import make_loader, open_data, seed_all
 
 
 class Named:
@@ -42,7 +42,7 @@ def rate(number: int) -> float:
 
 def main(job) -> None:
     seed_all(job.seed)
-    session = training.join()
+    session = perdure.join()
     dataset, manifest = open_data(job, session)
     with session.building():
         bare = Guesser(manifest.vocab_size)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from storage.address import FILE_SCHEME, S3_SCHEME
-from storage.local import LocalStore
-from storage.objects import ObjectStore
-from storage.retry import Retry
-from storage.s3 import S3Store
-from storage.s3_client import S3Options
+from perdure.storage.address import FILE_SCHEME, S3_SCHEME
+from perdure.storage.local import LocalStore
+from perdure.storage.objects import ObjectStore
+from perdure.storage.retry import Retry
+from perdure.storage.s3 import S3Store
+from perdure.storage.s3_client import S3Options
 from tests.s3.programs import HOST
 from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import Rgw

@@ -11,10 +11,10 @@ import subprocess
 import uuid
 from pathlib import Path
 
-from storage.address import S3_SCHEME
+from perdure.storage.address import S3_SCHEME
+from perdure.training.processes import free_port
 from tests.s3.programs import HOST, Program, find_program
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from training.processes import free_port
 
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 MEMORY_BYTES = 2**30  # for all objects; taken as they come

@@ -11,9 +11,9 @@ from typing import Protocol
 
 from moto.server import ThreadedMotoServer
 
-from storage.address import FILE_SCHEME, S3_SCHEME
+from perdure.storage.address import FILE_SCHEME, S3_SCHEME
+from perdure.training.processes import free_port
 from tests.s3.programs import HOST, Program, find_program
-from training.processes import free_port
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key-of-no-account"

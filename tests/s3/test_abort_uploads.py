@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from storage.errors import StorageError
-from storage.s3 import S3Store
-from storage.s3_client import server_time_s
+from perdure.storage.errors import StorageError
+from perdure.storage.s3 import S3Store
+from perdure.storage.s3_client import server_time_s
 from tests.s3.conftest import RCLONE, RGW
 from tests.waiting import wait_for
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from storage.address import Credentials, StorageSpec, check_reachable, clear, open_store
-from storage.errors import AccessDenied, NotFound, PermanentError
-from storage.objects import ObjectStore
-from storage.retry import Retry
+from perdure.storage.address import Credentials, StorageSpec, check_reachable, clear, open_store
+from perdure.storage.errors import AccessDenied, NotFound, PermanentError
+from perdure.storage.objects import ObjectStore
+from perdure.storage.retry import Retry
 from tests.s3.conftest import BUCKET, RGW, open_s3
 from tests.s3.programs import HOST, find_program
 from tests.s3.rgw import DOMAIN, Rgw

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, StepState
-from storage.checkpoint_server.client import CheckpointClient
-from storage.collect import abort_uploads
-from storage.s3 import S3Store
-from storage.s3_client import PART_SIZE_BYTES
+from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.collect import abort_uploads
+from perdure.storage.s3 import S3Store
+from perdure.storage.s3_client import PART_SIZE_BYTES
+from perdure.training.agent.checkpoint_server import CheckpointServerProcess
 from tests.jobs import small_job
 from tests.s3.conftest import BUCKET, RGW, Opener
 from tests.s3.programs import HOST
@@ -26,7 +27,6 @@ from tests.s3.proxy import Answer, FaultProxy, InUpload, LostAnswer, LostRequest
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 from tests.unit.storage.nodes import RUN_ID, collect, offered, save, settle, share_of
 from tests.waiting import wait_for
-from training.agent.checkpoint_server import CheckpointServerProcess
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
 

@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 
-from storage.retry import Retry
+from perdure.storage.retry import Retry
 from tests.s3.conftest import RCLONE, Opener
 from tests.s3.proxy import InUpload
 from tests.s3.servers import Server

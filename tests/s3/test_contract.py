@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from storage.errors import Corrupt, NotFound, PreconditionFailed
-from storage.objects import check_key
-from storage.s3 import S3Store
+from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed
+from perdure.storage.objects import check_key
+from perdure.storage.s3 import S3Store
 from tests.s3.conftest import EVERY_KIND
 from tests.unit.storage.stores import PART_SIZE_BYTES, race
 

@@ -10,13 +10,13 @@ from threading import Thread
 
 import pytest
 
-from storage.errors import (
+from perdure.storage.errors import (
     AccessDenied,
     NotFound,
     PreconditionFailed,
     TimedOut,
 )
-from storage.retry import Retry
+from perdure.storage.retry import Retry
 from tests.s3.conftest import RGW
 from tests.s3.proxy import Answer, Fault, InUpload, LostAnswer, Page, Reset, Stall
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY

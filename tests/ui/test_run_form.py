@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 pytestmark = [pytest.mark.ui, pytest.mark.prefect, pytest.mark.long]
 
-DEPLOY = "from flows.pretrain import pretrain; pretrain.to_deployment(name='form').apply()"
+DEPLOY = "from perdure.flows.pretrain import pretrain; pretrain.to_deployment(name='form').apply()"
 
 
 @pytest.mark.parametrize("ui", ["", "/v2"])

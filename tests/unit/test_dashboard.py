@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from training.coordinator.metrics import AttemptNow, RunMetrics
-from training.journal.events import StepRecord
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import RecoveryBegan, RecoveryEnded
-from training.recovery.rungs import Decision, Recovery, Rung
-from training.recovery.stages import Stage
-from training.wire.node import DeviceSample, HostSample, NodeSample
+from perdure.training.coordinator.metrics import AttemptNow, RunMetrics
+from perdure.training.journal.events import StepRecord
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import RecoveryBegan, RecoveryEnded
+from perdure.training.recovery.rungs import Decision, Recovery, Rung
+from perdure.training.recovery.stages import Stage
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 FILE = Path(__file__).resolve().parents[2] / "dashboards" / "perdure.json"
 GRAFANA_10 = 38

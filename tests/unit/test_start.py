@@ -8,13 +8,13 @@ import sys
 import pytest
 
 AGENT = """
-import sys, training.agent.agent
+import sys, perdure.training.agent.agent
 assert "torch" not in sys.modules
-import training.runtime.session
+import perdure.training.runtime.session
 assert "hyperscan" not in sys.modules
 """
 COMMAND = """
-import sys, perdure.cli, flows.pretrain
+import sys, perdure.cli, perdure.flows.pretrain
 assert "torch" not in sys.modules
 """
 

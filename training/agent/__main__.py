@@ -1,4 +1,4 @@
-"""Start a node agent: `python -m training.agent FOLDER [CONFIG]`, its configuration in a file.
+"""Start a node agent: `python -m perdure.training.agent FOLDER [CONFIG]`.
 
 The file is FOLDER/agent.json unless it is named. What an engine does not know before a container
 is placed, the container's environment says: its node and the address it listens on.
@@ -11,13 +11,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from training.agent.agent import CONFIG_FILE, Agent
-from training.agent.kills import lose_node_on_signal
-from training.agent.node_folder import forget_other_lives
-from training.environment import worker_path
-from training.log import start_logging
-from training.processes import MARKER
-from training.wire.agent import AgentConfig
+from perdure.training.agent.agent import CONFIG_FILE, Agent
+from perdure.training.agent.kills import lose_node_on_signal
+from perdure.training.agent.node_folder import forget_other_lives
+from perdure.training.environment import worker_path
+from perdure.training.log import start_logging
+from perdure.training.processes import MARKER
+from perdure.training.wire.agent import AgentConfig
 
 NODE_ENV = "PERDURE_NODE"
 HOST_ENV = "PERDURE_HOST"

@@ -15,33 +15,43 @@ import time
 from functools import partial
 from pathlib import Path
 
-from storage.address import open_store
-from storage.errors import StorageError
-from training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
-from training.agent.control import ADDRESS_FILE, control_server_of, publish_address
-from training.agent.coordinator_client import AgentCoordinatorClient, address_file, metrics_url
-from training.agent.hang_check import HangCheck
-from training.agent.healing import NodeHealing
-from training.agent.kills import kill_in_container
-from training.agent.launcher import Launcher
-from training.agent.log_collection import Collector
-from training.agent.log_reading import read_logs
-from training.agent.node_texts import evidence_of, worker_stacks
-from training.agent.order_job import job_of
-from training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
-from training.agent.sampler import Sampling
-from training.agent.saved_checkpoints import before_start, have_resumed, saved_reply
-from training.agent.wakeup import WakeupSignal
-from training.agent.workers import WorkerGroup
-from training.environment import interface_variables
-from training.files import write_whole
-from training.health.device_addresses import devices_reply
-from training.journal import attempt_log
-from training.journal.events import ChipsHealed
-from training.processes import MARKER, become_subreaper, free_port, kill_container, oom_kills
-from training.recovery.protocol import ReplaceWorker
-from training.specs.env_from import values_on_node
-from training.wire.agent import (
+from perdure.storage.address import open_store
+from perdure.storage.errors import StorageError
+from perdure.training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
+from perdure.training.agent.control import ADDRESS_FILE, control_server_of, publish_address
+from perdure.training.agent.coordinator_client import (
+    AgentCoordinatorClient,
+    address_file,
+    metrics_url,
+)
+from perdure.training.agent.hang_check import HangCheck
+from perdure.training.agent.healing import NodeHealing
+from perdure.training.agent.kills import kill_in_container
+from perdure.training.agent.launcher import Launcher
+from perdure.training.agent.log_collection import Collector
+from perdure.training.agent.log_reading import read_logs
+from perdure.training.agent.node_texts import evidence_of, worker_stacks
+from perdure.training.agent.order_job import job_of
+from perdure.training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
+from perdure.training.agent.sampler import Sampling
+from perdure.training.agent.saved_checkpoints import before_start, have_resumed, saved_reply
+from perdure.training.agent.wakeup import WakeupSignal
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.environment import interface_variables
+from perdure.training.files import write_whole
+from perdure.training.health.device_addresses import devices_reply
+from perdure.training.journal import attempt_log
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.processes import (
+    MARKER,
+    become_subreaper,
+    free_port,
+    kill_container,
+    oom_kills,
+)
+from perdure.training.recovery.protocol import ReplaceWorker
+from perdure.training.specs.env_from import values_on_node
+from perdure.training.wire.agent import (
     NO_MEMBER,
     AgentConfig,
     AgentReply,
@@ -67,10 +77,10 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from training.wire.healing import HealOrder
-from training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
-from training.wire.node import NodeSample
-from training.wire.rank_table import DevicesQuery
+from perdure.training.wire.healing import HealOrder
+from perdure.training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
+from perdure.training.wire.node import NodeSample
+from perdure.training.wire.rank_table import DevicesQuery
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0

@@ -1,6 +1,6 @@
 """The checkpoint server of a node as a process.
 
-`python -m training.agent.checkpoint_server JOB SOCKET HOST [DISK_FOLDER]`
+`python -m perdure.training.agent.checkpoint_server JOB SOCKET HOST [DISK_FOLDER]`
 
 A child of the agent and apart from it, so that hashing and uploading starve neither heartbeats
 nor training. SIGTERM, or the end of the agent: finish what was handed over, then end. Times are
@@ -25,21 +25,21 @@ from pathlib import Path
 
 import psutil
 
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore
-from storage.checkpoint_server.publish import Publisher
-from storage.checkpoint_server.server import CheckpointServer, Copying
-from storage.frozen_model import FrozenModel
-from storage.local import LocalStore
-from storage.retention import Retention, apply_retention
-from storage.retry import Retry
-from storage.share import SaveId
-from training.files import write_whole
-from training.injection.inside import checkpoint_server_faults
-from training.job import Job
-from training.journal.attempt_log import AttemptLog
-from training.journal.events import CheckpointCommitted
-from training.log import start_logging
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.checkpoint_server.publish import Publisher
+from perdure.storage.checkpoint_server.server import CheckpointServer, Copying
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.local import LocalStore
+from perdure.storage.retention import Retention, apply_retention
+from perdure.storage.retry import Retry
+from perdure.storage.share import SaveId
+from perdure.training.files import write_whole
+from perdure.training.injection.inside import checkpoint_server_faults
+from perdure.training.job import Job
+from perdure.training.journal.attempt_log import AttemptLog
+from perdure.training.journal.events import CheckpointCommitted
+from perdure.training.log import start_logging
 
 _log = logging.getLogger("perdure.agent")
 
@@ -183,7 +183,7 @@ class CheckpointServerProcess:
         command = (
             sys.executable,
             "-m",
-            "training.agent.checkpoint_server",
+            "perdure.training.agent.checkpoint_server",
             str(job_file),
             self.name,
             self.host,

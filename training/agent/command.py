@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from training.agent.evidence import StacksTarget, process_state
-from training.health.heartbeat import Heartbeat, HeartbeatReader, rank_of_file
-from training.processes import environment_of, oldest_first, rank_in
+from perdure.training.agent.evidence import StacksTarget, process_state
+from perdure.training.health.heartbeat import Heartbeat, HeartbeatReader, rank_of_file
+from perdure.training.processes import environment_of, oldest_first, rank_in
 
 LOOK_S = 5.0  # a look reads /proc of the whole node
 STOPPED = frozenset("Tt")

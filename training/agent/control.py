@@ -13,10 +13,17 @@ from pathlib import Path
 import psutil
 from pydantic import SecretStr, ValidationError
 
-from training.errors import AgentUnreachable, EngineError
-from training.files import write_whole
-from training.wire.agent import REQUEST, AgentAddress, AgentConfig, AgentReply, Order, Request
-from training.wire.transport import RequestServer, call, is_authentic
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.files import write_whole
+from perdure.training.wire.agent import (
+    REQUEST,
+    AgentAddress,
+    AgentConfig,
+    AgentReply,
+    Order,
+    Request,
+)
+from perdure.training.wire.transport import RequestServer, call, is_authentic
 
 ADDRESS_FILE = "address.json"
 CALL_TIMEOUT_S = 10.0

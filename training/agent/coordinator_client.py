@@ -13,13 +13,13 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from training.agent.evidence import process_state
-from training.agent.fork_server import Fork, ForkedProcess, ForkServer
-from training.diagnosis.standstill import STOPPED
-from training.files import last_line, write_whole
-from training.recovery.protocol import GiveUp, ReplaceWorker
-from training.wire.agent import CoordinatorEnd
-from training.wire.coordinator import (
+from perdure.training.agent.evidence import process_state
+from perdure.training.agent.fork_server import Fork, ForkedProcess, ForkServer
+from perdure.training.diagnosis.standstill import STOPPED
+from perdure.training.files import last_line, write_whole
+from perdure.training.recovery.protocol import GiveUp, ReplaceWorker
+from perdure.training.wire.agent import CoordinatorEnd
+from perdure.training.wire.coordinator import (
     TO_MEMBER,
     AgentJoined,
     CoordinatorAddress,
@@ -28,8 +28,8 @@ from training.wire.coordinator import (
     NodeSampled,
     metrics_file,
 )
-from training.wire.node import NodeSample
-from training.wire.transport import Connection
+from perdure.training.wire.node import NodeSample
+from perdure.training.wire.transport import Connection
 
 CONNECT_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 30.0
@@ -67,7 +67,7 @@ class CoordinatorProcess:
         log = folder / "coordinator.log"
         process = fork_server.fork(
             Fork(
-                function="training.coordinator.server:main",
+                function="perdure.training.coordinator.server:main",
                 name="coordinator",
                 arguments=(str(config_file),),
                 environment=environment,

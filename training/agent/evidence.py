@@ -18,12 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.health.sources import vendor_tools
-from training.health.sources.npu_smi import Chip, parse_table
-from training.health.sources.sampling import HCCN_TOOL, NPU_SMI, health_command, link_commands
-from training.health.sources.vendor_tools import NoAnswer, find_tool
-from training.masking import masked_text
-from training.wire.agent import NodeText
+from perdure.training.health.sources import vendor_tools
+from perdure.training.health.sources.npu_smi import Chip, parse_table
+from perdure.training.health.sources.sampling import (
+    HCCN_TOOL,
+    NPU_SMI,
+    health_command,
+    link_commands,
+)
+from perdure.training.health.sources.vendor_tools import NoAnswer, find_tool
+from perdure.training.masking import masked_text
+from perdure.training.wire.agent import NodeText
 
 ASCEND_PATH = "ASCEND_PROCESS_LOG_PATH"
 MAX_DEVICE_LOGS = 4

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.frozen_model import FrozenModel
-from training.processes import PRELOAD
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.processes import PRELOAD
 
 KILL_WAIT_S = 5.0
 # Whatever a worker would import before its first step; an optimizer loads torch._dynamo.
@@ -40,9 +40,9 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "boto3",
-    "training.coordinator.server",
-    "training.runtime.worker",
-    "training.trainer.pretrain",
+    "perdure.training.coordinator.server",
+    "perdure.training.runtime.worker",
+    "perdure.training.trainer.pretrain",
 )
 ONE = "--one"
 READY = b"ready\n"
@@ -138,7 +138,7 @@ class ForkServer:
         """
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "training.agent.fork_server"],
+                [sys.executable, "-m", "perdure.training.agent.fork_server"],
                 env=self._variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -189,7 +189,7 @@ class ForkServer:
 def start_alone(wanted: Fork) -> subprocess.Popen[bytes]:
     """What a fork server would fork, from an interpreter of its own: it imports what it needs."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "training.agent.fork_server", ONE],
+        [sys.executable, "-m", "perdure.training.agent.fork_server", ONE],
         env=wanted.environment,
         stdin=subprocess.PIPE,
     )

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, replace
 
 import psutil
 
-from training.agent.activity import SessionActivity, activity_of
-from training.agent.evidence import process_state
-from training.agent.workers import WorkerGroup
-from training.diagnosis.standstill import STOPPED
-from training.health.hang import (
+from perdure.training.agent.activity import SessionActivity, activity_of
+from perdure.training.agent.evidence import process_state
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.diagnosis.standstill import STOPPED
+from perdure.training.health.hang import (
     ActivityDetector,
     HangDetector,
     Inactivity,
     ProgramActivity,
     SilenceLimits,
 )
-from training.health.heartbeat import Heartbeat, Phase
-from training.processes import container_processes
-from training.wire.agent import AgentConfig, HangReport
-from training.wire.node import NodeSample
+from perdure.training.health.heartbeat import Heartbeat, Phase
+from perdure.training.processes import container_processes
+from perdure.training.wire.agent import AgentConfig, HangReport
+from perdure.training.wire.node import NodeSample
 
 READINGS_IN_QUIET_TIME = 60.0
 MAX_PERIOD_S = 30.0

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from training.injection.victims import (
+from perdure.training.injection.victims import (
     KILLED,
     NODE_LOSS,
     become_lost_node,
@@ -15,8 +15,8 @@ from training.injection.victims import (
     parts_of,
     workers_of,
 )
-from training.specs.drill import Victim
-from training.wire.agent import AgentConfig, AgentReply, KillOrder
+from perdure.training.specs.drill import Victim
+from perdure.training.wire.agent import AgentConfig, AgentReply, KillOrder
 
 REPLY_S = 0.1  # for the reply to be on its way before its sender is gone
 

@@ -12,12 +12,12 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
-from training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
-from training.job import RESERVED_NAMES
-from training.journal import attempt_log
-from training.wire.agent import CoordinatorEnd, RendezvousOrder
-from training.wire.coordinator import CoordinatorAddress, CoordinatorConfig
+from perdure.training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
+from perdure.training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
+from perdure.training.job import RESERVED_NAMES
+from perdure.training.journal import attempt_log
+from perdure.training.wire.agent import CoordinatorEnd, RendezvousOrder
+from perdure.training.wire.coordinator import CoordinatorAddress, CoordinatorConfig
 
 _log = logging.getLogger("perdure.agent")
 

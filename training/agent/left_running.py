@@ -16,16 +16,16 @@ from typing import Protocol
 
 import psutil
 
-from training.agent.command import SHELLS, CommandRanks
-from training.masking import masked_text
-from training.processes import (
+from perdure.training.agent.command import SHELLS, CommandRanks
+from perdure.training.masking import masked_text
+from perdure.training.processes import (
     LAUNCHER,
     container_processes,
     environment_of,
     is_tracker,
     rank_in,
 )
-from training.wire.agent import LeftProcess
+from perdure.training.wire.agent import LeftProcess
 
 LEFT_S = 10.0
 LOOK_S = 0.5  # a look reads /proc of the whole node

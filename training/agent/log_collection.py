@@ -20,14 +20,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from storage.address import open_store
-from storage.errors import StorageError
-from storage.objects import ObjectStore
-from training.agent.workers import WorkerGroup
-from training.job import Job
-from training.masking import masked, secret_values
-from training.wire.agent import AgentConfig, StartOrder
-from training.wire.logs import Collected, CollectedFile, CollectOrder
+from perdure.storage.address import open_store
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.job import Job
+from perdure.training.masking import masked, secret_values
+from perdure.training.wire.agent import AgentConfig, StartOrder
+from perdure.training.wire.logs import Collected, CollectedFile, CollectOrder
 
 COLLECTED_FILE = "collected.json"
 PIECE_BYTES = 256 << 10

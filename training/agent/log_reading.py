@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.agent.log_collection import OF_CONTAINER, PIECE_BYTES, Log, logs_at, secrets_of
-from training.agent.workers import STREAMS, WorkerGroup
-from training.masking import masked
-from training.wire.agent import AgentConfig, StartOrder
-from training.wire.logs import LogPiece, ReadLogsQuery
+from perdure.training.agent.log_collection import (
+    OF_CONTAINER,
+    PIECE_BYTES,
+    Log,
+    logs_at,
+    secrets_of,
+)
+from perdure.training.agent.workers import STREAMS, WorkerGroup
+from perdure.training.masking import masked
+from perdure.training.wire.agent import AgentConfig, StartOrder
+from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 
 MAX_REPLY_BYTES = 2 << 20
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from training.files import write_whole
-from training.masking import MASK, literals_of
+from perdure.training.files import write_whole
+from perdure.training.masking import MASK, literals_of
 
 PIECE_BYTES = 64 << 10
 PIPE_BYTES = 1 << 20  # so that a worker rarely waits for the agent

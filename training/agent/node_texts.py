@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
-from training.agent.workers import WorkerGroup
-from training.wire.agent import NodeText
+from perdure.training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.wire.agent import NodeText
 
 
 def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeText, ...]:

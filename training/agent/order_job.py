@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from training.job import Job
-from training.wire.agent import StartOrder
+from perdure.training.job import Job
+from perdure.training.wire.agent import StartOrder
 
 
 def job_of(order: StartOrder) -> Job:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from training.agent.command_line import of_node
-from training.wire.agent import AgentConfig, StartOrder
+from perdure.training.agent.command_line import of_node
+from perdure.training.wire.agent import AgentConfig, StartOrder
 
 
 def platform_variables(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from storage.address import open_store
-from training.agent.order_job import job_of
-from training.environment import interface_variables
-from training.health.node_check import NodeProgram
-from training.trainer.data.manifest import load_manifest
-from training.trainer.data.stage import stage
-from training.wire.agent import AgentConfig, CheckOrder, StartOrder
-from training.wire.node import Check, NodeTask
+from perdure.storage.address import open_store
+from perdure.training.agent.order_job import job_of
+from perdure.training.environment import interface_variables
+from perdure.training.health.node_check import NodeProgram
+from perdure.training.trainer.data.manifest import load_manifest
+from perdure.training.trainer.data.stage import stage
+from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
+from perdure.training.wire.node import Check, NodeTask
 
 
 class NodeChecks:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from training.agent.activity import SessionActivity
-from training.agent.command import RankReading
-from training.health.heartbeat import Heartbeat
-from training.wire.agent import Pulse, RankStatus
+from perdure.training.agent.activity import SessionActivity
+from perdure.training.agent.command import RankReading
+from perdure.training.health.heartbeat import Heartbeat
+from perdure.training.wire.agent import Pulse, RankStatus
 
 
 def pulse_of(beat: Heartbeat, state: str, *, activity: SessionActivity | None = None) -> Pulse:

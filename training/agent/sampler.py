@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from training.health.sources.sampling import LOOK_LIMIT_S, Sampler
-from training.wire.node import NodeSample
+from perdure.training.health.sources.sampling import LOOK_LIMIT_S, Sampler
+from perdure.training.wire.node import NodeSample
 
 MISSED_SAMPLES = 3
 

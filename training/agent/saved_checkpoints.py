@@ -16,18 +16,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from storage.address import open_store
-from storage.objects import ObjectStore
-from training.agent.command_line import fill_in
-from training.agent.order_job import job_of
-from training.agent.saved_parts import can_be_read_alone, make_ready, parts_of, read_record
-from training.agent.saved_store import bring_back, is_ended, note_end, store_saved, stored_saves
-from training.agent.storing import keep_storing
-from training.health.megatron_parts import find_parts, part_path
-from training.health.program_checkpoints import find_saved
-from training.health.saved_files import Saved
-from training.specs.program_checkpoints import ProgramCheckpointsSpec
-from training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
+from perdure.storage.address import open_store
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.command_line import fill_in
+from perdure.training.agent.order_job import job_of
+from perdure.training.agent.saved_parts import can_be_read_alone, make_ready, parts_of, read_record
+from perdure.training.agent.saved_store import (
+    bring_back,
+    is_ended,
+    note_end,
+    store_saved,
+    stored_saves,
+)
+from perdure.training.agent.storing import keep_storing
+from perdure.training.health.megatron_parts import find_parts, part_path
+from perdure.training.health.program_checkpoints import find_saved
+from perdure.training.health.saved_files import Saved
+from perdure.training.specs.program_checkpoints import ProgramCheckpointsSpec
+from perdure.training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
 
 LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.

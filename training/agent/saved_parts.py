@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from storage.errors import NotFound
-from storage.frozen_model import FrozenModel
-from storage.objects import ObjectStore
-from training.agent.saved_store import Save, bring_part, prefix_of
-from training.files import write_whole
-from training.health.megatron_parts import (
+from perdure.storage.errors import NotFound
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.saved_store import Save, bring_part, prefix_of
+from perdure.training.files import write_whole
+from perdure.training.health.megatron_parts import (
     TRACKER,
     find_parts,
     is_enough,
@@ -28,8 +28,8 @@ from training.health.megatron_parts import (
     tracked_step,
     tracker_text,
 )
-from training.health.saved_files import Saved
-from training.wire.agent import StartOrder
+from perdure.training.health.saved_files import Saved
+from perdure.training.wire.agent import StartOrder
 
 RECORD = ".perdure-parts.json"
 CLAIM = ".perdure-member-{member}.json"

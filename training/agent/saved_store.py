@@ -20,8 +20,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.errors import NotFound
-from storage.file_sets import (
+from perdure.storage.errors import NotFound
+from perdure.storage.file_sets import (
     MANIFEST,
     ChangedMeanwhileError,
     FileSet,
@@ -32,11 +32,11 @@ from storage.file_sets import (
     put_set,
     read_set,
 )
-from storage.objects import ObjectStore
-from training.health.megatron_parts import is_distributed, is_enough, rank_folders
-from training.health.program_checkpoints import find_saved, mark_newest
-from training.health.saved_files import Saved, is_unchanged
-from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
+from perdure.storage.objects import ObjectStore
+from perdure.training.health.megatron_parts import is_distributed, is_enough, rank_folders
+from perdure.training.health.program_checkpoints import find_saved, mark_newest
+from perdure.training.health.saved_files import Saved, is_unchanged
+from perdure.training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 LAST = "last.json"
 NUM_STORED = 2  # of each member

@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.objects import ObjectStore
-from training.agent.order_job import job_of
-from training.agent.storing import keep_storing
-from training.health.heartbeat import Heartbeat, Phase
-from training.health.program_output import LineReader, StepsShown
-from training.journal import attempt_log
-from training.journal.attempt_log import AttemptLog
-from training.journal.events import StepRecord
-from training.journal.steps import UnsavedSteps, metrics_prefix
-from training.wire.agent import ShownStep, StartOrder
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.order_job import job_of
+from perdure.training.agent.storing import keep_storing
+from perdure.training.health.heartbeat import Heartbeat, Phase
+from perdure.training.health.program_output import LineReader, StepsShown
+from perdure.training.journal import attempt_log
+from perdure.training.journal.attempt_log import AttemptLog
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
+from perdure.training.wire.agent import ShownStep, StartOrder
 
 LOOK_S = 0.5
 KEEP_S = 60.0

@@ -6,8 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from storage.errors import StorageError
-from storage.objects import ObjectStore
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
 
 _log = logging.getLogger("perdure.agent")
 

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.agent.activity import SessionActivity
-from training.agent.evidence import process_state
-from training.agent.fork_server import ForkedProcess
-from training.agent.pulse import mute_pulse, pulse_of
-from training.health.heartbeat import Heartbeat, HeartbeatReader
-from training.wire.agent import Pulse
+from perdure.training.agent.activity import SessionActivity
+from perdure.training.agent.evidence import process_state
+from perdure.training.agent.fork_server import ForkedProcess
+from perdure.training.agent.pulse import mute_pulse, pulse_of
+from perdure.training.health.heartbeat import Heartbeat, HeartbeatReader
+from perdure.training.wire.agent import Pulse
 
 
 @dataclass(slots=True)

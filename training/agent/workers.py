@@ -20,32 +20,32 @@ from typing import IO, Any
 
 import psutil
 
-from training.agent.activity import SessionActivity
-from training.agent.command import CommandRanks
-from training.agent.command_line import fill_in, for_arguments
-from training.agent.coordinator_client import AgentCoordinatorClient, address_file
-from training.agent.error_file import read_error
-from training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, tail
-from training.agent.fork_server import Fork, ForkedProcess, end_now
-from training.agent.left_running import LeftRunning
-from training.agent.masked_output import MaskedOutput, scrub
-from training.agent.platform_variables import platform_variables, rank_variables
-from training.agent.pulse import status_of_rank
-from training.agent.saved_checkpoints import SavedWatch
-from training.agent.shown_steps import ShownSteps
-from training.agent.worker_process import Worker
-from training.diagnosis.ending import early_end
-from training.diagnosis.exits import was_killed
-from training.files import write_whole
-from training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
-from training.health.retries import RetryLogs
-from training.job import RESERVED_NAMES
-from training.masking import SECRETS_ENV, masked_text, secret_values
-from training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
-from training.recovery.protocol import NotReplaced, WorkerEnded
-from training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
-from training.wire.coordinator import CoordinatorAddress
-from training.wire.logs import WorkerLog
+from perdure.training.agent.activity import SessionActivity
+from perdure.training.agent.command import CommandRanks
+from perdure.training.agent.command_line import fill_in, for_arguments
+from perdure.training.agent.coordinator_client import AgentCoordinatorClient, address_file
+from perdure.training.agent.error_file import read_error
+from perdure.training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, tail
+from perdure.training.agent.fork_server import Fork, ForkedProcess, end_now
+from perdure.training.agent.left_running import LeftRunning
+from perdure.training.agent.masked_output import MaskedOutput, scrub
+from perdure.training.agent.platform_variables import platform_variables, rank_variables
+from perdure.training.agent.pulse import status_of_rank
+from perdure.training.agent.saved_checkpoints import SavedWatch
+from perdure.training.agent.shown_steps import ShownSteps
+from perdure.training.agent.worker_process import Worker
+from perdure.training.diagnosis.ending import early_end
+from perdure.training.diagnosis.exits import was_killed
+from perdure.training.files import write_whole
+from perdure.training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
+from perdure.training.health.retries import RetryLogs
+from perdure.training.job import RESERVED_NAMES
+from perdure.training.masking import SECRETS_ENV, masked_text, secret_values
+from perdure.training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
+from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
+from perdure.training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
+from perdure.training.wire.coordinator import CoordinatorAddress
+from perdure.training.wire.logs import WorkerLog
 
 _log = logging.getLogger("perdure.agent")
 
@@ -54,7 +54,7 @@ STREAMS = ("stderr", "stdout")
 # After the first failure the others get this long to record what they saw before they are
 # stopped: the diagnosis separates the first cause from its consequences.
 SETTLE_S = 1.0
-WORKER_FUNCTION = "training.runtime.worker:run"
+WORKER_FUNCTION = "perdure.training.runtime.worker:run"
 GENERATION = "PERDURE_GENERATION"  # of a process that takes the place of another
 
 

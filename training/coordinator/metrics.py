@@ -20,11 +20,11 @@ from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from training.journal.events import LedgerEvent, StepRecord
-from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.recovery.rungs import Recovery
-from training.recovery.stages import Stage
-from training.wire.node import DeviceSample, HostSample, NodeSample
+from perdure.training.journal.events import LedgerEvent, StepRecord
+from perdure.training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from perdure.training.recovery.rungs import Recovery
+from perdure.training.recovery.stages import Stage
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 BASE_LABELS = ("run_id", "placement", "attempt")
 STEP_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 60, 120, 300, 600)

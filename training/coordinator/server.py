@@ -20,20 +20,20 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from storage.address import open_store
-from storage.errors import NotFound, StorageError
-from training.coordinator.metrics import AttemptNow, RunMetrics
-from training.diagnosis.exits import fault_of_end
-from training.files import write_whole
-from training.job import Job
-from training.journal.attempt_log import AttemptLog, Follower
-from training.journal.events import CheckpointCommitted, StepRecord
-from training.journal.steps import UnsavedSteps, metrics_prefix
-from training.log import start_logging
-from training.recovery.actions import AbnormalNorm, Action, LogEvent, ToAgent, ToRank
-from training.recovery.attempt import Attempt
-from training.recovery.ladder import InProcessDecider
-from training.recovery.protocol import (
+from perdure.storage.address import open_store
+from perdure.storage.errors import NotFound, StorageError
+from perdure.training.coordinator.metrics import AttemptNow, RunMetrics
+from perdure.training.diagnosis.exits import fault_of_end
+from perdure.training.files import write_whole
+from perdure.training.job import Job
+from perdure.training.journal.attempt_log import AttemptLog, Follower
+from perdure.training.journal.events import CheckpointCommitted, StepRecord
+from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
+from perdure.training.log import start_logging
+from perdure.training.recovery.actions import AbnormalNorm, Action, LogEvent, ToAgent, ToRank
+from perdure.training.recovery.attempt import Attempt
+from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.protocol import (
     Ending,
     GenerationReport,
     LastSaved,
@@ -48,8 +48,8 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
-from training.recovery.stages import Stage
-from training.wire.coordinator import (
+from perdure.training.recovery.stages import Stage
+from perdure.training.wire.coordinator import (
     FROM_MEMBER,
     AgentJoined,
     CoordinatorAddress,
@@ -60,11 +60,11 @@ from training.wire.coordinator import (
     WorkerJoined,
     metrics_file,
 )
-from training.wire.fan_out import room_for
-from training.wire.node import NodeSample
-from training.wire.rendezvous import serve_store
-from training.wire.requests import read_control
-from training.wire.transport import FIRST_LINE_S, dump_line, is_authentic, next_line
+from perdure.training.wire.fan_out import room_for
+from perdure.training.wire.node import NodeSample
+from perdure.training.wire.rendezvous import serve_store
+from perdure.training.wire.requests import read_control
+from perdure.training.wire.transport import FIRST_LINE_S, dump_line, is_authentic, next_line
 
 _log = logging.getLogger("perdure.coordinator")
 

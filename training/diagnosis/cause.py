@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
 
-from training.diagnosis.lines import severity_of
-from training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
-from training.diagnosis.rules import Role
-from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from perdure.training.diagnosis.lines import severity_of
+from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
+from perdure.training.diagnosis.rules import Role
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000

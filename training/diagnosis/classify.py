@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import IntEnum
 
-from training.diagnosis.cause import (
+from perdure.training.diagnosis.cause import (
     MAX_RUNNERS_UP,
     OF_DEVICES,
     Candidate,
@@ -23,9 +23,9 @@ from training.diagnosis.cause import (
     is_unnamed,
     rank_candidates,
 )
-from training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd
-from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.diagnosis.exits import (
+from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd
+from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
     ExitMeaning,
@@ -33,13 +33,13 @@ from training.diagnosis.exits import (
     signal_name,
     signal_of,
 )
-from training.diagnosis.peers import compare
-from training.diagnosis.recognise import Finding, recognise
-from training.diagnosis.rules import Role
-from training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
-from training.diagnosis.standstill import standstill_of
-from training.diagnosis.torchrun import first_failed
-from training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.diagnosis.peers import compare
+from perdure.training.diagnosis.recognise import Finding, recognise
+from perdure.training.diagnosis.rules import Role
+from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
+from perdure.training.diagnosis.standstill import standstill_of
+from perdure.training.diagnosis.torchrun import first_failed
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
 _TRACED = "Traceback (most recent call last)"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from training.diagnosis.rules import Classification, Role
-from training.recovery.chips import ChipLevel, CodeKind, chip_fact
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.rules import Classification, Role
+from perdure.training.recovery.chips import ChipLevel, CodeKind, chip_fact
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"\b[eE]rror ?[cC]ode(?: is)? ?[:=]? ?\(?(?P<{0}>{1})\b"
 _AFTER = r"[ =:]{1,3}(?P<acl2>[1235]\d{5})\b"
@@ -69,7 +69,7 @@ class CodeFact:
 @cache
 def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
     """Table name to code (or first characters of codes) to meaning."""
-    text = resources.files("training.diagnosis").joinpath("codes.toml").read_text("utf-8")
+    text = resources.files("perdure.training.diagnosis").joinpath("codes.toml").read_text("utf-8")
     return {
         table: {
             code: spec

@@ -27,8 +27,8 @@ from pathlib import Path
 
 import hyperscan
 
-from training.diagnosis.recognise import patterns
-from training.files import home_folder
+from perdure.training.diagnosis.recognise import patterns
+from perdure.training.files import home_folder
 
 LONGEST_S = 120.0  # that the other process is waited for
 NICENESS = 10  # what starts meanwhile comes first
@@ -45,7 +45,7 @@ def compile_beside() -> None:
             return
         try:
             _beside = subprocess.Popen(
-                [sys.executable, "-m", "training.diagnosis.compiled"],
+                [sys.executable, "-m", "perdure.training.diagnosis.compiled"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from training.diagnosis.exceptions import TRACEBACK
-from training.diagnosis.lines import is_low_level, is_progress
-from training.diagnosis.series import MARGINS, StepCounts
-from training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.diagnosis.exceptions import TRACEBACK
+from perdure.training.diagnosis.lines import is_low_level, is_progress
+from perdure.training.diagnosis.series import MARGINS, StepCounts
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
 SHORT_CODE = "ENDED_SHORT"
 # A stream that was last written so long before another of its process does not hold the end.

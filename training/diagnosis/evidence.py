@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from training.diagnosis.ending import BadEnd
-from training.diagnosis.exits import EXIT_DONE
-from training.diagnosis.standstill import RankProgress
-from training.recovery.faults import FaultClass
-from training.recovery.protocol import AttemptGivenUp
+from perdure.training.diagnosis.ending import BadEnd
+from perdure.training.diagnosis.exits import EXIT_DONE
+from perdure.training.diagnosis.standstill import RankProgress
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp
 
 
 @dataclass(frozen=True, slots=True)

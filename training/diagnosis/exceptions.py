@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from training.diagnosis.lines import FRAME, frames_of
-from training.diagnosis.rules import Classification, Role
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.lines import FRAME, frames_of
+from perdure.training.diagnosis.rules import Classification, Role
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 _NAMES = (
     r"_?[A-Z]\w*(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected"
@@ -80,7 +80,9 @@ class Raised:
 @cache
 def load_exceptions() -> tuple[ExceptionSpec, ...]:
     """The table, in order of precedence."""
-    text = resources.files("training.diagnosis").joinpath("exceptions.toml").read_text("utf-8")
+    text = (
+        resources.files("perdure.training.diagnosis").joinpath("exceptions.toml").read_text("utf-8")
+    )
     rows = tomllib.loads(text)["exception"]
     return tuple(ExceptionSpec.model_validate(row) for row in rows)
 

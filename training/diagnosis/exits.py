@@ -9,9 +9,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from training.diagnosis.exceptions import judge
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import WorkerEnded
+from perdure.training.diagnosis.exceptions import judge
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import WorkerEnded
 
 EXIT_DONE = 0
 EXIT_USER = 2

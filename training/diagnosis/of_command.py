@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from training.recovery.faults import Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
 
 CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
 CORRUPT_ACTION = (

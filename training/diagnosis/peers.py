@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from training.diagnosis.cause import LogSource
-from training.diagnosis.lines import time_of
-from training.diagnosis.recognise import Finding
-from training.diagnosis.rules import Role
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.cause import LogSource
+from perdure.training.diagnosis.lines import time_of
+from perdure.training.diagnosis.recognise import Finding
+from perdure.training.diagnosis.rules import Role
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 # HCCL: tag[AllReduce_<group>], then on a later line of the same report rankId[0], index[21]
 _HCCL_OP = re.compile(

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from training.diagnosis import codes, exceptions
-from training.diagnosis.lines import Origin, is_low_level, severity_of
-from training.diagnosis.rules import Classification, Role, Rule, load_rules, match_line
-from training.recovery.chips import Severity
-from training.recovery.faults import TRAITS, FaultClass, RecoverableBy
+from perdure.training.diagnosis import codes, exceptions
+from perdure.training.diagnosis.lines import Origin, is_low_level, severity_of
+from perdure.training.diagnosis.rules import Classification, Role, Rule, load_rules, match_line
+from perdure.training.recovery.chips import Severity
+from perdure.training.recovery.faults import TRAITS, FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
 _CHIP_RULE = f"{CODE_RULE}chip"

@@ -21,9 +21,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
-from training.diagnosis.lines import frames_of
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.diagnosis.lines import frames_of
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 # Special before general: ourselves, platforms, then what they share, then the language.
 FILES = (
@@ -124,7 +124,7 @@ class Rule:
 @cache
 def load_rules() -> tuple[Rule, ...]:
     """Every rule, in order of precedence."""
-    folder = resources.files("training.diagnosis").joinpath("rules")
+    folder = resources.files("perdure.training.diagnosis").joinpath("rules")
     tables = [tomllib.loads(folder.joinpath(name).read_text("utf-8")) for name in FILES]
     return tuple(_rule(row) for table in tables for row in table.get("rule", []))
 

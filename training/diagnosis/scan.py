@@ -18,13 +18,13 @@ from itertools import accumulate
 
 import hyperscan
 
-from training.diagnosis import exceptions
-from training.diagnosis.compiled import every_match
-from training.diagnosis.lines import Origin, has_clock, origin_of, time_of
-from training.diagnosis.recognise import EXCEPTION_RULE, Finding, patterns, recognise
-from training.diagnosis.rules import Role, load_rules
-from training.diagnosis.series import StepCounts
-from training.recovery.faults import FaultClass
+from perdure.training.diagnosis import exceptions
+from perdure.training.diagnosis.compiled import every_match
+from perdure.training.diagnosis.lines import Origin, has_clock, origin_of, time_of
+from perdure.training.diagnosis.recognise import EXCEPTION_RULE, Finding, patterns, recognise
+from perdure.training.diagnosis.rules import Role, load_rules
+from perdure.training.diagnosis.series import StepCounts
+from perdure.training.recovery.faults import FaultClass
 
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 1 << 20

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from training.diagnosis.lines import is_progress, origin_of, time_of
-from training.diagnosis.recognise import Finding
-from training.diagnosis.rules import Role
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.lines import is_progress, origin_of, time_of
+from perdure.training.diagnosis.recognise import Finding
+from perdure.training.diagnosis.rules import Role
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 _NUMBER = r"(nan|[-+]?inf|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)"
 _LOSS = re.compile(rf"\b(?:lm |train[_ ])?loss['\"]?\s*[:=]\s*{_NUMBER}", re.IGNORECASE)

@@ -20,19 +20,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.diagnosis.cause import Diagnosis, LogSource, choose
-from training.diagnosis.peers import anchors, compare, offsets
-from training.diagnosis.recognise import Finding
-from training.diagnosis.scan import (
+from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose
+from perdure.training.diagnosis.peers import anchors, compare, offsets
+from perdure.training.diagnosis.recognise import Finding
+from perdure.training.diagnosis.scan import (
     BLOCK_SIZE_BYTES,
     MAX_LINE_CHARS,
     MAX_LINE_SIZE_BYTES,
     Scan,
     scan,
 )
-from training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
-from training.errors import InputError
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
+from perdure.training.errors import InputError
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"

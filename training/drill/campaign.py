@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from storage.frozen_model import FrozenModel
-from training.drill.job import NUM_RANKS
-from training.errors import InputError
-from training.journal.history import RunHistory
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
-from training.specs.model import ParallelKind
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.drill.job import NUM_RANKS
+from perdure.training.errors import InputError
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
+from perdure.training.specs.model import ParallelKind
 
 SAVE_EVERY_STEPS = 3
 STEPS_PER_FAULT = 3

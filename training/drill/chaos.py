@@ -1,4 +1,4 @@
-"""`python -m training.drill.chaos`: runs with random faults, which must equal undisturbed runs.
+"""Runs with random faults must equal undisturbed runs: `python -m perdure.training.drill.chaos`.
 
 A fault of a campaign that did not fire counts as a failure unless there is a reason why it could
 not fire; the reason is printed.
@@ -21,17 +21,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.errors import StorageError
-from training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
-from training.drill.device_report import count_devices
-from training.drill.driver import RunDriver, RunOutcome, kill_hook
-from training.drill.evaluation import recovered, run_problems
-from training.drill.job import drill_job, write_corpus
-from training.drill.runner import KINDS, parallel_kind
-from training.errors import InputError, PerdureError
-from training.injection.outside import KillInjector
-from training.specs.model import ParallelKind
-from training.supervisor.watch import EndKind
+from perdure.storage.errors import StorageError
+from perdure.training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
+from perdure.training.drill.device_report import count_devices
+from perdure.training.drill.driver import RunDriver, RunOutcome, kill_hook
+from perdure.training.drill.evaluation import recovered, run_problems
+from perdure.training.drill.job import drill_job, write_corpus
+from perdure.training.drill.runner import KINDS, parallel_kind
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.injection.outside import KillInjector
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.watch import EndKind
 
 LIMIT_S = 900.0  # of one start of a run
 NUM_FAULTS = 50
@@ -254,7 +254,9 @@ def _run_below(home: Path, campaigns: Sequence[Campaign], *, out: Path, shrinks:
             campaign = chaos.shortest(campaign)  # noqa: PLW2901 the one to keep
         path = out / f"chaos-{campaign.parallelism}-{campaign.seed}.json"
         write_campaign(path, campaign)
-        print(f"to run it again: python -m training.drill.chaos --campaign {path}", flush=True)
+        print(
+            f"to run it again: python -m perdure.training.drill.chaos --campaign {path}", flush=True
+        )
     if num_bad:
         print(f"{num_bad} of {len(campaigns)} campaigns failed; logs and ledgers: {home}")
         return 1

@@ -18,19 +18,19 @@ from typing import Any
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
-from training.drill.evaluation import DrillOutcome
-from training.errors import InputError
-from training.files import write_whole
-from training.health.versions import check_versions, installed
-from training.processes import free_port
-from training.wire.node import Check, CheckOutcome
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.drill.evaluation import DrillOutcome
+from perdure.training.errors import InputError
+from perdure.training.files import write_whole
+from perdure.training.health.versions import check_versions, installed
+from perdure.training.processes import free_port
+from perdure.training.wire.node import Check, CheckOutcome
 
 HOST = "127.0.0.1"
 BURN_IN_S = 1.0
 LIMIT_S = 600.0
 COUNT_LIMIT_S = 120.0
-_PROGRAM = (sys.executable, "-m", "training.drill.device_trial")
+_PROGRAM = (sys.executable, "-m", "perdure.training.drill.device_trial")
 
 
 class TrialTask(FrozenModel):

@@ -20,15 +20,22 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from training.device import Healing, device_name, healing_of, local_devices, memory_of, pick_device
-from training.diagnosis.recognise import recognise
-from training.drill.device_report import Observed, Trial, TrialTask
-from training.health import burn_in
-from training.runtime.errors import classify
-from training.runtime.process_group.generations import Generations, StoreClient
-from training.runtime.process_group.reconfigurable import install
-from training.wire.node import Check, CheckOutcome
-from training.wire.rendezvous import serve_store
+from perdure.training.device import (
+    Healing,
+    device_name,
+    healing_of,
+    local_devices,
+    memory_of,
+    pick_device,
+)
+from perdure.training.diagnosis.recognise import recognise
+from perdure.training.drill.device_report import Observed, Trial, TrialTask
+from perdure.training.health import burn_in
+from perdure.training.runtime.errors import classify
+from perdure.training.runtime.process_group.generations import Generations, StoreClient
+from perdure.training.runtime.process_group.reconfigurable import install
+from perdure.training.wire.node import Check, CheckOutcome
+from perdure.training.wire.rendezvous import serve_store
 
 MATRIX = {"cpu": 256}
 DEVICE_MATRIX = 2048

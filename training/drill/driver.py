@@ -16,20 +16,20 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from storage.address import Credentials
-from storage.errors import StorageError
-from training.drill.termination import terminated_as_exception
-from training.errors import EngineError
-from training.health.heartbeat import Phase
-from training.injection.inside import fired_at_s
-from training.injection.outside import KillInjector
-from training.job import Job
-from training.journal.history import RunHistory
-from training.journal.steps import kept_steps
-from training.supervisor.run import Run
-from training.supervisor.runbook import RunSteps, conduct
-from training.supervisor.watch import EndKind, Progress
-from training.wire.requests import write_control
+from perdure.storage.address import Credentials
+from perdure.storage.errors import StorageError
+from perdure.training.drill.termination import terminated_as_exception
+from perdure.training.errors import EngineError
+from perdure.training.health.heartbeat import Phase
+from perdure.training.injection.inside import fired_at_s
+from perdure.training.injection.outside import KillInjector
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.steps import kept_steps
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.runbook import RunSteps, conduct
+from perdure.training.supervisor.watch import EndKind, Progress
+from perdure.training.wire.requests import write_control
 
 LOG = logging.getLogger(__name__)
 LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that failed

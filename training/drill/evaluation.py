@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from training.drill.driver import Curve, Pauser, RunOutcome
-from training.drill.table import Drill, Expected
-from training.job import Job
-from training.journal.attempt_view import AttemptView
-from training.journal.history import RunHistory
-from training.recovery.rungs import Rung
-from training.supervisor.watch import EndKind
+from perdure.training.drill.driver import Curve, Pauser, RunOutcome
+from perdure.training.drill.table import Drill, Expected
+from perdure.training.job import Job
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.watch import EndKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from training.job import Job, parse_job
-from training.specs.model import ParallelKind
+from perdure.training.job import Job, parse_job
+from perdure.training.specs.model import ParallelKind
 
 NUM_RANKS = 4
 PACE_ENV = "DRILL_PACE_S"  # seconds added to every step
@@ -68,7 +68,7 @@ def drill_job(
         "storage": {"address": f"file://{home / 'store'}"},
         "steps": steps,
         "seed": 11,
-        "worker": {"recipe": "training.drill.recipe:main"},
+        "worker": {"recipe": "perdure.training.drill.recipe:main"},
         "data": {"sources": [str(home / "corpus")], "shard_size_bytes": 8192, "num_workers": 0},
         "model": {
             "num_layers": 2,

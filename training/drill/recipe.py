@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import time
 
-from training.drill.job import PACE_ENV
-from training.job import Job
-from training.trainer import pretrain
+from perdure.training.drill.job import PACE_ENV
+from perdure.training.job import Job
+from perdure.training.trainer import pretrain
 
 
 def main(job: Job) -> None:

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from storage.address import Credentials, clear
-from storage.errors import StorageError
-from training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome, SpareAwaiter
-from training.drill.evaluation import DrillOutcome, judge
-from training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
-from training.drill.table import DRILLS, STEPS, Drill
-from training.errors import InputError, PerdureError
-from training.job import Job
-from training.recovery.rungs import ISOLATES
-from training.specs.drill import DrillFault, DrillPoint
-from training.specs.model import ParallelKind
-from training.supervisor.job_checks import check_job
-from training.supervisor.watch import EndKind
+from perdure.storage.address import Credentials, clear
+from perdure.storage.errors import StorageError
+from perdure.training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome, SpareAwaiter
+from perdure.training.drill.evaluation import DrillOutcome, judge
+from perdure.training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
+from perdure.training.drill.table import DRILLS, STEPS, Drill
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.job import Job
+from perdure.training.recovery.rungs import ISOLATES
+from perdure.training.specs.drill import DrillFault, DrillPoint
+from perdure.training.specs.model import ParallelKind
+from perdure.training.supervisor.job_checks import check_job
+from perdure.training.supervisor.watch import EndKind
 
 ALL = "all"
 MIN_NODES = 2

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from training.diagnosis.exits import SHELL_SIGNAL_BASE
+from perdure.training.diagnosis.exits import SHELL_SIGNAL_BASE
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TypeVar
 
-from training.agent.control import AgentClient
-from training.engines.base import Contact
-from training.errors import AgentUnreachable, EngineError
-from training.wire.agent import AgentReply, Order
-from training.wire.fan_out import FanOut, TimedLine
+from perdure.training.agent.control import AgentClient
+from perdure.training.engines.base import Contact
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.wire.agent import AgentReply, Order
+from perdure.training.wire.fan_out import FanOut, TimedLine
 
 K = TypeVar("K")
 Answer = AgentReply | AgentUnreachable | EngineError

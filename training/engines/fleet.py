@@ -12,20 +12,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from training.agent.control import CALL_TIMEOUT_S
-from training.diagnosis.evidence import NodeLoss
-from training.engines.agent_calls import AgentCalls
-from training.engines.base import ANY_NODE, Contact, Engine, Greeting, Placement, Snapshot, bound
-from training.engines.rank_table import Server, rank_table
-from training.engines.standing_by import StandingBy
-from training.errors import AgentUnreachable, EngineError
-from training.health.device_addresses import query_of
-from training.job import Job
-from training.recovery.faults import FaultClass
-from training.recovery.protocol import RecoveryBegan
-from training.recovery.rungs import Rung
-from training.specs.drill import Victim
-from training.wire.agent import (
+from perdure.training.agent.control import CALL_TIMEOUT_S
+from perdure.training.diagnosis.evidence import NodeLoss
+from perdure.training.engines.agent_calls import AgentCalls
+from perdure.training.engines.base import (
+    ANY_NODE,
+    Contact,
+    Engine,
+    Greeting,
+    Placement,
+    Snapshot,
+    bound,
+)
+from perdure.training.engines.rank_table import Server, rank_table
+from perdure.training.engines.standing_by import StandingBy
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.health.device_addresses import query_of
+from perdure.training.job import Job
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.protocol import RecoveryBegan
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import Victim
+from perdure.training.wire.agent import (
     AgentReply,
     AgentStatus,
     CheckOrder,
@@ -46,9 +54,9 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from training.wire.fan_out import TimedLine
-from training.wire.healing import HealOrder, HealReply
-from training.wire.logs import (
+from perdure.training.wire.fan_out import TimedLine
+from perdure.training.wire.healing import HealOrder, HealReply
+from perdure.training.wire.logs import (
     Collected,
     CollectOrder,
     LogPiece,
@@ -56,8 +64,8 @@ from training.wire.logs import (
     ReadLogsQuery,
     WorkerLog,
 )
-from training.wire.node import Check, unanswered
-from training.wire.rank_table import NodeDevices
+from perdure.training.wire.node import Check, unanswered
+from perdure.training.wire.rank_table import NodeDevices
 
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost

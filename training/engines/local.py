@@ -20,22 +20,22 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from storage.frozen_model import FrozenModel
-from training.agent.agent import CONFIG_FILE
-from training.agent.control import ADDRESS_FILE
-from training.agent.node_folder import node_folder
-from training.diagnosis.evidence import NodeLoss
-from training.engines.base import Contact, Placement, agent_config
-from training.engines.local_devices import devices_of_node
-from training.errors import EngineError
-from training.files import last_line, private_folder, write_whole
-from training.injection.victims import processes_of
-from training.job import Job
-from training.journal.records import Member
-from training.processes import MARKER, is_alive, kill_container
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
-from training.wire.agent import NO_MEMBER, AgentAddress, NodeText
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.agent.node_folder import node_folder
+from perdure.training.diagnosis.evidence import NodeLoss
+from perdure.training.engines.base import Contact, Placement, agent_config
+from perdure.training.engines.local_devices import devices_of_node
+from perdure.training.errors import EngineError
+from perdure.training.files import last_line, private_folder, write_whole
+from perdure.training.injection.victims import processes_of
+from perdure.training.job import Job
+from perdure.training.journal.records import Member
+from perdure.training.processes import MARKER, is_alive, kill_container
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.wire.agent import NO_MEMBER, AgentAddress, NodeText
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
@@ -283,7 +283,7 @@ class LocalEngine:
         own = {MARKER: container.folder, **devices}
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "training.agent", container.folder],
+                [sys.executable, "-m", "perdure.training.agent", container.folder],
                 cwd=container.path,
                 env={**kept, **self._secrets_env, **own},
                 stdin=subprocess.DEVNULL,

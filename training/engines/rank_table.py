@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.specs.recovery import RankTableForm
-from training.wire.rank_table import DeviceAddress, NodeDevices
+from perdure.training.specs.recovery import RankTableForm
+from perdure.training.wire.rank_table import DeviceAddress, NodeDevices
 
 
 @dataclass(frozen=True, slots=True)

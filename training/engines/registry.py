@@ -6,23 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.engines.base import Engine
-from training.engines.fleet import Fleet
-from training.engines.local import LocalEngine
-from training.errors import InputError
-from training.job import Job
-from training.wire.node import Check
+from perdure.training.engines.base import Engine
+from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.local import LocalEngine
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.wire.node import Check
 
 
 def _kubernetes(job: Job, **given: Any) -> Engine:
     # The client takes a second to import, and most processes speak to no cluster.
-    from training.engines.kubernetes.engine import KubernetesEngine  # noqa: PLC0415
+    from perdure.training.engines.kubernetes.engine import KubernetesEngine  # noqa: PLC0415
 
     return KubernetesEngine(job, **given)
 
 
 def _cluster_checks(job: Job) -> Sequence[Check]:
-    from training.engines.kubernetes.cluster_checks import check_cluster  # noqa: PLC0415 likewise
+    from perdure.training.engines.kubernetes.cluster_checks import check_cluster  # noqa: PLC0415 likewise
 
     return check_cluster(job)
 

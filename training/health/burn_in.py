@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from training.device import synchronize
-from training.wire.node import Check, CheckOutcome
+from perdure.training.device import synchronize
+from perdure.training.wire.node import Check, CheckOutcome
 
 SEED = 20_260_000
 LARGEST = 8

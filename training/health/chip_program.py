@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from training.device import pick_device
-from training.health import burn_in
+from perdure.training.device import pick_device
+from perdure.training.health import burn_in
 
 
 def main() -> None:

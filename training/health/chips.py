@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from training.health.devices import Ask, check_history, judge_devices
-from training.health.sources import npu_smi
-from training.health.sources.sampling import NPU_SMI, Sampler, reset_command
-from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
-from training.recovery.healing import RESET_COMMAND_LIMIT_S, HealPlan, is_still_there
-from training.wire.node import CheckOutcome
+from perdure.training.health.devices import Ask, check_history, judge_devices
+from perdure.training.health.sources import npu_smi
+from perdure.training.health.sources.sampling import NPU_SMI, Sampler, reset_command
+from perdure.training.health.sources.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.recovery.healing import RESET_COMMAND_LIMIT_S, HealPlan, is_still_there
+from perdure.training.wire.node import CheckOutcome
 
 # How a tool words that it did not do what it was asked to; what it did shows the check after it.
 _REFUSED = re.compile(r"fail|error|not support|invalid|denied|permission", re.IGNORECASE)

@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from training.health.sources.npu_smi import Chip, parse_table
-from training.health.sources.vendor_tools import NoAnswer, ask, assignments, fields
-from training.job import Job
-from training.specs.recovery import RankTableForm
-from training.wire.agent import AgentReply
-from training.wire.node import Check, CheckOutcome
-from training.wire.rank_table import (
+from perdure.training.health.sources.npu_smi import Chip, parse_table
+from perdure.training.health.sources.vendor_tools import NoAnswer, ask, assignments, fields
+from perdure.training.job import Job
+from perdure.training.specs.recovery import RankTableForm
+from perdure.training.wire.agent import AgentReply
+from perdure.training.wire.node import Check, CheckOutcome
+from perdure.training.wire.rank_table import (
     VISIBLE,
     DeviceAddress,
     DevicesQuery,

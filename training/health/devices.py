@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from training.health.sources import hccn, npu_smi
-from training.health.sources.sampling import HCCN_TOOL, NPU_SMI, Sampler
-from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
-from training.wire.node import Check, CheckOutcome, DeviceSample, NodeSample, worst
+from perdure.training.health.sources import hccn, npu_smi
+from perdure.training.health.sources.sampling import HCCN_TOOL, NPU_SMI, Sampler
+from perdure.training.health.sources.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.wire.node import Check, CheckOutcome, DeviceSample, NodeSample, worst
 
 Ask = Callable[[Sequence[str]], str]
 

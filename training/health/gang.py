@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from training.device import backend_of, synchronize
-from training.health.verdict import ALL_REDUCE, JOIN
-from training.wire.node import Check, CheckOutcome
-from training.wire.rendezvous import serve_store
+from perdure.training.device import backend_of, synchronize
+from perdure.training.health.verdict import ALL_REDUCE, JOIN
+from perdure.training.wire.node import Check, CheckOutcome
+from perdure.training.wire.rendezvous import serve_store
 
 POLL_S = 0.1
 LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from training.health.heartbeat import Heartbeat, Phase
+from perdure.training.health.heartbeat import Heartbeat, Phase
 
 EVEN_SHARE = 6  # the last sixth of the time has to be even
 MIN_READINGS = 4

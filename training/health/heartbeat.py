@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Self
 
-from training.processes import rank_in
+from perdure.training.processes import rank_in
 
 _OPERATION_BYTES = 48
 _RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")

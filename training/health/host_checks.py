@@ -15,13 +15,13 @@ from pathlib import Path
 
 import psutil
 
-from storage.address import open_store
-from storage.errors import Corrupt, StorageError
-from storage.objects import ObjectStore
-from training.environment import HOST_PORTS
-from training.job import Job
-from training.specs.env_from import values_on_node
-from training.wire.node import Check, CheckOutcome
+from perdure.storage.address import open_store
+from perdure.storage.errors import Corrupt, StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.environment import HOST_PORTS
+from perdure.training.job import Job
+from perdure.training.specs.env_from import values_on_node
+from perdure.training.wire.node import Check, CheckOutcome
 
 PROBE_BYTES = 4 << 20
 DISK_COPIES = 2  # the newest save, and the one being written

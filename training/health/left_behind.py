@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from training.health.heartbeat import Phase
+from perdure.training.health.heartbeat import Phase
 
 FACTOR = 3.0
 IDLE_CORES = 0.01

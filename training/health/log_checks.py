@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
-from training.environment import variables_of
-from training.job import Job
-from training.wire.node import Check, CheckOutcome
+from perdure.training.environment import variables_of
+from perdure.training.job import Job
+from perdure.training.wire.node import Check, CheckOutcome
 
 NAME = "device_logs"
 LEVEL = "ASCEND_GLOBAL_LOG_LEVEL"

@@ -12,8 +12,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from training.files import write_whole
-from training.health.saved_files import Saved, measured
+from perdure.training.files import write_whole
+from perdure.training.health.saved_files import Saved, measured
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FILE = "model_optim_rng.pt"  # of a rank of tensor and pipeline parallelism

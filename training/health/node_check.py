@@ -11,17 +11,17 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from storage.address import has_store
-from training.environment import interface_variables, variables_of
-from training.files import home_folder
-from training.health.sources.vendor_tools import end_session
-from training.job import Job
-from training.processes import free_port
-from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask
+from perdure.storage.address import has_store
+from perdure.training.environment import interface_variables, variables_of
+from perdure.training.files import home_folder
+from perdure.training.health.sources.vendor_tools import end_session
+from perdure.training.job import Job
+from perdure.training.processes import free_port
+from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask
 
 MAX_RANKS = 4
 LOOPBACK = "127.0.0.1"
-NODE_PROGRAM = "training.health.node_program"
+NODE_PROGRAM = "perdure.training.health.node_program"
 
 
 class NodeProgram:

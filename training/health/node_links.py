@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
-from training.wire.node import Check, CheckOutcome
+from perdure.training.health.sources.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.wire.node import Check, CheckOutcome
 
 NAME = "hccl_test"
 MPIRUN = "mpirun"

@@ -1,4 +1,4 @@
-"""The program that checks a node: `python -m training.health.node_program`, a task on stdin.
+"""Check a node: `python -m perdure.training.health.node_program`, which reads its task on stdin.
 
 It forks a rank for every slot: each burns its device in and takes part in the check of the gang,
 while the program itself looks at the rest of the node. Torch is imported once, before the fork,
@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.device import pick_device
-from training.health import burn_in, gang
-from training.health.device_addresses import check_rank_table, query_of
-from training.health.devices import check_devices, has_torch_npu
-from training.health.host_checks import (
+from perdure.training.device import pick_device
+from perdure.training.health import burn_in, gang
+from perdure.training.health.device_addresses import check_rank_table, query_of
+from perdure.training.health.devices import check_devices, has_torch_npu
+from perdure.training.health.host_checks import (
     check_disks,
     check_memory,
     check_ports,
@@ -31,11 +31,11 @@ from training.health.host_checks import (
     check_store_of,
     listening_ports,
 )
-from training.health.log_checks import check_logs
-from training.health.node_links import check_links
-from training.health.versions import check_versions, installed
-from training.job import Job
-from training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
+from perdure.training.health.log_checks import check_logs
+from perdure.training.health.node_links import check_links
+from perdure.training.health.versions import check_versions, installed
+from perdure.training.job import Job
+from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
 
 END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
 MAX_LISTED = 4  # ranks with a failure that are listed one by one

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 
-from training.journal.events import AlertRaised, HealthPoint, StepRecord
-from training.specs.watch import WatchSpec
-from training.wire.node import NodeSample
+from perdure.training.journal.events import AlertRaised, HealthPoint, StepRecord
+from perdure.training.specs.watch import WatchSpec
+from perdure.training.wire.node import NodeSample
 
 Key = tuple[HealthPoint, str | None, int | None]
 

@@ -14,9 +14,9 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from training.health.megatron_parts import find_parts, set_tracker, tracked_step
-from training.health.saved_files import Saved, measured
-from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
+from perdure.training.health.megatron_parts import find_parts, set_tracker, tracked_step
+from perdure.training.health.saved_files import Saved, measured
+from perdure.training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 TRAINER_STATE = "trainer_state.json"
 NANOGPT_FILE = "ckpt.pt"

@@ -19,9 +19,9 @@ from typing import Any
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
-from training.journal.events import StepRecord
-from training.specs.progress import ProgressKind, ProgressSpec
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.journal.events import StepRecord
+from perdure.training.specs.progress import ProgressKind, ProgressSpec
 
 FORMATS_FILE = "progress_formats.toml"
 # Longer lines are no lines of a step, and patterns of the job may take long on them.
@@ -51,7 +51,7 @@ class ProgressFormat(FrozenModel):
 @cache
 def formats() -> Mapping[ProgressKind, ProgressFormat]:
     """The formats that are known."""
-    text = resources.files("training.health").joinpath(FORMATS_FILE).read_text("utf-8")
+    text = resources.files("perdure.training.health").joinpath(FORMATS_FILE).read_text("utf-8")
     found = map(ProgressFormat.model_validate, tomllib.loads(text)["format"])
     return {one.kind: one for one in found}
 

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from training.health.versions import NAME as VERSIONS
-from training.wire.node import Check, CheckOutcome
+from perdure.training.health.versions import NAME as VERSIONS
+from perdure.training.wire.node import Check, CheckOutcome
 
 # Checks of the gang; named here, for this module must not load torch.
 JOIN = "join"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from training.health.sources.nvml import driver_version
-from training.health.sources.vendor_tools import assignments
-from training.wire.node import Check, CheckOutcome
+from perdure.training.health.sources.nvml import driver_version
+from perdure.training.health.sources.vendor_tools import assignments
+from perdure.training.wire.node import Check, CheckOutcome
 
 NAME = "versions"
 DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")

@@ -17,10 +17,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from storage.objects import ObjectStore
-from training.injection.victims import lose_this_node
-from training.processes import MARKER
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
+from perdure.storage.objects import ObjectStore
+from perdure.training.injection.victims import lose_this_node
+from perdure.training.processes import MARKER
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {
     DrillKind.GRADIENT: 1e4,

@@ -1,4 +1,4 @@
-"""`python -m training.injection.lost_node MARKER`: what an agent becomes when its node is lost.
+"""Become a lost node: `python -m perdure.training.injection.lost_node MARKER`, run by its agent.
 
 Kills everything in the container with that marker. The first process of a pod then stays, and
 answers nobody: to the cluster the pod runs, as one does whose node has just lost its power.
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-from training.processes import kill_container
+from perdure.training.processes import kill_container
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from training.specs.drill import Kill, Victim
+from perdure.training.specs.drill import Kill, Victim
 
 # Kills what has this index; whether something was hit.
 Hit = Callable[[Victim, int], bool]

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import psutil
 
-from training.processes import MARKER, signal_all
-from training.specs.drill import Victim
+from perdure.training.processes import MARKER, signal_all
+from perdure.training.specs.drill import Victim
 
 # To an agent of a drill, from a worker of its container: the node is to be lost now. The kernel
 # drops a SIGKILL to a pod's first process that comes from within the pod.
@@ -75,7 +75,7 @@ def become_lost_node(marker: str) -> NoReturn:
     any of it, none of its connections stays open.
     """
     os.execv(  # noqa: S606 no shell is wanted
-        sys.executable, [sys.executable, "-m", "training.injection.lost_node", marker]
+        sys.executable, [sys.executable, "-m", "perdure.training.injection.lost_node", marker]
     )
 
 
@@ -104,12 +104,12 @@ def _part_of(process: psutil.Process) -> Victim | None:
     if name == Victim.COORDINATOR:
         return Victim.COORDINATOR
     modules = {
-        "training.agent": Victim.AGENT,
-        "training.agent.checkpoint_server": Victim.CHECKPOINT_SERVER,
+        "perdure.training.agent": Victim.AGENT,
+        "perdure.training.agent.checkpoint_server": Victim.CHECKPOINT_SERVER,
     }
     # What is forked from a fork server has its command line, and a name of its own.
     if name.startswith("python"):
-        modules["training.agent.fork_server"] = Victim.FORK_SERVER
+        modules["perdure.training.agent.fork_server"] = Victim.FORK_SERVER
     return next((part for module, part in modules.items() if module in command), None)
 
 

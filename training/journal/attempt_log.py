@@ -16,7 +16,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from training.journal.events import EVENT, Event
+from perdure.training.journal.events import EVENT, Event
 
 FILE_NAME = "metrics.jsonl"
 MAX_READ_BYTES = 1 << 20

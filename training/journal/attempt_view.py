@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from training.journal.events import (
+from perdure.training.journal.events import (
     AlertCleared,
     AlertRaised,
     CheckpointRestored,
     ChipsHealed,
     LedgerEvent,
 )
-from training.journal.records import AttemptEnded, AttemptStarted, FirstStep, Member
-from training.recovery.faults import Fault
-from training.recovery.healing import found_at_fault
-from training.recovery.protocol import (
+from perdure.training.journal.records import AttemptEnded, AttemptStarted, FirstStep, Member
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.healing import found_at_fault
+from perdure.training.recovery.protocol import (
     AttemptEvent,
     LastSave,
     PauseBegan,
@@ -27,7 +27,7 @@ from training.recovery.protocol import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.recovery.rungs import Decision, Rung
+from perdure.training.recovery.rungs import Decision, Rung
 
 Began = TypeVar("Began", bound=AttemptEvent)
 Ended = TypeVar("Ended", bound=AttemptEvent)

@@ -13,10 +13,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from training.recovery.healing import ActDone, acts_text
-from training.recovery.protocol import AttemptEvent, RecoveryEvent
-from training.recovery.repair import SkippedBatch
-from training.recovery.rungs import Rung
+from perdure.training.recovery.healing import ActDone, acts_text
+from perdure.training.recovery.protocol import AttemptEvent, RecoveryEvent
+from perdure.training.recovery.repair import SkippedBatch
+from perdure.training.recovery.rungs import Rung
 
 # A diverged loss is written as Infinity or NaN, not as null.
 _LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")

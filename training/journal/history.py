@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
-from training.journal.attempt_view import AttemptView, InProcessRecovery, Pause
-from training.journal.records import (
+from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery, Pause
+from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -29,8 +29,8 @@ from training.journal.records import (
     RunReopened,
     SupervisorTook,
 )
-from training.recovery.protocol import RecoveryBegan
-from training.recovery.rungs import Decision, Recovery
+from perdure.training.recovery.protocol import RecoveryBegan
+from perdure.training.recovery.rungs import Decision, Recovery
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
-from storage.errors import Corrupt, NotFound, PreconditionFailed
-from storage.frozen_model import FrozenModel
-from storage.objects import ObjectStore
-from training.errors import AlreadySupervised
-from training.journal.history import RunHistory, replay
-from training.journal.records import RECORD, AnyRecord, SupervisorTook
-from training.processes import is_alive
+from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.objects import ObjectStore
+from perdure.training.errors import AlreadySupervised
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import RECORD, AnyRecord, SupervisorTook
+from perdure.training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
 RENEW_S = 5.0  # five renewals in a row may fail before another host takes over

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from storage.frozen_model import FrozenModel
-from training.journal.events import LedgerEvent
-from training.recovery.faults import Fault
-from training.recovery.rungs import Decision, Rung
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.journal.events import LedgerEvent
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.rungs import Decision, Rung
 
 
 class Record(FrozenModel):

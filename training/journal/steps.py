@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from storage.objects import ObjectInfo, ObjectStore
-from training.journal.attempt_log import Follower
-from training.journal.events import STEP, CheckpointCommitted, StepRecord
+from perdure.storage.objects import ObjectInfo, ObjectStore
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.journal.events import STEP, CheckpointCommitted, StepRecord
 
 
 class UnsavedSteps:

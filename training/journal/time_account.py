@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import groupby, pairwise
 
-from training.journal.attempt_view import AttemptView, InProcessRecovery
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory
-from training.recovery.rungs import RUNGS, Rung
+from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import RUNGS, Rung
 
 Key = tuple[int, int]
 

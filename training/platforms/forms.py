@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from training.errors import InputError
-from training.platforms.modelarts import GRACE, read_absent, read_grace
-from training.platforms.monitor import (
+from perdure.training.errors import InputError
+from perdure.training.platforms.modelarts import GRACE, read_absent, read_grace
+from perdure.training.platforms.monitor import (
     CHECK,
     COUNT,
     MAX_COUNT,
@@ -31,7 +31,7 @@ from training.platforms.monitor import (
     read_switch,
     read_threshold,
 )
-from training.platforms.settings import (
+from perdure.training.platforms.settings import (
     Fact,
     Finding,
     ImportedSettings,
@@ -42,7 +42,7 @@ from training.platforms.settings import (
     refuse,
     source_of,
 )
-from training.platforms.tft import read_tft
+from perdure.training.platforms.tft import read_tft
 
 
 class Platform(StrEnum):

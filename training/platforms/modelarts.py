@@ -10,8 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from training.errors import InputError
-from training.platforms.settings import MAX_GRACE_S, Finding, Setting, Value, refuse, source_of
+from perdure.training.errors import InputError
+from perdure.training.platforms.settings import (
+    MAX_GRACE_S,
+    Finding,
+    Setting,
+    Value,
+    refuse,
+    source_of,
+)
 
 PREFIX = "fault-tolerance/"
 JOB_RETRY_NUM = f"{PREFIX}job-retry-num"

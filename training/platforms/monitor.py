@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from training.platforms.settings import Finding, Setting, number, refuse, source_of
-from training.platforms.tft import TFT, has_tre
+from perdure.training.platforms.settings import Finding, Setting, number, refuse, source_of
+from perdure.training.platforms.tft import TFT, has_tre
 
 MONITOR_ON = "monitor_on"
 CHECK = "check_for_global_norm"

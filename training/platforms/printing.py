@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from training.platforms.forms import Platform, read_platform
-from training.platforms.modelarts import GRACE
-from training.platforms.monitor import CHECK, COUNT, MONITOR_ON, SKIP, THRESHOLD
-from training.platforms.settings import Value, shown
-from training.platforms.tft import TFT, read_snapshot_steps
-from training.recovery.rungs import Policy, RestartCount
+from perdure.training.platforms.forms import Platform, read_platform
+from perdure.training.platforms.modelarts import GRACE
+from perdure.training.platforms.monitor import CHECK, COUNT, MONITOR_ON, SKIP, THRESHOLD
+from perdure.training.platforms.settings import Value, shown
+from perdure.training.platforms.tft import TFT, read_snapshot_steps
+from perdure.training.recovery.rungs import Policy, RestartCount
 
 Entries = dict[str, str]
 

@@ -14,8 +14,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from training.errors import InputError
-from training.recovery.rungs import Policy
+from perdure.training.errors import InputError
+from perdure.training.recovery.rungs import Policy
 
 Value = bool | int | float | str
 

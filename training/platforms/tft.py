@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from training.errors import InputError
-from training.platforms.settings import Finding, Setting, number
+from perdure.training.errors import InputError
+from perdure.training.platforms.settings import Finding, Setting, number
 
 _ON_OFF = ("0", "1")
 _BEFORE_RSC = ("UCE", "HCCE", "ARF", "TRE")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import (
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import (
     AttemptGivenUp,
     LastSave,
     LastSaved,
@@ -18,8 +18,8 @@ from training.recovery.protocol import (
     RecoveryEvent,
     ToMember,
 )
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
-from training.recovery.rungs import Decision
+from perdure.training.recovery.repair import RankReport, RepairMode, RepairPlan, steps_lost
+from perdure.training.recovery.rungs import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from training.recovery.actions import (
+from perdure.training.recovery.actions import (
     AbnormalNorm,
     Action,
     Outbox,
@@ -21,10 +21,10 @@ from training.recovery.actions import (
     mode_after,
     mode_of,
 )
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.healing import HealPlan, check_before_replacing
-from training.recovery.ladder import InProcessDecider, device_of, fault_of_report
-from training.recovery.protocol import (
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.healing import HealPlan, check_before_replacing
+from perdure.training.recovery.ladder import InProcessDecider, device_of, fault_of_report
+from perdure.training.recovery.protocol import (
     GiveUp,
     LastSaved,
     NewGeneration,
@@ -38,11 +38,17 @@ from training.recovery.protocol import (
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.ranks import Pauses, Ranks
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, Unrepairable, plan_repair
-from training.recovery.replicas import lack_among_living
-from training.recovery.rungs import IN_PROCESS, Decision, Rung
-from training.recovery.stages import HOLDS, RECOVERABLE, RECOVERING, Stage
+from perdure.training.recovery.ranks import Pauses, Ranks
+from perdure.training.recovery.repair import (
+    RankReport,
+    RepairMode,
+    RepairPlan,
+    Unrepairable,
+    plan_repair,
+)
+from perdure.training.recovery.replicas import lack_among_living
+from perdure.training.recovery.rungs import IN_PROCESS, Decision, Rung
+from perdure.training.recovery.stages import HOLDS, RECOVERABLE, RECOVERING, Stage
 
 # Survivors notice a broken connection in the same moment in which the kernel closes the dead
 # process's connection to us: only when no such end follows is the connection alone at fault.

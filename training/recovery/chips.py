@@ -195,7 +195,9 @@ def _is_over(rule: FrequencyRule, past: Sequence[float], now_s: float) -> bool:
 
 @cache
 def _tables() -> Mapping[str, Any]:
-    return tomllib.loads(files("training.recovery").joinpath("chips.toml").read_text("utf-8"))
+    return tomllib.loads(
+        files("perdure.training.recovery").joinpath("chips.toml").read_text("utf-8")
+    )
 
 
 @cache

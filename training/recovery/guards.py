@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from training.recovery.chips import (
+from perdure.training.recovery.chips import (
     SEPARATED,
     ChipAnswer,
     ChipLevel,
@@ -20,7 +20,7 @@ from training.recovery.chips import (
     escalated,
     times_in_a_row,
 )
-from training.recovery.faults import (
+from perdure.training.recovery.faults import (
     STORE_FULL,
     TRAITS,
     USER_CAUSED_CODES,
@@ -28,7 +28,7 @@ from training.recovery.faults import (
     FaultClass,
     RecoverableBy,
 )
-from training.recovery.rungs import (
+from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,
@@ -40,7 +40,7 @@ from training.recovery.rungs import (
     RestartCount,
     Rung,
 )
-from training.recovery.same_node import COUNTED, again_and_again
+from perdure.training.recovery.same_node import COUNTED, again_and_again
 
 # ModelArts: for one problem with no node or chip at fault; one code of one chip, in a row.
 UNCONDITIONAL_RESCHEDULES_IN_A_ROW = 3

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from training.recovery.faults import TRAITS, Fault, FaultClass
-from training.recovery.guards import (
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.recovery.guards import (
     SETTINGS,
     UNSUPPORTED,
     Case,
@@ -30,9 +30,9 @@ from training.recovery.guards import (
     same_node,
     too_often,
 )
-from training.recovery.ladder_rules import RULES
-from training.recovery.protocol import RecoveryBegan, WorkerFault, WorkerFaultKind
-from training.recovery.rungs import (
+from perdure.training.recovery.ladder_rules import RULES
+from perdure.training.recovery.protocol import RecoveryBegan, WorkerFault, WorkerFaultKind
+from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.guards import ENDED
-from training.recovery.ladder import decide
-from training.recovery.rungs import (
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.guards import ENDED
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.rungs import (
     IN_PROCESS,
     LADDER,
     RUNGS,

@@ -12,11 +12,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
-from training.recovery.faults import Fault
-from training.recovery.healing import HealPlan
-from training.recovery.repair import RankReport, RepairPlan
-from training.recovery.rungs import Decision, Rung
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.repair import RankReport, RepairPlan
+from perdure.training.recovery.rungs import Decision, Rung
 
 
 class CoordinatorMessage(FrozenModel):

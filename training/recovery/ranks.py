@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from training.recovery.actions import Outbox
-from training.recovery.protocol import PauseBegan, PauseEnded
+from perdure.training.recovery.actions import Outbox
+from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 
 END_NOTICE_S = 5.0  # for the agent to report how a process ended whose connection is closed
 # For the supervisor to say that a node is lost whose agent is gone, too: one that is cut off

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 
 def ranges_text(ranks: Sequence[int]) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.faults import Fault, FaultClass
 
 
 class RestartCount(StrEnum):

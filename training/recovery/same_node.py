@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.recovery.faults import FaultClass
+from perdure.training.recovery.faults import FaultClass
 
 WINDOW_S = 86400.0  # as the platforms count the codes of a chip
 COUNTED = frozenset({FaultClass.NATIVE_CRASH, FaultClass.HOST_OOM, FaultClass.OPERATOR_ERROR})

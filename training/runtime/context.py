@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from training.errors import InputError
-from training.job import Job
-from training.recovery.replicas import ParallelLayout
-from training.specs.model import ParallelKind
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.specs.model import ParallelKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,21 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.protocol import GiveUp, NewGeneration, Paused, PauseRequest, Plan, Reconnect
-from training.recovery.repair import RepairPlan
-from training.recovery.replicas import ParallelLayout
-from training.runtime.errors import GivenUp, Interrupted
-from training.runtime.process_group.generations import GIVEN_UP
-from training.wire.coordinator import TO_MEMBER, CoordinatorAddress, WorkerJoined
-from training.wire.transport import Connection
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.recovery.protocol import (
+    GiveUp,
+    NewGeneration,
+    Paused,
+    PauseRequest,
+    Plan,
+    Reconnect,
+)
+from perdure.training.recovery.repair import RepairPlan
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.runtime.errors import GivenUp, Interrupted
+from perdure.training.runtime.process_group.generations import GIVEN_UP
+from perdure.training.wire.coordinator import TO_MEMBER, CoordinatorAddress, WorkerJoined
+from perdure.training.wire.transport import Connection
 
 _log = logging.getLogger("perdure.runtime")
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from training.errors import PerdureError
-from training.recovery.protocol import WorkerFaultKind
+from perdure.training.errors import PerdureError
+from perdure.training.recovery.protocol import WorkerFaultKind
 
 
 class WorkerError(PerdureError):

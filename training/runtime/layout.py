@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from storage.staging import gather_json
-from training.errors import InputError
-from training.recovery.replicas import ParallelLayout
-from training.runtime.context import WorkerContext
+from perdure.storage.staging import gather_json
+from perdure.training.errors import InputError
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.runtime.context import WorkerContext
 
-FIELD = "training.join(layout=...)"
+FIELD = "perdure.join(layout=...)"
 
 
 def fitting_layout(layout: ParallelLayout | None, context: WorkerContext) -> ParallelLayout | None:

@@ -10,8 +10,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from training.job import Job
-from training.runtime.session import join
+from perdure.training.job import Job
+from perdure.training.runtime.session import join
 
 
 def main(job: Job) -> None:

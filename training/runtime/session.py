@@ -1,6 +1,6 @@
 """The worker's side of a run: join, register, loop over steps.
 
-    session = training.join()
+    session = perdure.join()
     session.register(model=model, optimizer=optimizer, scheduler=scheduler, data=loader)
     for step in session.steps(until=session.job.steps):
         with step:
@@ -27,36 +27,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore
-from storage.saving import SaveHooks
-from training.device import backend_of, pick_device
-from training.errors import InputError
-from training.health.heartbeat import HeartbeatWriter, Phase, stacks_file
-from training.injection.inside import WorkerInjector
-from training.log import start_logging
-from training.recovery.replicas import ParallelLayout
-from training.runtime.context import WorkerContext
-from training.runtime.layout import check_layout, compare_layouts, fitting_layout
-from training.runtime.process_group.attempt_groups import AttemptGroups
-from training.runtime.program import Loader, Scheduler, Training
-from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.live import Snapshots, damage
-from training.runtime.state.random_numbers import UninitializedParameters, seeded_after
-from training.runtime.step_loop.loop import AgentRequests, StepLoop
-from training.runtime.step_loop.rank_recovery import RankRecovery
-from training.runtime.step_loop.skipping import SkippedData
-from training.runtime.step_loop.step import Limits, Step
-from training.runtime.step_loop.step_records import StepRecords
-from training.runtime.step_loop.wrappers import settle_buckets
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.saving import SaveHooks
+from perdure.training.device import backend_of, pick_device
+from perdure.training.errors import InputError
+from perdure.training.health.heartbeat import HeartbeatWriter, Phase, stacks_file
+from perdure.training.injection.inside import WorkerInjector
+from perdure.training.log import start_logging
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.layout import check_layout, compare_layouts, fitting_layout
+from perdure.training.runtime.process_group.attempt_groups import AttemptGroups
+from perdure.training.runtime.program import Loader, Scheduler, Training
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.runtime.state.live import Snapshots, damage
+from perdure.training.runtime.state.random_numbers import UninitializedParameters, seeded_after
+from perdure.training.runtime.step_loop.loop import AgentRequests, StepLoop
+from perdure.training.runtime.step_loop.rank_recovery import RankRecovery
+from perdure.training.runtime.step_loop.skipping import SkippedData
+from perdure.training.runtime.step_loop.step import Limits, Step
+from perdure.training.runtime.step_loop.step_records import StepRecords
+from perdure.training.runtime.step_loop.wrappers import settle_buckets
 
 
 class Session:
-    """This process's part in the run. Made by `training.join()`.
+    """This process's part in the run. Made by `perdure.join()`.
 
     Attributes:
         ended_at: last step of a loop that came to its end in this process, 0 before.
-        current: of this process, None before `training.join()`.
+        current: of this process, None before `perdure.join()`.
     """
 
     ended_at: ClassVar[int] = 0
@@ -174,7 +174,7 @@ class Session:
             raise InputError(
                 "session.register(data=...)",
                 f"{type(data).__name__} lacks {', '.join(missing)}; "
-                "training.runtime.program.Loader describes them",
+                "perdure.training.runtime.program.Loader describes them",
             )
         check_layout(model, self.context, clips_itself=clip is not None)
         self._training = Training(

@@ -1,4 +1,4 @@
-"""The worker process of a session job: `python -m training.runtime.worker`.
+"""The worker process of a session job: `python -m perdure.training.runtime.worker`.
 
 Runs the job's recipe under torch elastic's error recorder, which leaves the exception and its
 time for the node agent. Exit codes: 0 done, 75 restart me, 76 needs a rung above the process,
@@ -14,14 +14,14 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from training.diagnosis.exits import EXIT_DONE, EXIT_RESTART_ME, EXIT_USER
-from training.errors import InputError
-from training.job import Job
-from training.log import start_logging
-from training.runtime.context import WorkerContext
-from training.runtime.errors import GivenUp, Interrupted, RecipeEndedEarly
-from training.runtime.forking import serve_forks
-from training.runtime.session import Session
+from perdure.training.diagnosis.exits import EXIT_DONE, EXIT_RESTART_ME, EXIT_USER
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.log import start_logging
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.errors import GivenUp, Interrupted, RecipeEndedEarly
+from perdure.training.runtime.forking import serve_forks
+from perdure.training.runtime.session import Session
 
 _log = logging.getLogger("perdure.runtime")
 

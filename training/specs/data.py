@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 KIB = 1024
 MIB = 1024 * KIB

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 
 class DrillKind(StrEnum):

@@ -17,13 +17,13 @@ from pydantic import (
     model_validator,
 )
 
-from storage.frozen_model import FrozenModel
-from training.specs import pod_rules
-from training.specs.program_checkpoints import ProgramCheckpointsSpec, ResumeSpec
-from training.specs.progress import ProgressSpec
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.specs import pod_rules
+from perdure.training.specs.program_checkpoints import ProgramCheckpointsSpec, ResumeSpec
+from perdure.training.specs.progress import ProgressSpec
 
-DEFAULT_RECIPE = "training.trainer.pretrain:main"
-SCRIPT_RECIPE = "training.runtime.script:main"  # runs worker.script
+DEFAULT_RECIPE = "perdure.training.trainer.pretrain:main"
+SCRIPT_RECIPE = "perdure.training.runtime.script:main"  # runs worker.script
 _LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
 
 

@@ -13,8 +13,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from storage.frozen_model import FrozenModel
-from training.masking import MAX_MATCH_BYTES, MIN_SECRET_BYTES, has_key
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.masking import MAX_MATCH_BYTES, MIN_SECRET_BYTES, has_key
 
 MAX_FILE_BYTES = 64 << 10
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
-from training.specs.run_name import NAME
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.specs.run_name import NAME
 
 NAMED_STEPS = 5
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from training.errors import InputError
+from perdure.training.errors import InputError
 
 _NAME = re.compile(r"[A-Za-z_][\w/-]*")
 _MERGE = "tag:yaml.org,2002:merge"

@@ -11,8 +11,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from storage.frozen_model import FrozenModel
-from training.recovery.replicas import ParallelLayout, RankOrder
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.recovery.replicas import ParallelLayout, RankOrder
 
 
 class ModelSpec(FrozenModel):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
-from training.specs.quantity import amount_of
+from perdure.training.specs.quantity import amount_of
 
 # What the engine itself has in each pod.
 AGENT = "agent"

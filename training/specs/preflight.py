@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 
 class PreflightSpec(FrozenModel):

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from storage.address import Credentials
-from training.specs.field_names import names_meant
-from training.specs.run_name import NAME, TEMPLATE, problem_of
+from perdure.storage.address import Credentials
+from perdure.training.specs.field_names import names_meant
+from perdure.training.specs.run_name import NAME, TEMPLATE, problem_of
 
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 
 class CheckpointKind(StrEnum):

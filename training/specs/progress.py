@@ -11,7 +11,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 # What a named group of a pattern may be called, and what it holds.
 GROUPS = {

@@ -13,11 +13,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from storage.frozen_model import FrozenModel
-from storage.retention import Retention
-from training.errors import InputError
-from training.platforms.forms import read_platform
-from training.platforms.settings import (
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.retention import Retention
+from perdure.training.errors import InputError
+from perdure.training.platforms.forms import read_platform
+from perdure.training.platforms.settings import (
     JOB_FIELDS,
     MAX_GRACE_S,
     POLICY_FIELDS,
@@ -26,8 +26,8 @@ from training.platforms.settings import (
     Setting,
     shown,
 )
-from training.platforms.tft import TFT, read_snapshot_steps
-from training.recovery.rungs import Policy, RestartCount
+from perdure.training.platforms.tft import TFT, read_snapshot_steps
+from perdure.training.recovery.rungs import Policy, RestartCount
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
 EPOCH_BELOW_PARAMETERS = 1_000_000_000

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 
-from training.masking import has_key, is_secret_name
+from perdure.training.masking import has_key, is_secret_name
 
 # Settings of libraries and platforms, whose names say KEY or TOKEN of something else.
 SETTINGS = (

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from training.journal.attempt_view import AttemptView
-from training.journal.events import BatchSkipped
-from training.journal.history import RunHistory
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import AttemptGivenUp
-from training.supervisor.markdown import counted
-from training.supervisor.report import measured_text
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import BatchSkipped
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.supervisor.markdown import counted
+from perdure.training.supervisor.report import measured_text
 
 MAX_VALUE = 100
 _REFUSAL = re.compile(r"((?:loss|gradient norm) is .+?) at step (\d+)")  # of NumericAnomaly

@@ -14,12 +14,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from storage.objects import ObjectStore
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory
-from training.journal.steps import StepReader, identity_of, kept_of
-from training.journal.time_account import MEANING, RECOVERY, Account, Interval, Key, Owner, account
-from training.recovery.rungs import RUNGS
+from perdure.storage.objects import ObjectStore
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.steps import StepReader, identity_of, kept_of
+from perdure.training.journal.time_account import (
+    MEANING,
+    RECOVERY,
+    Account,
+    Interval,
+    Key,
+    Owner,
+    account,
+)
+from perdure.training.recovery.rungs import RUNGS
 
 # The same on the terminal and in the picture: greens train, reds were lost to faults.
 COLOURS: Mapping[str, str] = {

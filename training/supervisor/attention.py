@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from training.journal.history import RunHistory
-from training.recovery.rungs import RESCHEDULES
-from training.supervisor.markdown import clock_text, code, counted, listed, text
-from training.supervisor.report import OPEN, alert_rows
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import RESCHEDULES
+from perdure.training.supervisor.markdown import clock_text, code, counted, listed, text
+from perdure.training.supervisor.report import OPEN, alert_rows
 
 MAX_WHY = 160
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from training.errors import RunConflict
-from training.journal.history import RunHistory
-from training.supervisor.run import Run
-from training.wire.requests import request_cancel
+from perdure.training.errors import RunConflict
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.run import Run
+from perdure.training.wire.requests import request_cancel
 
 
 def cancel(run: Run, *, by_server: Callable[[RunHistory], bool] = lambda _history: False) -> str:

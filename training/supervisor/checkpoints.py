@@ -1,7 +1,7 @@
 """The checkpoints of a run: which may be removed, and which tiers of this machine hold them.
 
-Which attempt may be reading or writing comes from the run's ledger and fence; `storage.collect`
-decides. Ages are differences of two times of the store. Times are seconds, steps completed
+Which attempt may be reading or writing comes from the run's ledger and fence;
+`perdure.storage.collect` decides. Ages are differences of two times of the store. Times are seconds, steps completed
 optimizer steps.
 """
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from storage.checkpoint import CheckpointStore, Tier
-from storage.checkpoint_server.publish import shares_on_disk
-from storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
-from storage.errors import PermanentError
-from storage.local import LocalStore
-from storage.share import SaveId
-from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
-from training.job import Job
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory
-from training.journal.ledger import Ledger
-from training.journal.steps import kept_steps
-from training.processes import is_alive
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.checkpoint_server.publish import shares_on_disk
+from perdure.storage.collect import InUse, Listing, Removal, Rules, decide, take_listing
+from perdure.storage.errors import PermanentError
+from perdure.storage.local import LocalStore
+from perdure.storage.share import SaveId
+from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.job import Job
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Ledger
+from perdure.training.journal.steps import kept_steps
+from perdure.training.processes import is_alive
 
 
 def removals(

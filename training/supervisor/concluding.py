@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from storage.errors import StorageError
-from storage.objects import ObjectStore
-from training.diagnosis.cause import Diagnosis
-from training.diagnosis.classify import diagnose
-from training.diagnosis.ending import again_short
-from training.diagnosis.of_command import of_command
-from training.engines.fleet import Fleet
-from training.job import Job
-from training.journal.attempt_view import AttemptView
-from training.journal.events import ChipsHealed
-from training.recovery.faults import Fault
-from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
-from training.supervisor.hang_report import save_hang_report
-from training.supervisor.healing import Healer
-from training.supervisor.ledger_writer import LedgerWriter
-from training.supervisor.watch import AttemptEnd, EndKind
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.diagnosis.cause import Diagnosis
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.ending import again_short
+from perdure.training.diagnosis.of_command import of_command
+from perdure.training.engines.fleet import Fleet
+from perdure.training.job import Job
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Decision
+from perdure.training.supervisor.hang_report import save_hang_report
+from perdure.training.supervisor.healing import Healer
+from perdure.training.supervisor.ledger_writer import LedgerWriter
+from perdure.training.supervisor.watch import AttemptEnd, EndKind
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -9,19 +9,19 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from training.diagnosis.cause import Diagnosis
-from training.engines.fleet import Fleet
-from training.errors import EngineError
-from training.job import Job
-from training.journal.attempt_view import AttemptView
-from training.journal.history import RunHistory
-from training.journal.records import Decided, RungFailed
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import decide
-from training.recovery.replicas import lack_among_living, lack_of_replicas
-from training.recovery.rungs import Capacity, Decision, Recovery, Rung
-from training.supervisor.ledger_writer import LedgerWriter
-from training.supervisor.program_checkpoints import saves_are_known
+from perdure.training.diagnosis.cause import Diagnosis
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import EngineError
+from perdure.training.job import Job
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.records import Decided, RungFailed
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.replicas import lack_among_living, lack_of_replicas
+from perdure.training.recovery.rungs import Capacity, Decision, Recovery, Rung
+from perdure.training.supervisor.ledger_writer import LedgerWriter
+from perdure.training.supervisor.program_checkpoints import saves_are_known
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from training.diagnosis.evidence import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
-from training.diagnosis.standstill import RankProgress
-from training.engines.base import Snapshot
-from training.engines.fleet import Fleet
-from training.health.heartbeat import Phase
-from training.journal.events import StepRecord
-from training.journal.time_account import SeenStep
-from training.supervisor.good_ends import CommandEnds, bad_end_of_session
-from training.wire.agent import AgentStatus, HangReport
-from training.wire.logs import WorkerLog
+from perdure.training.diagnosis.evidence import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
+from perdure.training.diagnosis.standstill import RankProgress
+from perdure.training.engines.base import Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.health.heartbeat import Phase
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.time_account import SeenStep
+from perdure.training.supervisor.good_ends import CommandEnds, bad_end_of_session
+from perdure.training.wire.agent import AgentStatus, HangReport
+from perdure.training.wire.logs import WorkerLog
 
 LOG_TAIL_BYTES = 64 * 1024
 DEVICE_LOG_TAIL_BYTES = 64 * 1024

@@ -10,15 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from training.agent.log_collection import logs_prefix
-from training.journal.attempt_view import AttemptView, InProcessRecovery
-from training.journal.history import RunHistory
-from training.journal.records import AttemptEnded
-from training.recovery.faults import Fault
-from training.recovery.rungs import RUNGS, Decision, Rung
-from training.supervisor.accounts import duration_text
-from training.supervisor.markdown import block, clock_text, code, counted, link, listed, text
-from training.supervisor.report import RECOVERING, event_text, outcome_of
+from perdure.training.agent.log_collection import logs_prefix
+from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.records import AttemptEnded
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.rungs import RUNGS, Decision, Rung
+from perdure.training.supervisor.accounts import duration_text
+from perdure.training.supervisor.markdown import (
+    block,
+    clock_text,
+    code,
+    counted,
+    link,
+    listed,
+    text,
+)
+from perdure.training.supervisor.report import RECOVERING, event_text, outcome_of
 
 QUESTIONS = (
     "What broke?",

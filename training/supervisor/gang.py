@@ -10,18 +10,18 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from training.diagnosis.evidence import SilentRank
-from training.diagnosis.standstill import standstill_of
-from training.health.hang import MIN_LIMIT_S
-from training.health.heartbeat import Phase
-from training.health.left_behind import LeftBehindDetector, RankOnTheWay
-from training.health.points import Condition
-from training.job import Job
-from training.journal.events import HealthPoint
-from training.specs.watch import HangAction
-from training.supervisor.evidence import progress_of, silent_of
-from training.supervisor.silent_output import SilentOutputCheck
-from training.wire.agent import AgentStatus
+from perdure.training.diagnosis.evidence import SilentRank
+from perdure.training.diagnosis.standstill import standstill_of
+from perdure.training.health.hang import MIN_LIMIT_S
+from perdure.training.health.heartbeat import Phase
+from perdure.training.health.left_behind import LeftBehindDetector, RankOnTheWay
+from perdure.training.health.points import Condition
+from perdure.training.job import Job
+from perdure.training.journal.events import HealthPoint
+from perdure.training.specs.watch import HangAction
+from perdure.training.supervisor.evidence import progress_of, silent_of
+from perdure.training.supervisor.silent_output import SilentOutputCheck
+from perdure.training.wire.agent import AgentStatus
 
 PERIOD_S = 1.0
 

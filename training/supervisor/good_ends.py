@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from training.diagnosis.ending import (
+from perdure.training.diagnosis.ending import (
     UNSEEN_NOTE,
     BadEnd,
     Count,
@@ -22,12 +22,12 @@ from training.diagnosis.ending import (
     short_end,
     shows_steps,
 )
-from training.diagnosis.exits import EXIT_DONE
-from training.engines.base import Snapshot
-from training.health.heartbeat import Phase
-from training.recovery.faults import FaultClass
-from training.wire.agent import AgentStatus, LeftProcess, WorkerStatus
-from training.wire.logs import WorkerLog
+from perdure.training.diagnosis.exits import EXIT_DONE
+from perdure.training.engines.base import Snapshot
+from perdure.training.health.heartbeat import Phase
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.wire.agent import AgentStatus, LeftProcess, WorkerStatus
+from perdure.training.wire.logs import WorkerLog
 
 UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from storage.objects import ObjectStore
-from training.agent.log_collection import logs_prefix
-from training.diagnosis.standstill import RankProgress, standstill_of
-from training.wire.agent import NodeText
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.log_collection import logs_prefix
+from perdure.training.diagnosis.standstill import RankProgress, standstill_of
+from perdure.training.wire.agent import NodeText
 
 HANG_REPORT = "hang.txt"
 

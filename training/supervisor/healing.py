@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from training.environment import variables_of
-from training.errors import AgentUnreachable, EngineError
-from training.journal.attempt_view import AttemptView
-from training.journal.events import ChipsHealed
-from training.recovery.faults import Fault
-from training.recovery.healing import Act, ActDone, HealPlan, hardware_fault
-from training.recovery.rungs import RESTARTS_IN_PLACE, Decision
-from training.supervisor.deciding import Decider
-from training.wire.healing import HealOrder
+from perdure.training.environment import variables_of
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.healing import Act, ActDone, HealPlan, hardware_fault
+from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Decision
+from perdure.training.supervisor.deciding import Decider
+from perdure.training.wire.healing import HealOrder
 
 POLL_S = 0.05
 ANSWER_MARGIN_S = 15.0

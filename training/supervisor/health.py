@@ -9,15 +9,22 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from training.diagnosis.evidence import SlowNode
-from training.health.points import Condition, HealthPoints, Key, RankSample, RunSample, key_of
-from training.journal.attempt_view import AttemptView
-from training.journal.events import AlertCleared, AlertRaised, HealthPoint, StepRecord
-from training.journal.history import RunHistory
-from training.recovery.faults import FaultClass
-from training.specs.watch import WatchSpec
-from training.supervisor.watch import Progress
-from training.wire.agent import AgentStatus
+from perdure.training.diagnosis.evidence import SlowNode
+from perdure.training.health.points import (
+    Condition,
+    HealthPoints,
+    Key,
+    RankSample,
+    RunSample,
+    key_of,
+)
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import AlertCleared, AlertRaised, HealthPoint, StepRecord
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.specs.watch import WatchSpec
+from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.agent import AgentStatus
 
 PERIOD_S = 1.0
 

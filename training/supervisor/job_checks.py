@@ -13,34 +13,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.address import (
+from perdure.storage.address import (
     Credentials,
     check_can_make,
     check_reachable,
     has_store,
     open_store,
 )
-from storage.checkpoint import CheckpointStore
-from storage.errors import StorageError
-from storage.objects import ObjectStore
-from training.agent.command_line import NAMES_IN_ARGUMENTS, unknown_names, unknown_text
-from training.engines.registry import make_engine
-from training.environment import check_environment, variables_of, worker_path
-from training.errors import EngineError, InputError
-from training.files import home_folder
-from training.job import RESERVED_NAMES, Job
-from training.platforms.settings import shown
-from training.processes import LAUNCHER
-from training.recovery.replicas import Feasibility, Mechanism, feasibility, groups_text
-from training.supervisor.recipe_check import check_recipe
-from training.supervisor.script_check import script_notes
-from training.supervisor.storage_place import MOUNTS, check_place, place_of
-from training.supervisor.store_place import refuse_vanished
-from training.trainer.data.corpus import CorpusError, find_sources
-from training.trainer.data.first_look import TooFewTokens, check_enough, strange_files
-from training.trainer.data.tokenizer import open_tokenizer
-from training.trainer.size import num_parameters
-from training.wire.node import Check, CheckOutcome
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.command_line import NAMES_IN_ARGUMENTS, unknown_names, unknown_text
+from perdure.training.engines.registry import make_engine
+from perdure.training.environment import check_environment, variables_of, worker_path
+from perdure.training.errors import EngineError, InputError
+from perdure.training.files import home_folder
+from perdure.training.job import RESERVED_NAMES, Job
+from perdure.training.platforms.settings import shown
+from perdure.training.processes import LAUNCHER
+from perdure.training.recovery.replicas import Feasibility, Mechanism, feasibility, groups_text
+from perdure.training.supervisor.recipe_check import check_recipe
+from perdure.training.supervisor.script_check import script_notes
+from perdure.training.supervisor.storage_place import MOUNTS, check_place, place_of
+from perdure.training.supervisor.store_place import refuse_vanished
+from perdure.training.trainer.data.corpus import CorpusError, find_sources
+from perdure.training.trainer.data.first_look import TooFewTokens, check_enough, strange_files
+from perdure.training.trainer.data.tokenizer import open_tokenizer
+from perdure.training.trainer.size import num_parameters
+from perdure.training.wire.node import Check, CheckOutcome
 
 MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
 
@@ -164,13 +164,13 @@ def _wrapping_notes(job: Job) -> Iterator[Note]:
     """What a recipe of one's own has to do for a setting of the built-in trainer."""
     needs = {
         "parallelism.bucket_cap_mb": (
-            "training.trainer.parallel.data_parallel",
+            "perdure.training.trainer.parallel.data_parallel",
             job.parallelism.bucket_cap_mb,
         )
     }
     if job.data is not None:
         needs["data.persistent_workers"] = (
-            "training.trainer.pretrain.make_loader",
+            "perdure.training.trainer.pretrain.make_loader",
             job.data.persistent_workers,
         )
     for name, (helper, value) in needs.items():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from training.diagnosis.recognise import recognise
-from training.engines.registry import make_engine
-from training.errors import InputError
-from training.files import home_folder
-from training.job import Job
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.outlook import Terms
-from training.specs.watch import HangAction
-from training.supervisor.deciding import no_replica_of
+from perdure.training.diagnosis.recognise import recognise
+from perdure.training.engines.registry import make_engine
+from perdure.training.errors import InputError
+from perdure.training.files import home_folder
+from perdure.training.job import Job
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.outlook import Terms
+from perdure.training.specs.watch import HangAction
+from perdure.training.supervisor.deciding import no_replica_of
 
 
 def terms_of(job: Job) -> Terms:

@@ -10,15 +10,15 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from storage.checkpoint import CheckpointStore
-from storage.errors import PermanentError
-from training.diagnosis.cause import Diagnosis
-from training.engines.base import Placement
-from training.journal.attempt_view import AttemptView
-from training.journal.events import LedgerEvent
-from training.journal.history import RunHistory
-from training.journal.ledger import Ledger
-from training.journal.records import (
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import PermanentError
+from perdure.training.diagnosis.cause import Diagnosis
+from perdure.training.engines.base import Placement
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import LedgerEvent
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Ledger
+from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -26,8 +26,8 @@ from training.journal.records import (
     EventSeen,
     FirstStep,
 )
-from training.supervisor.watch import AttemptEnd, Progress
-from training.wire.agent import SavedCheckpoint
+from perdure.training.supervisor.watch import AttemptEnd, Progress
+from perdure.training.wire.agent import SavedCheckpoint
 
 
 class LedgerWriter:

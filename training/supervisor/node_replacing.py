@@ -13,23 +13,23 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from storage.errors import StorageError
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, SlowNode
-from training.engines.base import ANY_NODE, Placement, Snapshot
-from training.engines.fleet import Fleet
-from training.errors import AgentUnreachable, EngineError, MoveFailed, NoCapacity
-from training.job import Job
-from training.journal.attempt_view import AttemptView
-from training.journal.events import LedgerEvent
-from training.recovery.attempt import GENERATIONS_APART
-from training.recovery.faults import Fault
-from training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan, RecoveryEnded
-from training.recovery.rungs import Rung
-from training.supervisor.deciding import Decider
-from training.supervisor.placing import Placer
-from training.supervisor.watch import Progress
-from training.wire.agent import AgentState, NoticeOrder, StartOrder
+from perdure.storage.errors import StorageError
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, SlowNode
+from perdure.training.engines.base import ANY_NODE, Placement, Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import AgentUnreachable, EngineError, MoveFailed, NoCapacity
+from perdure.training.job import Job
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import LedgerEvent
+from perdure.training.recovery.attempt import GENERATIONS_APART
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan, RecoveryEnded
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.deciding import Decider
+from perdure.training.supervisor.placing import Placer
+from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.agent import AgentState, NoticeOrder, StartOrder
 
 _log = logging.getLogger("perdure.supervisor")
 

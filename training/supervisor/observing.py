@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from training.engines.base import Placement, Snapshot
-from training.engines.fleet import Fleet
-from training.errors import AgentUnreachable, EngineError
-from training.journal.attempt_log import Follower
-from training.journal.attempt_view import AttemptView, Pause, spans
-from training.journal.events import LedgerEvent, StepRecord
-from training.recovery.protocol import PauseBegan, PauseEnded
-from training.specs.drill import Victim
-from training.supervisor.watch import Progress
-from training.wire.logs import LogPiece, ReadLogsQuery
+from perdure.training.engines.base import Placement, Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.journal.attempt_view import AttemptView, Pause, spans
+from perdure.training.journal.events import LedgerEvent, StepRecord
+from perdure.training.recovery.protocol import PauseBegan, PauseEnded
+from perdure.training.specs.drill import Victim
+from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,21 +16,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from training.engines.base import Greeting, Placement, plan, plan_replacement
-from training.environment import variables_of
-from training.errors import AgentUnreachable, EngineError, NoCapacity
-from training.health.verdict import CheckVerdict, verdict_of
-from training.journal.history import RunHistory
-from training.journal.ledger import Identity
-from training.journal.records import NodeRefused, Placed
-from training.recovery.rungs import RESTARTS_IN_PLACE, Rung
-from training.supervisor.attention import spares_of
-from training.supervisor.deciding import fault_of, num_healthy
-from training.supervisor.healing import Healer
-from training.supervisor.sub_health import sub_healthy_nodes
-from training.trainer.size import state_bytes
-from training.wire.agent import CheckOrder
-from training.wire.node import Check, CheckOutcome
+from perdure.training.engines.base import Greeting, Placement, plan, plan_replacement
+from perdure.training.environment import variables_of
+from perdure.training.errors import AgentUnreachable, EngineError, NoCapacity
+from perdure.training.health.verdict import CheckVerdict, verdict_of
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Identity
+from perdure.training.journal.records import NodeRefused, Placed
+from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
+from perdure.training.supervisor.attention import spares_of
+from perdure.training.supervisor.deciding import fault_of, num_healthy
+from perdure.training.supervisor.healing import Healer
+from perdure.training.supervisor.sub_health import sub_healthy_nodes
+from perdure.training.trainer.size import state_bytes
+from perdure.training.wire.agent import CheckOrder
+from perdure.training.wire.node import Check, CheckOutcome
 
 SPARE_POLL_S = 1.0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from storage.frozen_model import FrozenModel
-from training.job import Job
-from training.platforms.forms import Platform
-from training.platforms.printing import Printed, print_platform
-from training.platforms.settings import POLICY_FIELDS, Value
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.job import Job
+from perdure.training.platforms.forms import Platform
+from perdure.training.platforms.printing import Printed, print_platform
+from perdure.training.platforms.settings import POLICY_FIELDS, Value
 
 
 def export_policy(job: Job, platform: Platform) -> Printed:

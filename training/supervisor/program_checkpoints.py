@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.errors import StorageError
-from storage.file_sets import read_set
-from storage.objects import ObjectStore
-from training.agent.saved_store import Save, Stored, needs_others, prefix_of, stored_saves
-from training.engines.fleet import Fleet
-from training.errors import EngineError
-from training.job import Job
-from training.journal.history import RunHistory
-from training.wire.agent import SavedCheckpoint, SavedQuery
+from perdure.storage.errors import StorageError
+from perdure.storage.file_sets import read_set
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.saved_store import Save, Stored, needs_others, prefix_of, stored_saves
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import EngineError
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.wire.agent import SavedCheckpoint, SavedQuery
 
 PATH_ENV = "PERDURE_CHECKPOINT"
 STEP_ENV = "PERDURE_CHECKPOINT_STEP"

@@ -7,10 +7,10 @@ import importlib.util
 import re
 from pathlib import Path
 
-from training.errors import InputError
+from perdure.training.errors import InputError
 
-# Imported by a worker before its program, which therefore cannot have a module of such a name.
-OWN_PACKAGES = ("perdure", "flows", "tasks", "training", "storage")
+# A worker imports it before its program, which therefore cannot have a module of that name.
+OWN_PACKAGE = "perdure"
 _OPAQUE = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try)
 
 
@@ -27,16 +27,24 @@ def check_recipe(recipe: str, cwd: Path) -> None:
     module, _, function = recipe.partition(":")
     package = module.partition(".")[0]
     file, in_cwd = _installed_file(module), _file_in(cwd, module)
-    if package not in OWN_PACKAGES:
+    if package != OWN_PACKAGE:
         file = in_cwd or file
         if file is None and not _is_importable(module):
-            raise InputError("worker.recipe", f"{recipe!r}: no module named {module!r}")
+            raise InputError(
+                "worker.recipe", f"{recipe!r}: no module named {module!r}{_new_name(recipe)}"
+            )
     elif file is None or not _may_define(file, function, recipe):
-        why = f"Perdure's own package {package!r} has no {recipe.removeprefix(package)[1:]!r}"
+        why = f"Perdure's package has no {recipe.removeprefix(OWN_PACKAGE)[1:]!r}"
         hint = f"; give {in_cwd} another name" if in_cwd is not None else ""
         raise InputError("worker.recipe", f"{recipe!r}: {why}{hint}")
     if file is not None and not _may_define(file, function, recipe):
         raise InputError("worker.recipe", f"{recipe!r}: {file} defines no {function!r}")
+
+
+def _new_name(recipe: str) -> str:
+    """A hint for recipes from when Perdure installed `training` as a package of its own."""
+    module = f"{OWN_PACKAGE}.{recipe.partition(':')[0]}"
+    return f"; write {OWN_PACKAGE}.{recipe}" if _installed_file(module) is not None else ""
 
 
 def _file_in(folder: Path, module: str) -> Path | None:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.journal.attempt_view import Alert, AttemptView, InProcessRecovery
-from training.journal.events import (
+from perdure.training.journal.attempt_view import Alert, AttemptView, InProcessRecovery
+from perdure.training.journal.events import (
     AlertCleared,
     AlertRaised,
     BatchSkipped,
@@ -24,9 +24,9 @@ from training.journal.events import (
     ProgramNotice,
     StepRecord,
 )
-from training.journal.history import RunHistory
-from training.recovery.faults import Fault
-from training.recovery.protocol import (
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.protocol import (
     AttemptGivenUp,
     LastSave,
     PauseBegan,
@@ -34,8 +34,8 @@ from training.recovery.protocol import (
     RecoveryBegan,
     RecoveryEnded,
 )
-from training.recovery.repair import SkippedBatch
-from training.supervisor.markdown import clock_text, counted
+from perdure.training.recovery.repair import SkippedBatch
+from perdure.training.supervisor.markdown import clock_text, counted
 
 RECOVERING = "recovering"
 RECOVERED = "recovered"

@@ -15,44 +15,44 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from storage.address import Credentials, open_store, worker_environment
-from storage.checkpoint import CheckpointStore
-from storage.errors import StorageError
-from training.agent.log_collection import await_collected
-from training.diagnosis.compiled import compile_beside
-from training.engines.base import Placement, Snapshot
-from training.engines.fleet import Fleet
-from training.engines.registry import make_fleet
-from training.environment import variables_of
-from training.errors import AgentUnreachable, EngineError
-from training.health.verdict import CheckVerdict
-from training.job import Job
-from training.journal.attempt_view import AttemptView
-from training.journal.events import AlertRaised, HealthPoint
-from training.journal.history import RunHistory
-from training.journal.ledger import Identity, Ledger
-from training.journal.records import DataReady, RunCreated, RunEnded
-from training.supervisor.attention import spares_of
-from training.supervisor.concluding import Concluder, Verdict
-from training.supervisor.deciding import Decider, recoveries_of
-from training.supervisor.evidence import progress_of
-from training.supervisor.gang import GangCheck
-from training.supervisor.good_ends import CommandEnds
-from training.supervisor.hang_report import save_hang_report
-from training.supervisor.healing import Healer
-from training.supervisor.health import AttemptHealth
-from training.supervisor.job_registry import remember_job
-from training.supervisor.ledger_writer import LedgerWriter
-from training.supervisor.node_replacing import NodeReplacer, replaces_nodes
-from training.supervisor.observing import AttemptObserver
-from training.supervisor.periodic import PeriodicRestart
-from training.supervisor.placing import Placer, placement_of
-from training.supervisor.program_checkpoints import NewestSave, resumption
-from training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
-from training.supervisor.store_outage import StoreOutage, forget_outage
-from training.supervisor.store_place import begin_store, refuse_lost_ledger
-from training.supervisor.warm_spares import WarmSpares
-from training.supervisor.watch import (
+from perdure.storage.address import Credentials, open_store, worker_environment
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import StorageError
+from perdure.training.agent.log_collection import await_collected
+from perdure.training.diagnosis.compiled import compile_beside
+from perdure.training.engines.base import Placement, Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.registry import make_fleet
+from perdure.training.environment import variables_of
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.health.verdict import CheckVerdict
+from perdure.training.job import Job
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import AlertRaised, HealthPoint
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Identity, Ledger
+from perdure.training.journal.records import DataReady, RunCreated, RunEnded
+from perdure.training.supervisor.attention import spares_of
+from perdure.training.supervisor.concluding import Concluder, Verdict
+from perdure.training.supervisor.deciding import Decider, recoveries_of
+from perdure.training.supervisor.evidence import progress_of
+from perdure.training.supervisor.gang import GangCheck
+from perdure.training.supervisor.good_ends import CommandEnds
+from perdure.training.supervisor.hang_report import save_hang_report
+from perdure.training.supervisor.healing import Healer
+from perdure.training.supervisor.health import AttemptHealth
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.ledger_writer import LedgerWriter
+from perdure.training.supervisor.node_replacing import NodeReplacer, replaces_nodes
+from perdure.training.supervisor.observing import AttemptObserver
+from perdure.training.supervisor.periodic import PeriodicRestart
+from perdure.training.supervisor.placing import Placer, placement_of
+from perdure.training.supervisor.program_checkpoints import NewestSave, resumption
+from perdure.training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
+from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
+from perdure.training.supervisor.store_place import begin_store, refuse_lost_ledger
+from perdure.training.supervisor.warm_spares import WarmSpares
+from perdure.training.supervisor.watch import (
     AttemptWatch,
     EndKind,
     Grace,
@@ -61,9 +61,9 @@ from training.supervisor.watch import (
     Statuses,
     has_failure,
 )
-from training.trainer.data.prepare import DataOutcome
-from training.wire.agent import AgentState, SavedCheckpoint, StartOrder
-from training.wire.requests import is_cancel_wanted, take_back
+from perdure.training.trainer.data.prepare import DataOutcome
+from perdure.training.wire.agent import AgentState, SavedCheckpoint, StartOrder
+from perdure.training.wire.requests import is_cancel_wanted, take_back
 
 _log = logging.getLogger("perdure.supervisor")
 REJOIN_S = 120.0  # of ranks without a coordinator: until its node is seen to be lost, and after

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from training.engines.base import Placement
-from training.errors import EngineError
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
-from training.supervisor.concluding import Verdict
-from training.supervisor.good_ends import good_end_text
-from training.supervisor.run import Run
-from training.supervisor.watch import EndKind, Progress
-from training.trainer.data.prepare import DataOutcome, prepare
-from training.trainer.data.tokenizer import open_tokenizer
+from perdure.training.engines.base import Placement
+from perdure.training.errors import EngineError
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.concluding import Verdict
+from perdure.training.supervisor.good_ends import good_end_text
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import EndKind, Progress
+from perdure.training.trainer.data.prepare import DataOutcome, prepare
+from perdure.training.trainer.data.tokenizer import open_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 

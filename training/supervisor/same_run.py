@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from training.errors import RunConflict
-from training.job import Job
-from training.journal.history import RunHistory
-from training.journal.ledger import Identity
+from perdure.training.errors import RunConflict
+from perdure.training.job import Job
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Identity
 
 _IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker", "init_from")
 _MAX_CHARS = 120

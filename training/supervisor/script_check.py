@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.processes import LAUNCHER
+from perdure.training.processes import LAUNCHER
 
 MAX_SCRIPT_BYTES = 1 << 20
 # These name a launcher without starting it.

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from training.diagnosis.evidence import SilentRank
-from training.health.silent_output import SilentOutputDetector
-from training.job import Job
-from training.wire.agent import AgentState, AgentStatus
+from perdure.training.diagnosis.evidence import SilentRank
+from perdure.training.health.silent_output import SilentOutputDetector
+from perdure.training.job import Job
+from perdure.training.wire.agent import AgentState, AgentStatus
 
 
 @dataclass(slots=True)

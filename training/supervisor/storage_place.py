@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 
-from storage.address import StorageSpec
-from training.job import is_temporary
-from training.specs.recovery import EPOCH_BELOW_PARAMETERS, STEPS_500_UP_TO_PARAMETERS
-from training.wire.node import Check, CheckOutcome
+from perdure.storage.address import StorageSpec
+from perdure.training.job import is_temporary
+from perdure.training.specs.recovery import EPOCH_BELOW_PARAMETERS, STEPS_500_UP_TO_PARAMETERS
+from perdure.training.wire.node import Check, CheckOutcome
 
 NAME = "storage_place"
 MOUNTS = Path("/proc/self/mounts")

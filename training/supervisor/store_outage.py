@@ -19,12 +19,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from storage.errors import StorageError, StorageFull, TransientError
-from storage.frozen_model import FrozenModel
-from storage.retry import Retry
-from training.files import write_whole
-from training.journal.ledger import LEASE_S, Ledger
-from training.supervisor.job_registry import job_path
+from perdure.storage.errors import StorageError, StorageFull, TransientError
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.retry import Retry
+from perdure.training.files import write_whole
+from perdure.training.journal.ledger import LEASE_S, Ledger
+from perdure.training.supervisor.job_registry import job_path
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from storage.address import StorageSpec, has_store, make_store
-from training.errors import InputError, RunConflict
-from training.job import Job
-from training.supervisor.job_registry import job_path, known_job, known_runs
+from perdure.storage.address import StorageSpec, has_store, make_store
+from perdure.training.errors import InputError, RunConflict
+from perdure.training.job import Job
+from perdure.training.supervisor.job_registry import job_path, known_job, known_runs
 
 FIELD = "storage.address"
 MAX_NAMED = 5

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from training.journal.attempt_view import AttemptView
-from training.journal.events import HealthPoint
-from training.journal.history import RunHistory
-from training.recovery.chips import ChipLevel, chip_fact
-from training.recovery.faults import Fault
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.chips import ChipLevel, chip_fact
+from perdure.training.recovery.faults import Fault
 
 # Alerts about a machine; the others are about the program, the store or all ranks.
 OF_MACHINES = frozenset(

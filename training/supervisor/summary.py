@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from training.journal.history import RunHistory
-from training.recovery.faults import FaultClass
-from training.supervisor.abnormal import abnormal_steps
-from training.supervisor.accounts import duration_text
-from training.supervisor.markdown import counted, listed
-from training.supervisor.report import AttemptRow, state_word
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.abnormal import abnormal_steps
+from perdure.training.supervisor.accounts import duration_text
+from perdure.training.supervisor.markdown import counted, listed
+from perdure.training.supervisor.report import AttemptRow, state_word
 
 MAX_NODES = 2  # of a row by name
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode
-from training.engines.base import Snapshot
-from training.engines.fleet import Fleet
-from training.errors import MoveFailed
-from training.journal.attempt_log import Follower
-from training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
-from training.journal.time_account import SeenStep
-from training.recovery.protocol import AttemptGivenUp, RecoveryBegan, RecoveryEnded
-from training.supervisor.evidence import (
+from perdure.training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode
+from perdure.training.engines.base import Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import MoveFailed
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
+from perdure.training.journal.time_account import SeenStep
+from perdure.training.recovery.protocol import AttemptGivenUp, RecoveryBegan, RecoveryEnded
+from perdure.training.supervisor.evidence import (
     coordinators_lost,
     ends_of,
     logs_by_rank,
@@ -29,8 +29,8 @@ from training.supervisor.evidence import (
     silent_of,
     step_of,
 )
-from training.supervisor.good_ends import CommandEnds, is_done, was_stopped
-from training.wire.agent import (
+from perdure.training.supervisor.good_ends import CommandEnds, is_done, was_stopped
+from perdure.training.wire.agent import (
     AgentState,
     AgentStatus,
     NodeText,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from training.specs.model import OptimizerSpec
+from perdure.training.specs.model import OptimizerSpec
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from training.specs.model import ParallelKind, ParallelSpec, Precision
-from training.trainer.model import Decoder
+from perdure.training.specs.model import ParallelKind, ParallelSpec, Precision
+from perdure.training.trainer.model import Decoder
 
 DTYPES = {
     Precision.FP32: torch.float32,

@@ -13,19 +13,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-import training
-from storage.address import open_store
-from training.device import peak_flops
-from training.job import Job
-from training.recovery.replicas import Axis
-from training.runtime.session import Session
-from training.specs.model import ParallelKind, Precision
-from training.trainer.data.loader import ResumableLoader, TokenDataset
-from training.trainer.data.manifest import CorpusManifest, load_manifest
-from training.trainer.data.stage import stage
-from training.trainer.model import Decoder, flops_per_token
-from training.trainer.optimize import make_optimizer, make_scheduler
-from training.trainer.parallel import DTYPES, wrap
+import perdure
+from perdure.storage.address import open_store
+from perdure.training.device import peak_flops
+from perdure.training.job import Job
+from perdure.training.recovery.replicas import Axis
+from perdure.training.runtime.session import Session
+from perdure.training.specs.model import ParallelKind, Precision
+from perdure.training.trainer.data.loader import ResumableLoader, TokenDataset
+from perdure.training.trainer.data.manifest import CorpusManifest, load_manifest
+from perdure.training.trainer.data.stage import stage
+from perdure.training.trainer.model import Decoder, flops_per_token
+from perdure.training.trainer.optimize import make_optimizer, make_scheduler
+from perdure.training.trainer.parallel import DTYPES, wrap
 
 _log = logging.getLogger("perdure.trainer")
 
@@ -38,7 +38,7 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
         in_step: called in every step, before its first micro-batch.
     """
     seed_all(job.seed)
-    session = training.join()
+    session = perdure.join()
     dataset, manifest = open_data(job, session)
     with session.building():
         model = Decoder(job.model, manifest.vocab_size)

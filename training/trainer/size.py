@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.job import Job
-from training.trainer.data.tokenizer import open_tokenizer
+from perdure.training.job import Job
+from perdure.training.trainer.data.tokenizer import open_tokenizer
 
 # Weights, and both moments of AdamW, in fp32.
 STATE_BYTES_PER_PARAMETER = 12

@@ -12,14 +12,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_serializer
 
-from storage.frozen_model import FrozenModel
-from training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
-from training.recovery.rungs import Recovery, Rung
-from training.specs.drill import Victim
-from training.specs.program_checkpoints import ProgramCheckpointsSpec
-from training.wire.coordinator import CoordinatorAddress
-from training.wire.healing import HealOrder, HealReply
-from training.wire.logs import (
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
+from perdure.training.recovery.rungs import Recovery, Rung
+from perdure.training.specs.drill import Victim
+from perdure.training.specs.program_checkpoints import ProgramCheckpointsSpec
+from perdure.training.wire.coordinator import CoordinatorAddress
+from perdure.training.wire.healing import HealOrder, HealReply
+from perdure.training.wire.logs import (
     Collected,
     CollectOrder,
     LogPiece,
@@ -27,9 +27,9 @@ from training.wire.logs import (
     ReadLogsQuery,
     WorkerLog,
 )
-from training.wire.node import Check, NodeSample
-from training.wire.rank_table import DevicesQuery, NodeDevices
-from training.wire.transport import INTO_A_CONNECTION
+from perdure.training.wire.node import Check, NodeSample
+from perdure.training.wire.rank_table import DevicesQuery, NodeDevices
+from perdure.training.wire.transport import INTO_A_CONNECTION
 
 NO_MEMBER = -1  # of a container that stands by
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
-from storage.frozen_model import FrozenModel
-from training.recovery.protocol import (
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.recovery.protocol import (
     CoordinatorMessage,
     Ending,
     GenerationReport,
@@ -28,8 +28,8 @@ from training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
-from training.recovery.replicas import ParallelLayout
-from training.recovery.rungs import Recovery, Rung
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.recovery.rungs import Recovery, Rung
 
 
 class MetricsAddress(FrozenModel):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from training.wire.transport import call_among_others
+from perdure.training.wire.transport import call_among_others
 
 # Connections: a look and an order for each of the most nodes that a job may have. Fewer would let
 # a check of minutes, or as many dead nodes, keep the look at all others waiting.

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
-from training.journal.events import ChipsHealed
-from training.recovery.healing import HealPlan
-from training.recovery.rungs import Rung
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.rungs import Rung
 
 
 class HealOrder(FrozenModel):

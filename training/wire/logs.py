@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel
 
 
 class LogsQuery(FrozenModel):

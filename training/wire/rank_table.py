@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from storage.frozen_model import FrozenModel
-from training.specs.recovery import RankTableForm
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.specs.recovery import RankTableForm
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 

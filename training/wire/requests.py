@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from storage.errors import Corrupt, NotFound
-from storage.frozen_model import FrozenModel
-from storage.objects import ObjectStore
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.objects import ObjectStore
 
 
 class Control(FrozenModel):

@@ -23,7 +23,7 @@ from io import BufferedIOBase
 
 from pydantic import BaseModel, SecretStr
 
-from storage.cut_off import end_when_cut_off
+from perdure.storage.cut_off import end_when_cut_off
 
 MAX_LINE_BYTES = 16 << 20
 FIRST_LINE_S = 30.0

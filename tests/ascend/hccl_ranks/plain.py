@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
+from perdure.training.specs.model import ModelSpec
+from perdure.training.trainer.model import Decoder
 from tests.ascend.hccl_ranks.meeting import RANK, join, say
-from training.specs.model import ModelSpec
-from training.trainer.model import Decoder
 
 MODEL = ModelSpec(num_layers=2, hidden_size=32, num_heads=2, seq_len=32, dropout=0.0)
 VOCABULARY = 257

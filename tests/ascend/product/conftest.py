@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.drill.driver import RunOutcome
 from tests.ascend.product import runs
-from training.drill.driver import RunOutcome
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.job import drill_job, write_corpus
+from perdure.training.job import Job
+from perdure.training.specs.model import ParallelKind
 from tests.recipes import device_fault
-from training.drill.driver import RunDriver, RunOutcome
-from training.drill.evaluation import recovered
-from training.drill.job import drill_job, write_corpus
-from training.job import Job
-from training.specs.model import ParallelKind
 
 ROOT = Path(__file__).parents[3]
 STEPS = 12

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.drill.evaluation import recovered
+from perdure.training.recovery.rungs import Rung
 from tests.ascend import hccl_ranks
 from tests.ascend.product import runs
-from training.drill.evaluation import recovered
-from training.recovery.rungs import Rung
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.drill.table import DRILLS
 from tests.ascend.product import runs
-from training.drill.table import DRILLS
 
 DRILL_S = 240.0  # at most, for one
 OF_DEVICES = [drill.name for drill in DRILLS if not drill.is_of_gloo]
@@ -57,7 +57,7 @@ def test_sharded_models_are_replaced_rank_by_rank(tmp_path):
 @pytest.mark.timeout(1800)
 def test_thirty_faults_at_random_leave_the_curve_as_it_was(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "training.drill.chaos", "--seed", "1", "--faults", "30"],
+        [sys.executable, "-m", "perdure.training.drill.chaos", "--seed", "1", "--faults", "30"],
         cwd=runs.ROOT,
         capture_output=True,
         text=True,

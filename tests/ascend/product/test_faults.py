@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
 from tests.ascend.product import runs
-from training.drill.evaluation import differences, recovered
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
 
 
 @dataclass(frozen=True)

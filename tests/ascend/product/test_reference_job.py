@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.drill.evaluation import differences
+from perdure.training.specs.model import ParallelKind
 from tests.ascend.product import runs
-from training.drill.evaluation import differences
-from training.specs.model import ParallelKind
 
 
 def test_four_ranks_on_two_nodes_have_the_loss_curve_of_the_cpu(home, undisturbed):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.drill.driver import RunDriver
+from perdure.training.job import Job
 from tests.process.harness import REPO
 from tests.process.program_jobs import (
     AtStep,
@@ -20,8 +22,6 @@ from tests.process.program_jobs import (
     status_of,
 )
 from tests.process.torchtitan_jobs import LOADED, PACE, STEPS, VENV, losses, needs_torchtitan
-from training.drill.driver import RunDriver
-from training.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900), needs_torchtitan]
 

@@ -15,13 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.jobs import job_document
-from tests.waiting import wait_for
-from training.agent.agent import CONFIG_FILE
-from training.agent.control import ADDRESS_FILE, AgentClient
-from training.agent.workers import WorkerGroup
-from training.processes import MARKER, container_processes, kill_container
-from training.wire.agent import (
+from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.agent.control import ADDRESS_FILE, AgentClient
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.processes import MARKER, container_processes, kill_container
+from perdure.training.wire.agent import (
     AgentAddress,
     AgentConfig,
     AgentReply,
@@ -31,7 +29,9 @@ from training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from training.wire.logs import LogsQuery
+from perdure.training.wire.logs import LogsQuery
+from tests.jobs import job_document
+from tests.waiting import wait_for
 
 TOKEN = "a-token"
 EPOCH = 10
@@ -168,7 +168,7 @@ def start_container(folder: Path, environment: dict[str, str], **changes: Any) -
     (folder / CONFIG_FILE).write_text(config.model_dump_json())
     with (folder / "agent.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "training.agent", str(folder)],
+            [sys.executable, "-m", "perdure.training.agent", str(folder)],
             cwd=folder,
             env={**os.environ, **environment, MARKER: str(folder)},
             stdin=subprocess.DEVNULL,

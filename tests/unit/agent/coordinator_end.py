@@ -6,9 +6,9 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.recovery.protocol import CoordinatorMessage
-from training.wire.coordinator import FROM_MEMBER, CoordinatorAddress, FromMember
-from training.wire.transport import dump_line
+from perdure.training.recovery.protocol import CoordinatorMessage
+from perdure.training.wire.coordinator import FROM_MEMBER, CoordinatorAddress, FromMember
+from perdure.training.wire.transport import dump_line
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"

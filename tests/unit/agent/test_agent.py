@@ -15,18 +15,24 @@ from typing import Any
 import psutil
 import pytest
 
-from storage.checkpoint_server.client import CheckpointClient
-from storage.errors import TimedOut
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.errors import TimedOut
+from perdure.training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
+from perdure.training.agent.command_line import NAMES_IN_ARGUMENTS
+from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.processes import is_alive, kill_container
+from perdure.training.wire.agent import (
+    MetricsQuery,
+    RendezvousOrder,
+    ShutdownOrder,
+    StatusQuery,
+    StopOrder,
+)
+from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 from tests.jobs import job_document, small_job
 from tests.unit.agent.conftest import EPOCH, Container, job_text
 from tests.waiting import wait_for
-from training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
-from training.agent.command_line import NAMES_IN_ARGUMENTS
-from training.agent.control import ADDRESS_FILE
-from training.errors import AgentUnreachable, EngineError
-from training.processes import is_alive, kill_container
-from training.wire.agent import MetricsQuery, RendezvousOrder, ShutdownOrder, StatusQuery, StopOrder
-from training.wire.logs import LogPiece, ReadLogsQuery
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
 STUBBORN = """
@@ -43,7 +49,7 @@ while :; do sleep 0.02; done
 """
 BEATING = """
 import pathlib, os, time
-from training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.health.heartbeat import HeartbeatWriter, Phase
 writer = HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"]))
 for step in range(5, 8):
     writer.beat(phase=Phase.STEP, step=step)
@@ -196,7 +202,7 @@ def checkpoint_servers(container: Container) -> list[int]:
     return [
         one.pid
         for one in container.processes()
-        if "training.agent.checkpoint_server" in one.cmdline()
+        if "perdure.training.agent.checkpoint_server" in one.cmdline()
     ]
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from perdure.training.agent.command import CommandRanks
+from perdure.training.agent.evidence import stacks_of
+from perdure.training.health.heartbeat import ANY_RANK
 from tests.waiting import wait_for
-from training.agent.command import CommandRanks
-from training.agent.evidence import stacks_of
-from training.health.heartbeat import ANY_RANK
 
 # Two ranks as torchrun starts them, and a helper of each, as a data loader is.
 LAUNCHER = """
@@ -23,7 +23,7 @@ wait
 """
 BEATING = """
 import os, pathlib, time
-from training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.health.heartbeat import HeartbeatWriter, Phase
 HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"])).beat(phase=Phase.STEP, step=12)
 time.sleep(float(os.environ["LASTS_S"]))
 """

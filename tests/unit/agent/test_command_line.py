@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.agent.command_line import fill_in, unknown_names
+from perdure.training.agent.command_line import fill_in, unknown_names
 
 KNOWN = {"NNODES": "2"}
 

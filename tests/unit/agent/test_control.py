@@ -9,9 +9,9 @@ from threading import Thread
 import psutil
 import pytest
 
-from training.agent.control import AgentClient, control_server
-from training.errors import AgentUnreachable, EngineError
-from training.wire.agent import (
+from perdure.training.agent.control import AgentClient, control_server
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.wire.agent import (
     AgentReply,
     MetricsQuery,
     Request,

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.conftest import job_text
-from tests.unit.agent.coordinator_end import CoordinatorEnd
-from tests.waiting import wait_for
-from training.agent.coordinator_client import AgentCoordinatorClient, new_token
-from training.health.heartbeat import HeartbeatWriter
-from training.recovery.healing import HealPlan
-from training.recovery.protocol import (
+from perdure.training.agent.coordinator_client import AgentCoordinatorClient, new_token
+from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.protocol import (
     GiveUp,
     NewGeneration,
     NotReplaced,
     ReplaceWorker,
     WorkerEnded,
 )
-from training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
-from training.wire.node import DeviceSample, NodeSample
+from perdure.training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
+from perdure.training.wire.node import DeviceSample, NodeSample
+from tests.unit.agent.conftest import job_text
+from tests.unit.agent.coordinator_end import CoordinatorEnd
+from tests.waiting import wait_for
 
 ENDED = WorkerEnded(rank=3, device=1, exit_code=-9, at_s=1.0)
 CHECK = HealPlan("80E18404", (1,), may_reset=False, wait_s=0.0)

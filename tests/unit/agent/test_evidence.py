@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.agent import evidence
+from perdure.training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
+from perdure.training.health.sources.npu_smi import parse_table
+from perdure.training.health.sources.sampling import health_command, link_commands
+from perdure.training.wire.agent import EvidenceQuery
 from tests.unit.health.driver_tools import SAMPLES, install, only_tools_of
-from training.agent import evidence
-from training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
-from training.health.sources.npu_smi import parse_table
-from training.health.sources.sampling import health_command, link_commands
-from training.wire.agent import EvidenceQuery
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from perdure.training.agent import fork_server as module
+from perdure.training.agent.fork_server import Fork, ForkedProcess, ForkServer
+from perdure.training.agent.launcher import COLD_START, Launcher
+from perdure.training.processes import PRELOAD, become_subreaper
 from tests.waiting import wait_for
-from training.agent import fork_server as module
-from training.agent.fork_server import Fork, ForkedProcess, ForkServer
-from training.agent.launcher import COLD_START, Launcher
-from training.processes import PRELOAD, become_subreaper
 
 ROOT = str(Path(__file__).parents[3])
 PR_SET_CHILD_SUBREAPER = 36

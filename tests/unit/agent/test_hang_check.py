@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import pytest
 
+from perdure.training.agent.evidence import process_state
+from perdure.training.agent.hang_check import HangCheck
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.health.hang import MIN_LIMIT_S
+from perdure.training.processes import MARKER
+from perdure.training.wire.agent import HangReport, RankStatus
 from tests.unit.agent.conftest import agent_config
 from tests.unit.agent.test_command import BEATING
 from tests.waiting import wait_for
-from training.agent.evidence import process_state
-from training.agent.hang_check import HangCheck
-from training.agent.workers import WorkerGroup
-from training.health.hang import MIN_LIMIT_S
-from training.processes import MARKER
-from training.wire.agent import HangReport, RankStatus
 
 LIMIT_S = 0.3
 # Without beats, a program is known by its state alone: nothing else here has a limit in reach.

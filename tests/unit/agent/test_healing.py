@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from perdure.training.errors import EngineError
+from perdure.training.journal.attempt_log import FILE_NAME, parse_lines
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.rungs import Rung
+from perdure.training.wire.healing import HealOrder
 from tests.unit.agent.conftest import Container
 from tests.unit.health.driver_tools import SAMPLES, install
 from tests.waiting import wait_for
-from training.errors import EngineError
-from training.journal.attempt_log import FILE_NAME, parse_lines
-from training.journal.events import ChipsHealed
-from training.recovery.healing import HealPlan
-from training.recovery.rungs import Rung
-from training.wire.healing import HealOrder
 
 
 def order(folder: Path, attempt: int, **plan: Any) -> HealOrder:

@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.agent.control import ADDRESS_FILE, AgentClient
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.injection.victims import parts_of, processes_of
+from perdure.training.processes import MARKER, kill_container
+from perdure.training.specs.drill import Victim
+from perdure.training.wire.agent import AgentAddress, KillOrder, StatusQuery
 from tests.unit.agent.conftest import TOKEN, Container, agent_config
 from tests.waiting import wait_for
-from training.agent.agent import CONFIG_FILE
-from training.agent.control import ADDRESS_FILE, AgentClient
-from training.errors import AgentUnreachable, EngineError
-from training.injection.victims import parts_of, processes_of
-from training.processes import MARKER, kill_container
-from training.specs.drill import Victim
-from training.wire.agent import AgentAddress, KillOrder, StatusQuery
 
 SLEEPER = "import time; time.sleep(600)"
 RANKS = (sys.executable, "-c", SLEEPER)
@@ -82,7 +82,7 @@ def pod(tmp_path) -> Iterator[Path]:
     process = subprocess.Popen(
         [
             *("unshare", "--pid", "--fork", "--mount-proc", "--kill-child"),
-            *(sys.executable, "-m", "training.agent", str(folder)),
+            *(sys.executable, "-m", "perdure.training.agent", str(folder)),
         ],
         env={**os.environ, MARKER: str(folder)},
         stdin=subprocess.DEVNULL,
@@ -121,16 +121,15 @@ def test_a_pod_whose_node_is_lost_runs_on_and_answers_nobody(pod, by):
     environment = {**os.environ, MARKER: str(pod)}
     if by == "a worker":
         # SIGKILL from within would not reach the first process.
-        helper = (
-            f"from training.injection.victims import lose_this_node; lose_this_node({str(pod)!r})"
-        )
+        module = "perdure.training.injection.victims"
+        helper = f"from {module} import lose_this_node; lose_this_node({str(pod)!r})"
     worker = subprocess.Popen([*inside, sys.executable, "-c", helper], env=environment)
     if by == "an order":
         assert client.call(KillOrder(victim=Victim.NODE)).num_killed == 1
     worker.wait(30)
     wait_for(lambda: not others(pod, agent), timeout_s=20, what="the end of all but the first")
     assert agent.is_running()
-    assert "training.injection.lost_node" in agent.cmdline()
+    assert "perdure.training.injection.lost_node" in agent.cmdline()
     with pytest.raises(AgentUnreachable):
         client.call(StatusQuery(), timeout_s=2)
 

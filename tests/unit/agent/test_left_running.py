@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from perdure.training.agent import left_running
+from perdure.training.agent.command import CommandRanks
+from perdure.training.processes import MARKER
+from perdure.training.wire.agent import LeftProcess
 from tests.waiting import wait_for
-from training.agent import left_running
-from training.agent.command import CommandRanks
-from training.processes import MARKER
-from training.wire.agent import LeftProcess
 
 SLEEP = "sleep 300"
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from storage.errors import TransientError
-from storage.local import LocalStore
-from tests.unit.agent.conftest import TOKEN, job_text
-from tests.waiting import wait_for
-from training.agent import log_collection
-from training.agent.evidence import ascend_folder
-from training.agent.log_collection import (
+from perdure.storage.errors import TransientError
+from perdure.storage.local import LocalStore
+from perdure.training.agent import log_collection
+from perdure.training.agent.evidence import ascend_folder
+from perdure.training.agent.log_collection import (
     COLLECTED_FILE,
     Collector,
     Log,
@@ -26,9 +24,11 @@ from training.agent.log_collection import (
     logs_prefix,
     pack,
 )
-from training.agent.workers import WorkerGroup
-from training.wire.agent import AgentConfig, ShutdownOrder
-from training.wire.logs import Collected, CollectOrder
+from perdure.training.agent.workers import WorkerGroup
+from perdure.training.wire.agent import AgentConfig, ShutdownOrder
+from perdure.training.wire.logs import Collected, CollectOrder
+from tests.unit.agent.conftest import TOKEN, job_text
+from tests.waiting import wait_for
 
 PREFIX = "runs/run-1/logs/p0001-a0001/node-1/"
 ORDER = CollectOrder(placement=1, attempt=1)

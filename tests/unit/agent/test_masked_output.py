@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.agent.masked_output import LiteralMask, MaskedOutput, scrub
 from tests.waiting import wait_for
-from training.agent.masked_output import LiteralMask, MaskedOutput, scrub
 
 SECRET = "abcabcabd-the-secret"
 OTHER = "the-secret-and-more"

@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.training.errors import EngineError
+from perdure.training.wire.agent import AgentReply, CheckOrder, GreetQuery
+from perdure.training.wire.node import CheckOutcome
 from tests.unit.agent.conftest import Container, job_text
 from tests.waiting import wait_for
-from training.errors import EngineError
-from training.wire.agent import AgentReply, CheckOrder, GreetQuery
-from training.wire.node import CheckOutcome
 
 
 def order(folder: Path | None = None, burn_in_s: float = 0.0) -> CheckOrder:
@@ -43,7 +43,9 @@ def checkers(container: Container) -> list[psutil.Process]:
     found = []
     for process in container.processes():
         try:
-            found += [process] if "training.health.node_program" in process.cmdline() else []
+            found += (
+                [process] if "perdure.training.health.node_program" in process.cmdline() else []
+            )
         except psutil.NoSuchProcess:
             continue
     return found

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.protocol import GiveUp, NotReplaced, ReplaceWorker, WorkerEnded
+from perdure.training.wire.agent import StopOrder, WorkerStatus
+from perdure.training.wire.coordinator import AgentJoined, NodeSampled
 from tests.unit.agent.conftest import Container, end_container, job_text, start_container
 from tests.unit.agent.coordinator_end import CoordinatorEnd
 from tests.unit.health.driver_tools import SAMPLES, install
 from tests.waiting import wait_for
-from training.recovery.healing import HealPlan
-from training.recovery.protocol import GiveUp, NotReplaced, ReplaceWorker, WorkerEnded
-from training.wire.agent import StopOrder, WorkerStatus
-from training.wire.coordinator import AgentJoined, NodeSampled
 
 START_TIMEOUT_S = 90.0  # the fork server imports torch, on a machine that may have much else to do
 STATUS_S = 2.0  # for an answer; the check that goes on meanwhile waits for the test

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from perdure.training.agent.sampler import Sampling
+from perdure.training.wire.agent import StopOrder
 from tests.unit.agent.conftest import job_text
 from tests.waiting import wait_for
-from training.agent.sampler import Sampling
-from training.wire.agent import StopOrder
 
 OFTEN = job_text(watch={"sample_every_s": 0.1, "log_limit_bytes": 0})
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.agent.saved_checkpoints import SavedWatch, have_resumed, saved_reply
+from perdure.training.agent.saved_store import Save, stored_saves
+from perdure.training.job import parse_job
+from perdure.training.wire.agent import SavedQuery
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
-from training.agent.saved_checkpoints import SavedWatch, have_resumed, saved_reply
-from training.agent.saved_store import Save, stored_saves
-from training.job import parse_job
-from training.wire.agent import SavedQuery
 
 
 def watch(folder: Path, **spec: Any) -> SavedWatch:

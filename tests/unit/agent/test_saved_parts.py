@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 
-from storage.errors import NotFound
-from storage.local import LocalStore
-from storage.objects import ObjectInfo
+from perdure.storage.errors import NotFound
+from perdure.storage.local import LocalStore
+from perdure.storage.objects import ObjectInfo
+from perdure.training.agent import saved_checkpoints, saved_parts
+from perdure.training.agent.saved_checkpoints import SavedWatch, saved_reply
+from perdure.training.agent.saved_parts import make_ready
+from perdure.training.agent.saved_store import Save, store_saved, stored_saves
+from perdure.training.health.megatron_parts import find_parts
+from perdure.training.health.saved_files import Saved
+from perdure.training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
+from perdure.training.wire.agent import SavedQuery, StartOrder
 from tests.jobs import job_document
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
 from tests.waiting import wait_for
-from training.agent import saved_checkpoints, saved_parts
-from training.agent.saved_checkpoints import SavedWatch, saved_reply
-from training.agent.saved_parts import make_ready
-from training.agent.saved_store import Save, store_saved, stored_saves
-from training.health.megatron_parts import find_parts
-from training.health.saved_files import Saved
-from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
-from training.wire.agent import SavedQuery, StartOrder
 
 SPEC = ProgramCheckpointsSpec(kind=CheckpointKind.MEGATRON, path="/unused", upload=True)
 FIRST, SECOND, THIRD = (1, 1), (1, 2), (2, 1)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from storage.errors import NotFound
-from storage.local import LocalStore
-from training.agent.saved_store import (
+from perdure.storage.errors import NotFound
+from perdure.storage.local import LocalStore
+from perdure.training.agent.saved_store import (
     NUM_AHEAD,
     Save,
     bring_back,
@@ -20,10 +20,10 @@ from training.agent.saved_store import (
     surplus,
     whole,
 )
-from training.health.megatron_parts import find_parts
-from training.health.program_checkpoints import find_saved
-from training.health.saved_files import Saved
-from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
+from perdure.training.health.megatron_parts import find_parts
+from perdure.training.health.program_checkpoints import find_saved
+from perdure.training.health.saved_files import Saved
+from perdure.training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 GLOB = ProgramCheckpointsSpec(
     kind=CheckpointKind.GLOB, path="/unused/step-*", settle_s=0.0, upload=True

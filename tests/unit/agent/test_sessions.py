@@ -9,18 +9,18 @@ import socket
 import psutil
 import pytest
 
+from perdure.training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
+from perdure.training.wire.coordinator import WorkerJoined
+from perdure.training.wire.transport import dump_line
 from tests.unit.agent.conftest import Container, end_container, job_text, start_container
 from tests.waiting import wait_for
-from training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
-from training.wire.coordinator import WorkerJoined
-from training.wire.transport import dump_line
 
 FORK_SERVER_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have much else to do
 RECIPE = """
 import json, os, sys, time
 from pathlib import Path
-from training.health.heartbeat import HeartbeatWriter, Phase
-from training.runtime.session import Session
+from perdure.training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.runtime.session import Session
 
 def main(job):
     print(json.dumps(dict(os.environ)), flush=True)

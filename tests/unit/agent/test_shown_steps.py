@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.agent.hang_check import HangCheck
+from perdure.training.agent.shown_steps import GrowingLog, ShownSteps
+from perdure.training.health.heartbeat import Phase
+from perdure.training.journal.steps import kept_steps
 from tests.jobs import job_document
 from tests.unit.agent.conftest import agent_config, start_order
 from tests.values import not_none
 from tests.waiting import wait_for
-from training.agent.hang_check import HangCheck
-from training.agent.shown_steps import GrowingLog, ShownSteps
-from training.health.heartbeat import Phase
-from training.journal.steps import kept_steps
 
 PROGRESS = {"patterns": [r"^step (?P<step>\d+)(?:/(?P<target>\d+))? loss (?P<loss>\S+)"]}
 
@@ -71,7 +71,7 @@ def test_a_bar_that_stands_still_is_a_line(log):
 
 
 def test_of_a_flood_of_output_the_newest_is_read(log, monkeypatch):
-    monkeypatch.setattr("training.agent.shown_steps.MAX_READ_BYTES", 8)
+    monkeypatch.setattr("perdure.training.agent.shown_steps.MAX_READ_BYTES", 8)
     growing = GrowingLog.from_its_end(log)
     write(log, "x" * 100 + "\nlast\n")
     assert list(growing.lines())[-1] == "last"

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
+from perdure.training.agent.error_file import read_error
+from perdure.training.errors import InputError
+from perdure.training.job import parse_job
+from perdure.training.processes import MARKER, environment_of
 from tests.jobs import job_document
 from tests.waiting import wait_for
-from training.agent.error_file import read_error
-from training.errors import InputError
-from training.job import parse_job
-from training.processes import MARKER, environment_of
 
 
 def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_group):

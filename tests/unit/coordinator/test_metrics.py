@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from perdure.training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
+from perdure.training.journal.events import StepRecord
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import PauseBegan, PauseEnded
+from perdure.training.recovery.rungs import Recovery, Rung
+from perdure.training.recovery.stages import Stage
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 from tests.unit.journal.histories import began, ended
-from training.coordinator.metrics import BASE_LABELS, AttemptNow, RunMetrics
-from training.journal.events import StepRecord
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import PauseBegan, PauseEnded
-from training.recovery.rungs import Recovery, Rung
-from training.recovery.stages import Stage
-from training.wire.node import DeviceSample, HostSample, NodeSample
 
 LABELS = {"run_id": "run-1", "placement": "2", "attempt": "3"}
 RECORD = StepRecord(

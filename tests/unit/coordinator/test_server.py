@@ -20,15 +20,13 @@ from pydantic import SecretStr
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
-from storage.local import LocalStore
-from tests.jobs import job_document
-from tests.waiting import wait_for
-from training.coordinator.server import Coordinator
-from training.journal.attempt_log import AttemptLog, parse_lines
-from training.journal.events import CheckpointCommitted, StepRecord
-from training.recovery.actions import AbnormalNorm
-from training.recovery.healing import HealPlan
-from training.recovery.protocol import (
+from perdure.storage.local import LocalStore
+from perdure.training.coordinator.server import Coordinator
+from perdure.training.journal.attempt_log import AttemptLog, parse_lines
+from perdure.training.journal.events import CheckpointCommitted, StepRecord
+from perdure.training.recovery.actions import AbnormalNorm
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.protocol import (
     CoordinatorMessage,
     NotReplaced,
     RecoveryEnded,
@@ -36,8 +34,8 @@ from training.recovery.protocol import (
     Trains,
     WorkerEnded,
 )
-from training.recovery.rungs import Rung
-from training.wire.coordinator import (
+from perdure.training.recovery.rungs import Rung
+from perdure.training.wire.coordinator import (
     TO_MEMBER,
     AgentJoined,
     CoordinatorAddress,
@@ -47,8 +45,10 @@ from training.wire.coordinator import (
     WorkerJoined,
     metrics_file,
 )
-from training.wire.node import DeviceSample, HostSample, NodeSample
-from training.wire.transport import dump_line
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
+from perdure.training.wire.transport import dump_line
+from tests.jobs import job_document
+from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
 ENGINE = {"nodes": 1, "slots_per_node": 2}

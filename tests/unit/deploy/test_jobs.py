@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.engines.base import Placement
+from perdure.training.engines.kubernetes import objects
+from perdure.training.job import Job, parse_job
+from perdure.training.journal.records import Member
+from perdure.training.specs.engine import KubernetesEngineSpec
 from tests.kubernetes.schema import unknown_fields
 from tests.unit.deploy.conftest import KUBERNETES, ROOT, documents_of
-from training.engines.base import Placement
-from training.engines.kubernetes import objects
-from training.job import Job, parse_job
-from training.journal.records import Member
-from training.specs.engine import KubernetesEngineSpec
 
 SAMPLES = [KUBERNETES / "job.yaml", KUBERNETES / "overlays/ascend/job.yaml"]
 OWNER = objects.Owner("perdure-run", "0-0-0")

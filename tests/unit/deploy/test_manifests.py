@@ -153,7 +153,7 @@ def test_policies_know_supervisors_and_agents_by_the_labels_that_they_have():
 
 
 def test_deployments_of_the_cluster_are_of_flows_that_are_there_and_of_pools_that_are_made():
-    from flows import cluster
+    from perdure.flows import cluster
 
     document = yaml.safe_load((ROOT / cluster.DEPLOYMENTS).read_text(encoding="utf-8"))
     for one in document["deployments"]:
@@ -167,7 +167,7 @@ def test_deployments_of_the_cluster_are_of_flows_that_are_there_and_of_pools_tha
 
 
 def test_the_worker_pod_fills_its_image_and_namespace_into_the_template():
-    from flows.cluster import filled_in
+    from perdure.flows.cluster import filled_in
 
     filled = filled_in(job_template(), image="registry/perdure:7", namespace="elsewhere")
     properties = filled["variables"]["properties"]

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 
 import pytest
 
+from perdure.training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose
+from perdure.training.diagnosis.scan import scan_text
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from tests.values import not_none
-from training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose
-from training.diagnosis.scan import scan_text
-from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 YEAR = 2026
 STARTED_S = datetime(2026, 3, 21, 2, tzinfo=UTC).timestamp()

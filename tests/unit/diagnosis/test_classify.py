@@ -11,16 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import (
+    CoordinatorLost,
+    Evidence,
+    NodeOutput,
+    SilentRank,
+    WorkerEnd,
+)
+from perdure.training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
+from perdure.training.diagnosis.of_command import CORRUPT_ACTION, of_command
+from perdure.training.diagnosis.recognise import recognise
+from perdure.training.diagnosis.rules import load_rules
+from perdure.training.diagnosis.scan import scan_text
+from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.protocol import AttemptGivenUp
 from tests.values import not_none
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import CoordinatorLost, Evidence, NodeOutput, SilentRank, WorkerEnd
-from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
-from training.diagnosis.of_command import CORRUPT_ACTION, of_command
-from training.diagnosis.recognise import recognise
-from training.diagnosis.rules import load_rules
-from training.diagnosis.scan import scan_text
-from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.protocol import AttemptGivenUp
 
 PEER_CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
 WATCHDOG = "[rank1]:[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)"

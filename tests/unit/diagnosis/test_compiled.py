@@ -8,8 +8,8 @@ import sys
 import pytest
 
 PROGRAM = """
-from training.diagnosis import compiled
-from training.diagnosis.scan import scan_text
+from perdure.training.diagnosis import compiled
+from perdure.training.diagnosis.scan import scan_text
 
 def compile_here(_patterns):
     raise AssertionError("compiled in the process of the supervisor")

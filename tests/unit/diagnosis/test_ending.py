@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from training.diagnosis.classify import diagnose
-from training.diagnosis.ending import (
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.ending import (
     LAST_WITHIN_S,
     SHORT_CODE,
     BadEnd,
@@ -19,8 +19,8 @@ from training.diagnosis.ending import (
     left_end,
     short_end,
 )
-from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.recovery.faults import Fault, FaultClass, RecoverableBy
+from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
 
 STEPS = "".join(
     f" [2026-11-21] iteration {at:8d}/    6000 | lm loss: {9 / at:.3f} | grad norm: 1.0 |\n"

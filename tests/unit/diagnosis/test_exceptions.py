@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.values import not_none
-from training.diagnosis.exceptions import (
+from perdure.training.diagnosis.exceptions import (
     judge,
     load_exceptions,
     names_exception,
     was_raised_in_handling,
 )
-from training.diagnosis.rules import Role
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.rules import Role
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
+from tests.values import not_none
 
 
 def traceback(*files: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.diagnosis.lines import (
+from perdure.training.diagnosis.lines import (
     code_of,
     is_low_level,
     is_progress,

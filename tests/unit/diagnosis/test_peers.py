@@ -6,13 +6,20 @@ from datetime import UTC, datetime
 
 import pytest
 
+from perdure.training.diagnosis.cause import LogSource
+from perdure.training.diagnosis.peers import (
+    MAX_ANCHORS,
+    anchors,
+    compare,
+    laggard,
+    missing_ranks,
+    offsets,
+)
+from perdure.training.diagnosis.recognise import Finding
+from perdure.training.diagnosis.rules import Role
+from perdure.training.diagnosis.scan import scan_text
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 from tests.values import not_none
-from training.diagnosis.cause import LogSource
-from training.diagnosis.peers import MAX_ANCHORS, anchors, compare, laggard, missing_ranks, offsets
-from training.diagnosis.recognise import Finding
-from training.diagnosis.rules import Role
-from training.diagnosis.scan import scan_text
-from training.recovery.faults import FaultClass, RecoverableBy
 
 YEAR = 2026
 STARTED_S = datetime(2026, 8, 1, 10, tzinfo=UTC).timestamp()

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perdure.training.diagnosis.codes import load_codes, look_up
+from perdure.training.diagnosis.recognise import CODE_RULE, recognise
+from perdure.training.diagnosis.rules import FILES, Role, load_rules, match_line
+from perdure.training.diagnosis.scan import scan_text
+from perdure.training.recovery.faults import FaultClass
 from tests.values import not_none
-from training.diagnosis.codes import load_codes, look_up
-from training.diagnosis.recognise import CODE_RULE, recognise
-from training.diagnosis.rules import FILES, Role, load_rules, match_line
-from training.diagnosis.scan import scan_text
-from training.recovery.faults import FaultClass
 
 RULES = load_rules()
 
@@ -100,7 +100,7 @@ def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
 
 
 def test_every_file_of_rules_is_read():
-    folder = files("training.diagnosis") / "rules"
+    folder = files("perdure.training.diagnosis") / "rules"
     names = {one.name for one in folder.iterdir() if one.name.endswith(".toml")}
     assert names == set(FILES), "training/diagnosis/rules.py: FILES needs each file"
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.values import not_none
-from training.diagnosis.recognise import Finding, recognise
-from training.diagnosis.rules import Role
-from training.diagnosis.scan import (
+from perdure.training.diagnosis.recognise import Finding, recognise
+from perdure.training.diagnosis.rules import Role
+from perdure.training.diagnosis.scan import (
     BLOCK_SIZE_BYTES,
     KEPT_AT_EACH_END,
     MAX_LINE_CHARS,
@@ -23,7 +22,8 @@ from training.diagnosis.scan import (
     scan,
     scan_text,
 )
-from training.recovery.faults import FaultClass
+from perdure.training.recovery.faults import FaultClass
+from tests.values import not_none
 
 YEAR = 2026
 TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.diagnosis.recognise import Finding
+from perdure.training.diagnosis.rules import Role
+from perdure.training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 from tests.values import not_none
-from training.diagnosis.recognise import Finding
-from training.diagnosis.rules import Role
-from training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
-from training.recovery.faults import FaultClass, RecoverableBy
 
 YEAR = 2026
 STARTED_S = datetime(2026, 8, 1, 10, tzinfo=UTC).timestamp()

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.values import not_none
-from training.diagnosis.cause import Diagnosis
-from training.diagnosis.scan import scan_text
-from training.diagnosis.sources import (
+from perdure.training.diagnosis.cause import Diagnosis
+from perdure.training.diagnosis.scan import scan_text
+from perdure.training.diagnosis.sources import (
     PathDiagnosis,
     context_of,
     diagnose_files,
     files_of,
     read_scan,
 )
-from training.errors import InputError
-from training.recovery.faults import FaultClass
+from perdure.training.errors import InputError
+from perdure.training.recovery.faults import FaultClass
+from tests.values import not_none
 
 YEAR = 2026
 AT_S = 99.0

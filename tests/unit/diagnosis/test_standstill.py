@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, SilentRank
+from perdure.training.diagnosis.standstill import RankProgress, standstill_of
+from perdure.training.recovery.faults import FaultClass
 from tests.values import not_none
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, SilentRank
-from training.diagnosis.standstill import RankProgress, standstill_of
-from training.recovery.faults import FaultClass
 
 ALLREDUCE = "allreduce in world"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.diagnosis.torchrun import first_failed
-from training.recovery.faults import FaultClass
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.diagnosis.torchrun import first_failed
+from perdure.training.recovery.faults import FaultClass
 
 T = 1_700_000_000
 

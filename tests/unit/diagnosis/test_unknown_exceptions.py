@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
 from tests.unit.recovery.diagnosed import AICORE, choose, climbed, end, of_log, of_workers
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
 
 OWN = "/home/user/project/train.py"
 LIBRARY = "/usr/lib/python3.11/site-packages/torch_npu/npu/utils.py"

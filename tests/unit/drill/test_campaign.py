@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.journal.histories import began, ended, placed, seen, started, stepped
-from training.drill.campaign import (
+from perdure.training.drill.campaign import (
     FIRST_STEP,
     POINTS,
     SAVE_EVERY_STEPS,
@@ -15,13 +14,14 @@ from training.drill.campaign import (
     unfired,
     write_campaign,
 )
-from training.drill.job import NUM_RANKS, drill_job
-from training.errors import InputError
-from training.journal.history import RunHistory, replay
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
-from training.specs.model import ParallelKind
+from perdure.training.drill.job import NUM_RANKS, drill_job
+from perdure.training.errors import InputError
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
+from perdure.training.specs.model import ParallelKind
+from tests.unit.journal.histories import began, ended, placed, seen, started, stepped
 
 KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from training.drill.device_report import DeviceReport, with_drills
-from training.drill.evaluation import DrillOutcome
-from training.drill.runner import able, why_not
-from training.drill.table import DRILLS
-from training.errors import InputError
-from training.wire.node import Check, CheckOutcome
+from perdure.training.drill.device_report import DeviceReport, with_drills
+from perdure.training.drill.evaluation import DrillOutcome
+from perdure.training.drill.runner import able, why_not
+from perdure.training.drill.table import DRILLS
+from perdure.training.errors import InputError
+from perdure.training.wire.node import Check, CheckOutcome
 
 FINE = DeviceReport(perdure="1", machine="Linux", versions=(), trials=())
 BY_NAME = {drill.name: drill for drill in DRILLS}

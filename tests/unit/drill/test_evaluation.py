@@ -7,6 +7,18 @@ from typing import Any
 
 import pytest
 
+from perdure.training.drill.driver import Pauser, RunOutcome
+from perdure.training.drill.evaluation import DrillOutcome, differences, judge, recovered
+from perdure.training.drill.job import drill_job
+from perdure.training.drill.table import Drill, Expected
+from perdure.training.journal.events import CheckpointRestored, LedgerEvent
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import AnyRecord
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryEnded
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import DrillFault, DrillKind
+from perdure.training.specs.model import ParallelKind
 from tests.unit.journal.histories import (
     began,
     decided,
@@ -17,18 +29,6 @@ from tests.unit.journal.histories import (
     started,
     stepped,
 )
-from training.drill.driver import Pauser, RunOutcome
-from training.drill.evaluation import DrillOutcome, differences, judge, recovered
-from training.drill.job import drill_job
-from training.drill.table import Drill, Expected
-from training.journal.events import CheckpointRestored, LedgerEvent
-from training.journal.history import RunHistory, replay
-from training.journal.records import AnyRecord
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryEnded
-from training.recovery.rungs import Rung
-from training.specs.drill import DrillFault, DrillKind
-from training.specs.model import ParallelKind
 
 CURVE = {step: (4.0 - step / 10, 1.0) for step in range(1, 7)}
 FAULT_AT_S = 100.0

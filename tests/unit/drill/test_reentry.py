@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pydantic import SecretStr
 
+from perdure.training.drill.reentry import STEPS, check_reentry, scratch_job
+from perdure.training.errors import EngineError
+from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
-from training.drill.reentry import STEPS, check_reentry, scratch_job
-from training.errors import EngineError
-from training.wire.node import CheckOutcome
 
 
 def job_of(tmp_path, **sections):

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from storage.address import make_store, open_store
-from tests.jobs import small_job
-from training.drill.job import NUM_RANKS
-from training.drill.runner import (
+from perdure.storage.address import make_store, open_store
+from perdure.training.drill.job import NUM_RANKS
+from perdure.training.drill.runner import (
     KINDS,
     DrillRunner,
     able,
@@ -19,11 +18,12 @@ from training.drill.runner import (
     parallel_kind,
     target_sections,
 )
-from training.drill.table import DRILLS, STEPS
-from training.errors import InputError
-from training.job import Job
-from training.recovery.rungs import ISOLATES, Rung
-from training.specs.model import ParallelKind
+from perdure.training.drill.table import DRILLS, STEPS
+from perdure.training.errors import InputError
+from perdure.training.job import Job
+from perdure.training.recovery.rungs import ISOLATES, Rung
+from perdure.training.specs.model import ParallelKind
+from tests.jobs import small_job
 
 
 def test_names_are_unlike_and_all_means_every_one():

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
-from training.drill.termination import terminated_as_exception
+from perdure.training.drill.termination import terminated_as_exception
 
 # The tests themselves may run under nohup, whose ignored SIGHUP is inherited.
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from training.drill.termination import terminated_as_exception
+from perdure.training.drill.termination import terminated_as_exception
 with terminated_as_exception():
     try:
         print("ready", flush=True)

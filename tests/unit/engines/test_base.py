@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.engines.base import Placement, Snapshot, plan, plan_replacement
-from training.errors import NoCapacity
-from training.journal.records import Member
-from training.wire.agent import AgentState, AgentStatus
+from perdure.training.engines.base import Placement, Snapshot, plan, plan_replacement
+from perdure.training.errors import NoCapacity
+from perdure.training.journal.records import Member
+from perdure.training.wire.agent import AgentState, AgentStatus
 
 NODES = [f"node-{index}" for index in range(5)]
 

@@ -11,16 +11,15 @@ from dataclasses import replace
 
 import pytest
 
-from tests.jobs import small_job
-from training.agent.control import control_server
-from training.engines import fleet as fleet_module
-from training.engines.base import Contact, Placement
-from training.engines.fleet import Fleet
-from training.errors import AgentUnreachable, EngineError
-from training.recovery.healing import HealPlan
-from training.recovery.rungs import Rung
-from training.specs.drill import Victim
-from training.wire.agent import (
+from perdure.training.agent.control import control_server
+from perdure.training.engines import fleet as fleet_module
+from perdure.training.engines.base import Contact, Placement
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.drill import Victim
+from perdure.training.wire.agent import (
     AgentReply,
     AgentState,
     AgentStatus,
@@ -32,8 +31,9 @@ from training.wire.agent import (
     StartOrder,
     StopOrder,
 )
-from training.wire.healing import HealOrder
-from training.wire.logs import LogsQuery
+from perdure.training.wire.healing import HealOrder
+from perdure.training.wire.logs import LogsQuery
+from tests.jobs import small_job
 
 TOKEN = "t" * 32
 NUM_MEMBERS = 200

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.engines import fleet as fleet_module
+from perdure.training.engines.base import Placement, plan, plan_replacement
+from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.local import LocalEngine
+from perdure.training.wire.agent import AgentAddress
 from tests.jobs import small_job
 from tests.waiting import wait_for
-from training.agent.control import ADDRESS_FILE
-from training.engines import fleet as fleet_module
-from training.engines.base import Placement, plan, plan_replacement
-from training.engines.fleet import Fleet
-from training.engines.local import LocalEngine
-from training.wire.agent import AgentAddress
 
 GRACE_S = 20.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.engines.local_devices import devices_of_node
-from training.wire.rank_table import VISIBLE
+from perdure.training.engines.local_devices import devices_of_node
+from perdure.training.wire.rank_table import VISIBLE
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ import json
 
 import pytest
 
+from perdure.training.engines.base import plan
+from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.local import LocalEngine
+from perdure.training.engines.rank_table import Server, rank_table
+from perdure.training.errors import EngineError
+from perdure.training.health import device_addresses
+from perdure.training.health.device_addresses import in_super_pod, ports
+from perdure.training.health.sources.npu_smi import Chip
+from perdure.training.health.sources.vendor_tools import assignments
+from perdure.training.specs.recovery import RankTableForm
+from perdure.training.wire.agent import StartOrder
+from perdure.training.wire.rank_table import NodeDevices, device_ids
 from tests.jobs import small_job
-from training.engines.base import plan
-from training.engines.fleet import Fleet
-from training.engines.local import LocalEngine
-from training.engines.rank_table import Server, rank_table
-from training.errors import EngineError
-from training.health import device_addresses
-from training.health.device_addresses import in_super_pod, ports
-from training.health.sources.npu_smi import Chip
-from training.health.sources.vendor_tools import assignments
-from training.specs.recovery import RankTableForm
-from training.wire.agent import StartOrder
-from training.wire.rank_table import NodeDevices, device_ids
 
 # As the driver keeps it.
 HCCN_CONF = """

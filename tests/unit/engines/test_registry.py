@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal, get_args
 import pytest
 from pydantic import Field, create_model
 
+from perdure.training.engines.registry import ENGINES, make_engine
+from perdure.training.errors import InputError
+from perdure.training.job import Job, parse_job
+from perdure.training.specs import engine as specs
+from perdure.training.specs.engine import AnyEngineSpec, EngineSpec, LocalEngineSpec
 from tests.jobs import job_document, small_job
-from training.engines.registry import ENGINES, make_engine
-from training.errors import InputError
-from training.job import Job, parse_job
-from training.specs import engine as specs
-from training.specs.engine import AnyEngineSpec, EngineSpec, LocalEngineSpec
 
 KINDS = {
     spec.model_fields["kind"].default: spec
@@ -56,7 +56,7 @@ def with_two_engines(monkeypatch) -> type[Job]:
     """A job that may name either."""
     either: Any = Annotated[LocalEngineSpec | OtherEngineSpec, get_args(AnyEngineSpec)[1]]
     job: type[Job] = create_model("Job", __base__=Job, engine=(either, LocalEngineSpec()))
-    monkeypatch.setattr("training.job.Job", job)
+    monkeypatch.setattr("perdure.training.job.Job", job)
     return job
 
 

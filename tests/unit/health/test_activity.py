@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from perdure.training.health.hang import ActivityDetector, Inactivity, ProgramActivity
 from tests.values import not_none
-from training.health.hang import ActivityDetector, Inactivity, ProgramActivity
 
 QUIET_S = 600.0
 PERIOD_S = 10.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.health.burn_in import (
+from perdure.training.health.burn_in import (
     CPU_SIZE,
     DIGESTS,
     LARGEST,
@@ -15,7 +15,7 @@ from training.health.burn_in import (
     digest,
     matrices,
 )
-from training.wire.node import CheckOutcome
+from perdure.training.wire.node import CheckOutcome
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def test_a_device_that_fails_is_a_failed_check(monkeypatch):
     def multiply(*_arguments, **_options):
         raise RuntimeError("ACL stream synchronize failed, error code:507010\nmore")
 
-    monkeypatch.setattr("training.health.burn_in.burn", multiply)
+    monkeypatch.setattr("perdure.training.health.burn_in.burn", multiply)
     check = check_device(CPU, 0.0)
     assert (check.outcome, check.seen) == (
         CheckOutcome.FAILED,

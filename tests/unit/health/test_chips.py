@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.health.chips import look_at_chips, reset_chips
+from perdure.training.health.sources.npu_smi import parse_processes
+from perdure.training.recovery.healing import HealPlan
 from tests.unit.health.driver_tools import SAMPLES, install, only_tools_of
-from training.health.chips import look_at_chips, reset_chips
-from training.health.sources.npu_smi import parse_processes
-from training.recovery.healing import HealPlan
 
 PLAN = HealPlan("8C084E00")
 BUSY = "| 0       0       | 4711          | python          | 1024          |\n"

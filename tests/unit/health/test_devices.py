@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.health import devices
+from perdure.training.health.devices import check_history, judge_devices
+from perdure.training.health.sources.vendor_tools import NoAnswer
+from perdure.training.wire.node import CheckOutcome, DeviceSample, NodeSample
 from tests.unit.health.driver_tools import SAMPLES
-from training.health import devices
-from training.health.devices import check_history, judge_devices
-from training.health.sources.vendor_tools import NoAnswer
-from training.wire.node import CheckOutcome, DeviceSample, NodeSample
 
 NO_TOOLS = ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.errors import InputError
+from perdure.training.health.hang import MIN_LIMIT_S, WINDOW, Hang, HangDetector, SilenceLimits
+from perdure.training.health.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
+from perdure.training.specs.watch import HangAction
 from tests.jobs import small_job
 from tests.values import not_none
-from training.errors import InputError
-from training.health.hang import MIN_LIMIT_S, WINDOW, Hang, HangDetector, SilenceLimits
-from training.health.heartbeat import Heartbeat, HeartbeatReader, HeartbeatWriter, Phase
-from training.specs.watch import HangAction
 
 START_S = 1000.0  # when the processes were started
 START_LIMIT_S = 600.0

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from tests.values import not_none
-from training.health.heartbeat import (
+from perdure.training.health.heartbeat import (
     ANY_RANK,
     Heartbeat,
     HeartbeatReader,
@@ -20,7 +19,8 @@ from training.health.heartbeat import (
     Phase,
     rank_of_file,
 )
-from training.processes import RANK_VARIABLES
+from perdure.training.processes import RANK_VARIABLES
+from tests.values import not_none
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_a_vanished_file_keeps_the_last_record(path):
 def test_the_record_of_a_killed_writer_stays_readable(path):
     code = (
         "import os, sys, pathlib\n"
-        "from training.health.heartbeat import HeartbeatWriter, Phase\n"
+        "from perdure.training.health.heartbeat import HeartbeatWriter, Phase\n"
         "HeartbeatWriter(pathlib.Path(sys.argv[1])).beat(phase=Phase.SAVE, step=12)\n"
         "os.kill(os.getpid(), 9)\n"
     )

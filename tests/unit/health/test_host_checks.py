@@ -8,11 +8,10 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from storage.address import StorageSpec, make_store, open_store
-from storage.errors import PermanentError
-from tests.jobs import small_job
-from training.health import host_checks
-from training.health.host_checks import (
+from perdure.storage.address import StorageSpec, make_store, open_store
+from perdure.storage.errors import PermanentError
+from perdure.training.health import host_checks
+from perdure.training.health.host_checks import (
     Room,
     check_disk,
     check_disks,
@@ -20,7 +19,8 @@ from training.health.host_checks import (
     check_ports,
     check_store,
 )
-from training.wire.node import CheckOutcome
+from perdure.training.wire.node import CheckOutcome
+from tests.jobs import small_job
 
 STATE_BYTES = 1_000_000
 Disk = namedtuple("Disk", "total free")  # noqa: PYI024 as psutil has it

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from perdure.training.health.heartbeat import Phase
+from perdure.training.health.left_behind import FACTOR, LeftBehind, LeftBehindDetector, RankOnTheWay
 from tests.values import not_none
-from training.health.heartbeat import Phase
-from training.health.left_behind import FACTOR, LeftBehind, LeftBehindDetector, RankOnTheWay
 
 BEGAN_S = 1000.0
 LEAST_S = 60.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.environment import check_environment
+from perdure.training.errors import InputError
+from perdure.training.health.log_checks import check_logs
+from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
-from training.environment import check_environment
-from training.errors import InputError
-from training.health.log_checks import check_logs
-from training.wire.node import CheckOutcome
 
 
 def test_as_recommended_they_are_fine_whatever_level_the_node_has():

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
+from perdure.training.health.node_check import check_this_machine
+from perdure.training.health.node_links import check_links, judge
+from perdure.training.health.sources.vendor_tools import NoAnswer
+from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
 from tests.unit.health.driver_tools import install, only_tools_of
-from training.health.node_check import check_this_machine
-from training.health.node_links import check_links, judge
-from training.health.sources.vendor_tools import NoAnswer
-from training.wire.node import CheckOutcome
 
 TABLE = """\
 the minbytes is 8192, maxbytes is 67108864, iters is 20, warmup_iters is 5

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from perdure.training.health import device_addresses
+from perdure.training.health.device_addresses import HCCN_CONF, check_rank_table, query_of
+from perdure.training.health.node_check import NodeProgram, check_this_machine
+from perdure.training.health.node_program import merged
+from perdure.training.health.verdict import verdict_of
+from perdure.training.specs.recovery import CommSpec, RankTableForm
+from perdure.training.wire.node import Check, CheckOutcome, NodeTask
+from perdure.training.wire.rank_table import VISIBLE
 from tests.jobs import small_job
-from training.health import device_addresses
-from training.health.device_addresses import HCCN_CONF, check_rank_table, query_of
-from training.health.node_check import NodeProgram, check_this_machine
-from training.health.node_program import merged
-from training.health.verdict import verdict_of
-from training.specs.recovery import CommSpec, RankTableForm
-from training.wire.node import Check, CheckOutcome, NodeTask
-from training.wire.rank_table import VISIBLE
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from training.health.points import (
+from perdure.training.health.points import (
     CLEAR_S,
     Condition,
     HealthPoints,
     RankSample,
     RunSample,
 )
-from training.journal.events import HealthPoint, StepRecord
-from training.specs.watch import WatchSpec
-from training.wire.node import DeviceSample, HostSample, NodeSample
+from perdure.training.journal.events import HealthPoint, StepRecord
+from perdure.training.specs.watch import WatchSpec
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 SPEC = WatchSpec()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from training.health.program_checkpoints import find_saved, is_whole_file, number_in
-from training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
+from perdure.training.health.program_checkpoints import find_saved, is_whole_file, number_in
+from perdure.training.specs.program_checkpoints import CheckpointKind, ProgramCheckpointsSpec
 
 NOW_S = 1_000_000.0
 

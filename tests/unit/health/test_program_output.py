@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from training.health.program_output import LineReader, ProgressFormat, StepsShown, formats
-from training.journal.events import StepRecord
-from training.specs.progress import ProgressKind, ProgressSpec
+from perdure.training.health.program_output import LineReader, ProgressFormat, StepsShown, formats
+from perdure.training.journal.events import StepRecord
+from perdure.training.specs.progress import ProgressKind, ProgressSpec
 
 
 def reader(*patterns: str, **fields: Any) -> LineReader:

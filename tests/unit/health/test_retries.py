@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from training.health.points import HealthPoints, RunSample
-from training.health.retries import RetryLog, RetryLogs
-from training.journal.events import HealthPoint
-from training.specs.watch import WatchSpec
-from training.supervisor.sub_health import OF_MACHINES
+from perdure.training.health.points import HealthPoints, RunSample
+from perdure.training.health.retries import RetryLog, RetryLogs
+from perdure.training.journal.events import HealthPoint
+from perdure.training.specs.watch import WatchSpec
+from perdure.training.supervisor.sub_health import OF_MACHINES
 
 
 def changes(*states: str, machine: str = "Agent") -> bytes:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from perdure.training.health.sources import nvml, sampling, vendor_tools
+from perdure.training.health.sources.nvml import NoNvml, read_devices
+from perdure.training.health.sources.sampling import Sampler
+from perdure.training.health.sources.vendor_tools import NoAnswer, ask, find_tool
 from tests.unit.health.driver_tools import SAMPLES, install, only_tools_of
-from training.health.sources import nvml, sampling, vendor_tools
-from training.health.sources.nvml import NoNvml, read_devices
-from training.health.sources.sampling import Sampler
-from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
 
 
 @pytest.fixture

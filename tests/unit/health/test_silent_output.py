@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.errors import InputError
+from perdure.training.health.silent_output import SilentOutputDetector
 from tests.jobs import small_job
-from training.errors import InputError
-from training.health.silent_output import SilentOutputDetector
 
 
 def test_it_is_silent_once_no_node_has_printed_for_the_limit():

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.health.driver_tools import SAMPLES
-from tests.values import not_none
-from training.health.sources.hccn import (
+from perdure.training.health.sources.hccn import (
     parse_counters,
     parse_link,
     parse_link_history,
     parse_net_health,
 )
-from training.health.sources.npu_smi import (
+from perdure.training.health.sources.npu_smi import (
     Ecc,
     filled,
     parse_ecc,
@@ -20,7 +18,9 @@ from training.health.sources.npu_smi import (
     parse_table,
     parse_usages,
 )
-from training.health.sources.vendor_tools import assignments
+from perdure.training.health.sources.vendor_tools import assignments
+from tests.unit.health.driver_tools import SAMPLES
+from tests.values import not_none
 
 MIB = 1 << 20
 

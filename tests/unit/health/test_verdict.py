@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.health.verdict import verdict_of
-from training.wire.node import Check, CheckOutcome
+from perdure.training.health.verdict import verdict_of
+from perdure.training.wire.node import Check, CheckOutcome
 
 
 def check(node, outcome=CheckOutcome.OK, name="devices", **more):

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.health.driver_tools import SAMPLES
-from training.health.sources.vendor_tools import assignments
-from training.health.versions import (
+from perdure.training.health.sources.vendor_tools import assignments
+from perdure.training.health.versions import (
     Installed,
     check_versions,
     driver_fits,
     installed,
     table,
 )
-from training.wire.node import CheckOutcome
+from perdure.training.wire.node import CheckOutcome
+from tests.unit.health.driver_tools import SAMPLES
 
 DRIVER = assignments(SAMPLES / "driver-version.info")
 TOOLKIT = assignments(SAMPLES / "ascend_toolkit_install.info")

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.injection.inside import WorkerInjector, fired_at_s
+from perdure.training.runtime.state.live import damage
+from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
 from tests.unit.runtime.trainees import Trainee
 from tests.unit.runtime.worlds import Member, Replay, World
-from training.injection.inside import WorkerInjector, fired_at_s
-from training.runtime.state.live import damage
-from training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEP = 5
 RUN_ID = "run"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.journal.attempt_view import AttemptView
-from training.journal.events import (
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import (
     AlertCleared,
     AlertRaised,
     BatchSkipped,
@@ -14,8 +14,8 @@ from training.journal.events import (
     LedgerEvent,
     ProgramNotice,
 )
-from training.journal.history import RunHistory, replay
-from training.journal.records import (
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -27,11 +27,11 @@ from training.journal.records import (
     RunCreated,
     SupervisorTook,
 )
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryBegan
-from training.recovery.protocol import RecoveryEnded as Ended
-from training.recovery.repair import SkippedBatch
-from training.recovery.rungs import Decision, Rung
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryBegan
+from perdure.training.recovery.protocol import RecoveryEnded as Ended
+from perdure.training.recovery.repair import SkippedBatch
+from perdure.training.recovery.rungs import Decision, Rung
 
 NOW: dict[str, Any] = {"at_s": 0.0, "epoch": 1}
 LINK = Fault(

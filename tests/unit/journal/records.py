@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from training.journal.events import StepRecord
+from perdure.training.journal.events import StepRecord
 
 RECORD = StepRecord(
     step=1, loss=0.1 + 0.2, grad_norm=1.5, lr=1e-3, tokens_per_s=1e5, mfu=None,

@@ -19,12 +19,12 @@ from typing import get_args
 
 import pytest
 
+from perdure.training.agent.checkpoint_server import log_commit
+from perdure.training.journal.attempt_log import AttemptLog, Follower, parse_lines, read_lines
+from perdure.training.journal.events import CheckpointCommitted, Event, LedgerEvent
+from perdure.training.recovery.protocol import AttemptEvent, LastSave, PauseBegan
 from tests.unit.journal.records import RECORD, record
 from tests.waiting import wait_for
-from training.agent.checkpoint_server import log_commit
-from training.journal.attempt_log import AttemptLog, Follower, parse_lines, read_lines
-from training.journal.events import CheckpointCommitted, Event, LedgerEvent
-from training.recovery.protocol import AttemptEvent, LastSave, PauseBegan
 
 PAUSED = PauseBegan(at_s=5.0, number=1, step=4)
 SAVED = LastSave(at_s=6.0, number=2, step=4, ranks=(0, 1))

@@ -7,6 +7,21 @@ import json
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from perdure.training.journal.events import EVENT, LedgerEvent
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import (
+    RECORD,
+    AnyRecord,
+    CheckpointSeen,
+    EventSeen,
+    NodeRefused,
+    NodeReleased,
+    RunEnded,
+    RungFailed,
+)
+from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded
+from perdure.training.recovery.rungs import Recovery, Rung
+from perdure.training.supervisor.report import attempt_rows
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH,
@@ -21,21 +36,6 @@ from tests.unit.journal.histories import (
     started,
     stepped,
 )
-from training.journal.events import EVENT, LedgerEvent
-from training.journal.history import RunHistory, replay
-from training.journal.records import (
-    RECORD,
-    AnyRecord,
-    CheckpointSeen,
-    EventSeen,
-    NodeRefused,
-    NodeReleased,
-    RunEnded,
-    RungFailed,
-)
-from training.recovery.protocol import LastSave, PauseBegan, PauseEnded
-from training.recovery.rungs import Recovery, Rung
-from training.supervisor.report import attempt_rows
 
 DAY_S = 86_400.0
 

@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from storage.errors import Corrupt, NotFound
-from storage.local import LocalStore
-from training.errors import AlreadySupervised, RunConflict
-from training.journal.ledger import LEASE_S, Identity, Ledger
-from training.journal.records import (
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.local import LocalStore
+from perdure.training.errors import AlreadySupervised, RunConflict
+from perdure.training.journal.ledger import LEASE_S, Identity, Ledger
+from perdure.training.journal.records import (
     AnyRecord,
     AttemptRecord,
     NodeReleased,

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.journal.attempt_log import AttemptLog, Follower
+from perdure.training.journal.events import CheckpointCommitted
+from perdure.training.journal.steps import StepReader, UnsavedSteps, kept_steps, metrics_prefix
 from tests.unit.journal.records import RECORD, record
 from tests.values import not_none
-from training.journal.attempt_log import AttemptLog, Follower
-from training.journal.events import CheckpointCommitted
-from training.journal.steps import StepReader, UnsavedSteps, kept_steps, metrics_prefix
 
 PREFIX = metrics_prefix("run", 1, 1)
 

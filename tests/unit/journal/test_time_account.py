@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.journal.records import record
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory, replay
-from training.journal.records import (
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
@@ -28,10 +27,18 @@ from training.journal.records import (
     RungFailed,
     SupervisorTook,
 )
-from training.journal.time_account import MEANING, RECOVERY, Account, Owner, SeenStep, account
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
-from training.recovery.rungs import Decision, Rung
+from perdure.training.journal.time_account import (
+    MEANING,
+    RECOVERY,
+    Account,
+    Owner,
+    SeenStep,
+    account,
+)
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
+from perdure.training.recovery.rungs import Decision, Rung
+from tests.unit.journal.records import record
 
 
 def done(step: int, at_s: float, step_s: float = 1.0, key: tuple[int, int] = (1, 1)) -> StepRecord:

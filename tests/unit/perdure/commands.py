@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from perdure.cli import app, main
-from training.journal.records import RECORD
+from perdure.training.journal.records import RECORD
 
 
 def perdure(*arguments: Any, code: int = 0, stdin: str | bytes = "") -> str:

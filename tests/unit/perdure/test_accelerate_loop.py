@@ -21,10 +21,10 @@ from perdure.integrations.accelerate import evaluation, training_steps
 from perdure.integrations.accelerate_data import PreparedData
 from perdure.integrations.accelerate_settings import check_loader, check_loop, samples_per_batch
 from perdure.integrations.sharding import shard_on_cpu
+from perdure.training.errors import InputError
+from perdure.training.runtime.errors import NotApplied
+from perdure.training.runtime.session import Session
 from tests.jobs import small_job
-from training.errors import InputError
-from training.runtime.errors import NotApplied
-from training.runtime.session import Session
 
 
 @pytest.fixture(autouse=True)

@@ -14,17 +14,17 @@ from typer.testing import CliRunner
 from perdure.checkpoints import parse_age_s
 from perdure.cli import app
 from perdure.monitor import RunMonitor
-from storage.address import open_store
-from storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.training.errors import InputError
+from perdure.training.job import parse_job
+from perdure.training.journal.records import CheckpointSeen, RunCreated
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.run import Run
 from tests.jobs import job_document
 from tests.unit.journal.histories import BEGINNING, NOW
 from tests.unit.perdure.commands import append, error_line, perdure
 from tests.unit.storage.stores import save_directly
-from training.errors import InputError
-from training.job import parse_job
-from training.journal.records import CheckpointSeen, RunCreated
-from training.supervisor.job_registry import remember_job
-from training.supervisor.run import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from perdure.cli import app, main
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.recovery.rungs import Rung
 from tests.unit.perdure.commands import error_line, perdure
-from training.recovery.faults import FaultClass, RecoverableBy
-from training.recovery.rungs import Rung
 
 TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targets'"
 FRAME = '  File "/w/train.py", line 3, in f'

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.ladder import ladder_markdown
 from tests.jobs import job_document
 from tests.unit.perdure.commands import error_line, perdure
-from training.recovery.faults import FaultClass
-from training.recovery.ladder import ladder_markdown
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from perdure.training.recovery.rungs import LADDER, Rung
 from tests.jobs import job_document
 from tests.unit.perdure.commands import perdure
-from training.recovery.rungs import LADDER, Rung
 
 Sizes = Mapping[str, Any]
 

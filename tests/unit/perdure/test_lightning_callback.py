@@ -25,9 +25,9 @@ from perdure.integrations.lightning_settings import (
     check_optimizer,
     check_trainer,
 )
+from perdure.training.errors import InputError
+from perdure.training.runtime.session import Session
 from tests.jobs import small_job
-from training.errors import InputError
-from training.runtime.session import Session
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

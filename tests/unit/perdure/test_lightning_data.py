@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from perdure.integrations.framework_steps import count_tokens
 from perdure.integrations.lightning_data import StepBatches, host_batches, place_loader
-from training.errors import InputError
+from perdure.training.errors import InputError
 
 
 class Numbers(Dataset[int]):

@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from perdure.cli import app
-from storage.address import open_store
+from perdure.storage.address import open_store
+from perdure.training.agent.log_collection import COLLECTED_FILE, logs_prefix
+from perdure.training.supervisor.hang_report import HANG_REPORT
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.run import Run
+from perdure.training.wire.logs import Collected, CollectedFile
 from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, over, started
 from tests.unit.perdure.commands import append, error_line, perdure
-from training.agent.log_collection import COLLECTED_FILE, logs_prefix
-from training.supervisor.hang_report import HANG_REPORT
-from training.supervisor.job_registry import remember_job
-from training.supervisor.run import Run
-from training.wire.logs import Collected, CollectedFile
 
 GONE = "checkpoint-server.log: gone"
 

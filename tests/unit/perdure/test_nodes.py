@@ -6,14 +6,14 @@ import json
 
 import pytest
 
+from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.records import NodeRefused
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.run import Run
 from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, HOT, NOW, decided, over, seen
 from tests.unit.perdure.commands import append, error_line, perdure
-from training.journal.events import HealthPoint
-from training.journal.records import NodeRefused
-from training.recovery.rungs import Rung
-from training.supervisor.job_registry import remember_job
-from training.supervisor.run import Run
 
 ISOLATED = (over(1), decided(1, Rung.POD_RESCHEDULE, isolate="node-1"))
 SLOW = HOT.model_copy(update={"point": HealthPoint.STRAGGLER})

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from perdure.panel import LiveView
 from perdure.tables import attempts_view, sparkline
-from tasks.observe import Observation
+from perdure.tasks.observe import Observation
+from perdure.training.supervisor.report import AttemptRow, event_text, story_rows
 from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
@@ -19,7 +20,6 @@ from tests.unit.journal.histories import (
     history_of,
 )
 from tests.unit.perdure.commands import shown
-from training.supervisor.report import AttemptRow, event_text, story_rows
 
 ROW = AttemptRow(
     1, 2, "node-0,node-1", "1,1", "2,2", 30, 77, "failed", "node_lost: the agent of node-1 is gone",

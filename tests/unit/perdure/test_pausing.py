@@ -10,7 +10,13 @@ from typer.testing import CliRunner
 from perdure import pausing
 from perdure.cli import app
 from perdure.pausing import Pausing
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.job import parse_job
+from perdure.training.journal.records import RunEnded
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.run import Run
+from perdure.training.wire.requests import control_key, read_control, write_control
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -22,12 +28,6 @@ from tests.unit.journal.histories import (
     seen,
 )
 from tests.unit.perdure.commands import append, error_line, perdure
-from training.errors import InputError, PerdureError
-from training.job import parse_job
-from training.journal.records import RunEnded
-from training.supervisor.job_registry import remember_job
-from training.supervisor.run import Run
-from training.wire.requests import control_key, read_control, write_control
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.platforms.forms import Platform
+from perdure.training.platforms.printing import EntryPlace
+from perdure.training.platforms.settings import JOB_FIELDS, POLICY_FIELDS
+from perdure.training.specs.recovery import RestartSpec
+from perdure.training.supervisor.policy_export import export_policy
 from tests.jobs import job_document, small_job
 from tests.unit.perdure.commands import error_line, perdure
-from training.platforms.forms import Platform
-from training.platforms.printing import EntryPlace
-from training.platforms.settings import JOB_FIELDS, POLICY_FIELDS
-from training.specs.recovery import RestartSpec
-from training.supervisor.policy_export import export_policy
 
 A3 = {"chip": "a3", "watchdog": False, "op_retry": {"enabled": True}}
 SWITCHES = [n for n, field in RestartSpec.model_fields.items() if field.annotation is bool]

@@ -10,9 +10,9 @@ import yaml
 
 from perdure.ports import PortOwner, owner_of, owner_text
 from perdure.server import ServerRecord
+from perdure.training.processes import free_port
 from tests.jobs import job_document
 from tests.unit.perdure.commands import error_line
-from training.processes import free_port
 
 TEXTS = {
     "ours": (
@@ -73,7 +73,7 @@ def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_ch
 ):
     monkeypatch.setattr("perdure.server.configured_api", lambda: None)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    monkeypatch.setattr("training.job.TEMPORARY_FOLDERS", ())  # the job's own warning is none here
+    monkeypatch.setattr("perdure.training.job.TEMPORARY_FOLDERS", ())  # no warning of the job
     job = tmp_path / "job.yaml"
     document = {"worker": {"command": ["true"]}, "preflight": {"nodes": False}}
     job.write_text(yaml.safe_dump(job_document(tmp_path, **document)))

@@ -14,7 +14,26 @@ from typer.testing import CliRunner
 from perdure.cli import app
 from perdure.monitor import RunMonitor
 from perdure.status import plain_status, status_panel
-from storage.errors import StorageError
+from perdure.storage.errors import StorageError
+from perdure.training.engines.base import Snapshot
+from perdure.training.job import parse_job
+from perdure.training.journal.events import CheckpointRestored, StepRecord
+from perdure.training.journal.records import CheckpointSeen, RunCreated, RunEnded
+from perdure.training.journal.steps import metrics_prefix
+from perdure.training.supervisor.job_registry import job_path, remember_job
+from perdure.training.supervisor.observing import AttemptSnapshot
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.store_outage import StoreOutage
+from perdure.training.wire.agent import (
+    AgentState,
+    AgentStatus,
+    HangReport,
+    Pulse,
+    RankStatus,
+    ShownStep,
+    WorkerStatus,
+)
+from perdure.training.wire.node import DeviceSample, NodeSample
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -30,25 +49,6 @@ from tests.unit.journal.histories import (
     started,
 )
 from tests.unit.perdure.commands import append, perdure, shown
-from training.engines.base import Snapshot
-from training.job import parse_job
-from training.journal.events import CheckpointRestored, StepRecord
-from training.journal.records import CheckpointSeen, RunCreated, RunEnded
-from training.journal.steps import metrics_prefix
-from training.supervisor.job_registry import job_path, remember_job
-from training.supervisor.observing import AttemptSnapshot
-from training.supervisor.run import Run
-from training.supervisor.store_outage import StoreOutage
-from training.wire.agent import (
-    AgentState,
-    AgentStatus,
-    HangReport,
-    Pulse,
-    RankStatus,
-    ShownStep,
-    WorkerStatus,
-)
-from training.wire.node import DeviceSample, NodeSample
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
 SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)

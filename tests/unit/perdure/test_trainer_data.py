@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.errors import InputError
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.errors import InputError
 
 
 @contextmanager

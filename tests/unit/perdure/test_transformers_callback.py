@@ -15,11 +15,11 @@ import transformers
 from perdure.integrations.trainer_loop import PHASES, REPLACED, TrainerLoop
 from perdure.integrations.trainer_settings import SERIES, check_settings, check_training
 from perdure.integrations.transformers import PerdureCallback
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.errors import InputError
+from perdure.training.recovery.repair import Vote
+from perdure.training.runtime.session import Session
 from tests.jobs import small_job
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.errors import InputError
-from training.recovery.repair import Vote
-from training.runtime.session import Session
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.platforms.forms import read_platform
-from training.recovery.faults import Fault
-from training.recovery.ladder import decide
-from training.recovery.rungs import Rung
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.platforms.forms import read_platform
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.rungs import Rung
 
 STEP, REPLACE, IN_PLACE = Rung.STEP_RETRY, Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART
 POD = Rung.POD_RESCHEDULE

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.diagnosis.exits import fault_of_end
-from training.journal.events import LedgerEvent
-from training.recovery.actions import Action, LogEvent, ToAgent, ToRank
-from training.recovery.attempt import Attempt
-from training.recovery.healing import HealPlan
-from training.recovery.ladder import InProcessDecider
-from training.recovery.protocol import (
+from perdure.training.diagnosis.exits import fault_of_end
+from perdure.training.journal.events import LedgerEvent
+from perdure.training.recovery.actions import Action, LogEvent, ToAgent, ToRank
+from perdure.training.recovery.attempt import Attempt
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.protocol import (
     CoordinatorMessage,
     GiveUp,
     LastSave,
@@ -30,9 +30,9 @@ from training.recovery.protocol import (
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
-from training.recovery.rungs import Policy, Rung
-from training.recovery.stages import Stage
+from perdure.training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+from perdure.training.recovery.rungs import Policy, Rung
+from perdure.training.recovery.stages import Stage
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))

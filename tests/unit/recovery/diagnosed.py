@@ -9,12 +9,18 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from training.diagnosis.classify import diagnose as diagnose_all
-from training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode, WorkerEnd
-from training.recovery.faults import Fault
-from training.recovery.ladder import decide, fault_of_report
-from training.recovery.protocol import WorkerFault, WorkerFaultKind
-from training.recovery.rungs import Capacity, Decision, Policy, Recovery, Rung
+from perdure.training.diagnosis.classify import diagnose as diagnose_all
+from perdure.training.diagnosis.evidence import (
+    Evidence,
+    NodeOutput,
+    SilentRank,
+    SlowNode,
+    WorkerEnd,
+)
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.ladder import decide, fault_of_report
+from perdure.training.recovery.protocol import WorkerFault, WorkerFaultKind
+from perdure.training.recovery.rungs import Capacity, Decision, Policy, Recovery, Rung
 
 ALL = frozenset(Rung)
 STEP = 40
@@ -25,7 +31,7 @@ AICORE = "EZ9999: The error from device(chipId:2, dieId:0), aicore execution is 
 LINK = "RuntimeError: HCCS LINK ERROR"
 HEARTBEAT_LOST = "RuntimeError: call aclrtSynchronizeStream failed, error code is 507010"
 FULL_DISK = "OSError: [Errno 28] No space left on device"
-FULL_STORE = "storage.errors.StorageFull: rank 0: file:///mnt/runs/a: the disk is full"
+FULL_STORE = "perdure.storage.errors.StorageFull: rank 0: file:///mnt/runs/a: the disk is full"
 TYPE_ERROR = (
     "Traceback (most recent call last):\n"
     '  File "/home/user/train.py", line 12, in <module>\n'

@@ -12,11 +12,20 @@ from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from training.recovery.chips import Severity
-from training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
-from training.recovery.ladder import decide
-from training.recovery.rungs import LADDER, RUNGS, Capacity, Decision, Policy, Recovery, Rung, Scope
-from training.recovery.same_node import COUNTED, ROWS
+from perdure.training.recovery.chips import Severity
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.rungs import (
+    LADDER,
+    RUNGS,
+    Capacity,
+    Decision,
+    Policy,
+    Recovery,
+    Rung,
+    Scope,
+)
+from perdure.training.recovery.same_node import COUNTED, ROWS
 
 HOUR_S = 3600.0
 CHIP_CODE = "80E01801"  # level RestartBusiness

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.recovery.actions import LogEvent, ToAgent, ToRank
+from perdure.training.recovery.attempt import CONNECTION_SETTLE_S
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
+from perdure.training.recovery.ranks import END_NOTICE_S
+from perdure.training.recovery.repair import Move, RankReport, StepPhase
+from perdure.training.recovery.rungs import Rung
+from perdure.training.recovery.stages import Stage
 from tests.unit.recovery.attempts import (
     DDP,
     HSDP,
@@ -12,14 +20,6 @@ from tests.unit.recovery.attempts import (
     AttemptHarness,
     is_plan,
 )
-from training.recovery.actions import LogEvent, ToAgent, ToRank
-from training.recovery.attempt import CONNECTION_SETTLE_S
-from training.recovery.faults import FaultClass
-from training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
-from training.recovery.ranks import END_NOTICE_S
-from training.recovery.repair import Move, RankReport, StepPhase
-from training.recovery.rungs import Rung
-from training.recovery.stages import Stage
 
 
 def test_training_begins_when_the_last_rank_trains():

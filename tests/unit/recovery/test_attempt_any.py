@@ -8,9 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
-from training.recovery.actions import LogEvent, ToAgent, ToRank
-from training.recovery.protocol import (
+from perdure.training.recovery.actions import LogEvent, ToAgent, ToRank
+from perdure.training.recovery.protocol import (
     LastSaved,
     NewGeneration,
     Plan,
@@ -20,9 +19,10 @@ from training.recovery.protocol import (
     ReplaceWorker,
     WorkerFaultKind,
 )
-from training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
-from training.recovery.rungs import IN_PROCESS, Policy
-from training.recovery.stages import Stage
+from perdure.training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
+from perdure.training.recovery.rungs import IN_PROCESS, Policy
+from perdure.training.recovery.stages import Stage
+from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
 
 RANKS = st.integers(0, 3)
 STEPS = st.integers(8, 12)

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.recovery.attempts import (
-    ALONE,
-    EIGHT,
-    HSDP,
-    REPAIR_LIMIT_S,
-    SAVE_LIMIT_S,
-    STEP,
-    AttemptHarness,
-    is_plan,
-)
-from training.recovery.actions import ToAgent, ToRank
-from training.recovery.attempt import CONNECTION_SETTLE_S
-from training.recovery.faults import FaultClass
-from training.recovery.protocol import (
+from perdure.training.recovery.actions import ToAgent, ToRank
+from perdure.training.recovery.attempt import CONNECTION_SETTLE_S
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.protocol import (
     AttemptGivenUp,
     GiveUp,
     LastSave,
@@ -28,9 +18,19 @@ from training.recovery.protocol import (
     PauseRequest,
     WorkerFaultKind,
 )
-from training.recovery.repair import RepairMode
-from training.recovery.rungs import Policy
-from training.recovery.stages import Stage
+from perdure.training.recovery.repair import RepairMode
+from perdure.training.recovery.rungs import Policy
+from perdure.training.recovery.stages import Stage
+from tests.unit.recovery.attempts import (
+    ALONE,
+    EIGHT,
+    HSDP,
+    REPAIR_LIMIT_S,
+    SAVE_LIMIT_S,
+    STEP,
+    AttemptHarness,
+    is_plan,
+)
 
 NO_REPLACING = Policy(process_replace=False)
 

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.scale.estimate import ROUNDS, Costs, protocol_s
 from benchmarks.scale.state_machine import Course, Replacement
+from perdure.training.recovery import attempt
+from perdure.training.recovery.actions import last_save_of
+from perdure.training.recovery.protocol import LastSave
+from perdure.training.recovery.repair import StepPhase
+from perdure.training.recovery.rungs import Rung
+from perdure.training.recovery.stages import Stage
 from tests.unit.recovery.attempts import AttemptHarness
-from training.recovery import attempt
-from training.recovery.actions import last_save_of
-from training.recovery.protocol import LastSave
-from training.recovery.repair import StepPhase
-from training.recovery.rungs import Rung
-from training.recovery.stages import Stage
 
 SIZES = (4, 64, 512, 8192)
 RANKS_PER_NODE = 8

@@ -7,6 +7,18 @@ from typing import Any
 
 import pytest
 
+from perdure.training.recovery.actions import AbnormalNorm
+from perdure.training.recovery.attempt import CONNECTION_SETTLE_S
+from perdure.training.recovery.protocol import (
+    NewGeneration,
+    Reconnect,
+    Reconnected,
+    WorkerFaultKind,
+)
+from perdure.training.recovery.ranks import END_NOTICE_S
+from perdure.training.recovery.repair import Move, RepairMode, StepPhase
+from perdure.training.recovery.rungs import Policy, Rung
+from perdure.training.recovery.stages import Stage
 from tests.unit.recovery.attempts import (
     ALONE,
     HSDP,
@@ -16,18 +28,6 @@ from tests.unit.recovery.attempts import (
     AttemptHarness,
     is_plan,
 )
-from training.recovery.actions import AbnormalNorm
-from training.recovery.attempt import CONNECTION_SETTLE_S
-from training.recovery.protocol import (
-    NewGeneration,
-    Reconnect,
-    Reconnected,
-    WorkerFaultKind,
-)
-from training.recovery.ranks import END_NOTICE_S
-from training.recovery.repair import Move, RepairMode, StepPhase
-from training.recovery.rungs import Policy, Rung
-from training.recovery.stages import Stage
 
 # Operator retry.
 

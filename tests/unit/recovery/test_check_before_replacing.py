@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.recovery.attempts import HSDP, REPAIR_LIMIT_S, STEP, AttemptHarness
-from tests.unit.recovery.diagnosed import of_code, of_exit, of_log, out_of_host_memory, reported
-from training.recovery.faults import USER_CAUSED_CODES, FaultClass
-from training.recovery.healing import (
+from perdure.training.recovery.faults import USER_CAUSED_CODES, FaultClass
+from perdure.training.recovery.healing import (
     Act,
     ActDone,
     HealPlan,
@@ -18,14 +16,16 @@ from training.recovery.healing import (
     is_healed,
     next_act,
 )
-from training.recovery.protocol import (
+from perdure.training.recovery.protocol import (
     AttemptGivenUp,
     RecoveryEnded,
     WorkerFaultKind,
 )
-from training.recovery.repair import RepairMode
-from training.recovery.rungs import Policy, Rung
-from training.recovery.stages import Stage
+from perdure.training.recovery.repair import RepairMode
+from perdure.training.recovery.rungs import Policy, Rung
+from perdure.training.recovery.stages import Stage
+from tests.unit.recovery.attempts import HSDP, REPAIR_LIMIT_S, STEP, AttemptHarness
+from tests.unit.recovery.diagnosed import of_code, of_exit, of_log, out_of_host_memory, reported
 
 CODE = "80E01801"  # uncorrectable errors of HBM; level RestartBusiness
 RESET_NOW = "80E18404"

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.values import not_none
-from training.recovery.chips import (
+from perdure.training.recovery.chips import (
     BY_LEVEL,
     BY_SEVERITY,
     ChipAnswer,
@@ -21,7 +20,8 @@ from training.recovery.chips import (
     escalated,
     times_in_a_row,
 )
-from training.recovery.faults import USER_CAUSED_CODES
+from perdure.training.recovery.faults import USER_CAUSED_CODES
+from tests.values import not_none
 
 DAY_S = 86400.0
 UCE = "80E01801"  # twice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training.recovery.consistency import Cause, Hashes, find_difference, is_due
+from perdure.training.recovery.consistency import Cause, Hashes, find_difference, is_due
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))

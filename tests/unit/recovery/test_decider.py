@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, fault_of_end
-from training.recovery.faults import FaultClass
-from training.recovery.ladder import (
+from perdure.training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, fault_of_end
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.ladder import (
     CLASS_OF,
     InProcessDecider,
     device_of,
     fault_of_report,
 )
-from training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
-from training.recovery.rungs import Policy, Recovery, Rung
+from perdure.training.recovery.protocol import WorkerEnded, WorkerFault, WorkerFaultKind
+from perdure.training.recovery.rungs import Policy, Recovery, Rung
 
 NODES = {0: "node-0", 2: "node-1"}
 REPLACE, STOP, IN_PLACE = Rung.PROCESS_REPLACE, Rung.STOP, Rung.IN_PLACE_RESTART

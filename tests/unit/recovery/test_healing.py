@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, NodeOutput, WorkerEnd
-from training.recovery.chips import SEPARATED, ChipLevel
-from training.recovery.healing import (
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, NodeOutput, WorkerEnd
+from perdure.training.recovery.chips import SEPARATED, ChipLevel
+from perdure.training.recovery.healing import (
     TREATMENTS,
     Act,
     ActDone,

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.recovery import ladder_invariants, test_ladder_rules
-from tests.unit.recovery.test_ladder_rules import CRASH
-from training.platforms.settings import POLICY_FIELDS
-from training.recovery.faults import TRAITS, FaultClass, RecoverableBy
-from training.recovery.guards import _GUARDS
-from training.recovery.ladder import decide, ladder_markdown
-from training.recovery.ladder_rules import RULES
-from training.recovery.rungs import (
+from perdure.training.platforms.settings import POLICY_FIELDS
+from perdure.training.recovery.faults import TRAITS, FaultClass, RecoverableBy
+from perdure.training.recovery.guards import _GUARDS
+from perdure.training.recovery.ladder import decide, ladder_markdown
+from perdure.training.recovery.ladder_rules import RULES
+from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,
@@ -24,7 +22,9 @@ from training.recovery.rungs import (
     Scope,
     restarts_in_a_row,
 )
-from training.specs.recovery import RestartSpec
+from perdure.training.specs.recovery import RestartSpec
+from tests.unit.recovery import ladder_invariants, test_ladder_rules
+from tests.unit.recovery.test_ladder_rules import CRASH
 
 PAGE = Path(__file__).parents[3] / "docs" / "ladder.md"
 

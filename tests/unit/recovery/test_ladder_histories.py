@@ -12,6 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perdure.training.recovery.chips import Severity
+from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.ladder_rules import RULES
+from perdure.training.recovery.rungs import (
+    LADDER,
+    RUNGS,
+    Capacity,
+    Policy,
+    Recovery,
+    RestartCount,
+    Rung,
+)
 from tests.unit.recovery import ladder_invariants
 from tests.unit.recovery.ladder_invariants import (
     CHIP_CODE,
@@ -27,10 +39,6 @@ from tests.unit.recovery.ladder_invariants import (
     ask,
     is_no_nodes,
 )
-from training.recovery.chips import Severity
-from training.recovery.faults import Fault, FaultClass, RecoverableBy
-from training.recovery.ladder_rules import RULES
-from training.recovery.rungs import LADDER, RUNGS, Capacity, Policy, Recovery, RestartCount, Rung
 
 INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     name: getattr(ladder_invariants, name) for name in RULES

@@ -7,6 +7,28 @@ from typing import Any
 
 import pytest
 
+from perdure.training.diagnosis.rules import load_rules
+from perdure.training.recovery.chips import BY_LEVEL, ChipAnswer, Severity, _facts
+from perdure.training.recovery.faults import (
+    USER_CAUSED_CODES,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
+from perdure.training.recovery.guards import SAME_CODE_WINDOW_S
+from perdure.training.recovery.healing import Act, ActDone, found_at_fault
+from perdure.training.recovery.protocol import WorkerFaultKind
+from perdure.training.recovery.rungs import (
+    IN_PROCESS,
+    RESTARTS_IN_PLACE,
+    Capacity,
+    Decision,
+    Policy,
+    Recovery,
+    RestartCount,
+    Rung,
+)
+from perdure.training.recovery.same_node import ROWS, Threshold, chance_of
 from tests.unit.recovery.diagnosed import (
     AICORE,
     ALL,
@@ -29,28 +51,6 @@ from tests.unit.recovery.diagnosed import (
     silence,
 )
 from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
-from training.diagnosis.rules import load_rules
-from training.recovery.chips import BY_LEVEL, ChipAnswer, Severity, _facts
-from training.recovery.faults import (
-    USER_CAUSED_CODES,
-    Fault,
-    FaultClass,
-    RecoverableBy,
-)
-from training.recovery.guards import SAME_CODE_WINDOW_S
-from training.recovery.healing import Act, ActDone, found_at_fault
-from training.recovery.protocol import WorkerFaultKind
-from training.recovery.rungs import (
-    IN_PROCESS,
-    RESTARTS_IN_PLACE,
-    Capacity,
-    Decision,
-    Policy,
-    Recovery,
-    RestartCount,
-    Rung,
-)
-from training.recovery.same_node import ROWS, Threshold, chance_of
 
 
 def retried(met: Fault, *history: Recovery, **policy: Any) -> Decision:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from perdure.training.errors import InputError
+from perdure.training.platforms.forms import read_platform
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.rungs import IN_PROCESS, Policy, Recovery, RestartCount, Rung
+from perdure.training.specs.recovery import RestartSpec
 from tests.unit.recovery import diagnosed
 from tests.unit.recovery.diagnosed import ALL, of_code, of_exit, of_log, silence
-from training.errors import InputError
-from training.platforms.forms import read_platform
-from training.recovery.faults import Fault
-from training.recovery.ladder import decide
-from training.recovery.rungs import IN_PROCESS, Policy, Recovery, RestartCount, Rung
-from training.specs.recovery import RestartSpec
 
 IN_PLACE, HANG = Rung.IN_PLACE_RESTART, Rung.HANG_RESTART
 POD, ISOLATED = Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED

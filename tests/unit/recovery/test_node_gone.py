@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.recovery.actions import LogEvent, ToAgent, ToRank
+from perdure.training.recovery.attempt import GENERATIONS_APART, Attempt
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.protocol import NewGeneration, RecoveryBegan
+from perdure.training.recovery.ranks import END_NOTICE_S, NODE_NOTICE_S
+from perdure.training.recovery.repair import Move, RankReport
+from perdure.training.recovery.rungs import Decision, Policy, Rung
+from perdure.training.recovery.stages import Stage
 from tests.unit.recovery.attempts import DDP, HSDP, STEP, AttemptHarness
-from training.recovery.actions import LogEvent, ToAgent, ToRank
-from training.recovery.attempt import GENERATIONS_APART, Attempt
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import InProcessDecider
-from training.recovery.protocol import NewGeneration, RecoveryBegan
-from training.recovery.ranks import END_NOTICE_S, NODE_NOTICE_S
-from training.recovery.repair import Move, RankReport
-from training.recovery.rungs import Decision, Policy, Rung
-from training.recovery.stages import Stage
 
 LOST = Fault(FaultClass.NODE_LOST, 1000.0, "its agent is silent", node="node-1", step=STEP)
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import small_job
-from training.errors import InputError
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.ladder import decide
-from training.recovery.outlook import (
+from perdure.training.errors import InputError
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.outlook import (
     NO_PART,
     NO_SPARE,
     Outlook,
@@ -21,14 +20,15 @@ from training.recovery.outlook import (
     outlook_markdown,
     outlooks,
 )
-from training.recovery.rungs import (
+from perdure.training.recovery.rungs import (
     IN_PROCESS,
     RESCHEDULES,
     Policy,
     RestartCount,
     Rung,
 )
-from training.supervisor.job_ladder import fault_of_code, terms_of
+from perdure.training.supervisor.job_ladder import fault_of_code, terms_of
+from tests.jobs import small_job
 
 TERMS = Terms(Policy(), Policy(), frozenset(Rung), nodes=2, spares=1)
 POLICIES = st.builds(

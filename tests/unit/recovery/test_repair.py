@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.recovery.repair import (
+from perdure.training.recovery.repair import (
     Move,
     RankReport,
     RepairMode,

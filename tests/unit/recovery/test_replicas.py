@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from training.recovery.replicas import (
+from perdure.training.recovery.replicas import (
     Axis,
     Mechanism,
     ParallelLayout,

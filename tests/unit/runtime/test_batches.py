@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.errors import InputError
-from training.runtime.step_loop.batches import checked, on_device
+from perdure.training.errors import InputError
+from perdure.training.runtime.step_loop.batches import checked, on_device
 
 META = torch.device("meta")  # a device that is not the host
 

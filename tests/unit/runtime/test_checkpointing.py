@@ -12,12 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from storage import restoring, staging
-from storage.checkpoint import CheckpointStore, StepState
-from storage.checkpoint_server.publish import prune_disk
-from storage.errors import Corrupt
-from storage.local import LocalStore
-from storage.safetensors_file import header_size_bytes
+from perdure.storage import restoring, staging
+from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.storage.checkpoint_server.publish import prune_disk
+from perdure.storage.errors import Corrupt
+from perdure.storage.local import LocalStore
+from perdure.storage.safetensors_file import header_size_bytes
+from perdure.training.journal.attempt_log import parse_lines
+from perdure.training.journal.events import (
+    CheckpointCommitted,
+    CheckpointDamaged,
+    CheckpointRestored,
+)
+from perdure.training.runtime.state.checkpointer import Checkpointer
 from tests.unit.runtime.trainees import (
     Place,
     Trainee,
@@ -27,9 +34,6 @@ from tests.unit.runtime.trainees import (
     train_and_save_again,
 )
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
-from training.journal.attempt_log import parse_lines
-from training.journal.events import CheckpointCommitted, CheckpointDamaged, CheckpointRestored
-from training.runtime.state.checkpointer import Checkpointer
 
 SAVES = (2, 4)
 
@@ -373,7 +377,7 @@ def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
 def test_without_a_checkpoint_server_saves_wait_for_the_store_and_restore_from_it(
     tmp_path, group, monkeypatch, server
 ):
-    monkeypatch.setattr("storage.checkpoint_server.client.START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("perdure.storage.checkpoint_server.client.START_TIMEOUT_S", 0.1)
     cluster = Cluster.at(tmp_path)
     place = Place(tmp_path, 1, (server,), (None,))
     trainee, checkpointer = begun(place)

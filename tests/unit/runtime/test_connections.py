@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from training.runtime.process_group.generations import (
+from perdure.training.runtime.process_group.generations import (
     GLOO,
     GroupConnection,
     Seat,

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from perdure.training.device import device_rng_state, set_device_rng_state
+from perdure.training.runtime.state.checkpointer import Checkpointer
 from tests.unit.runtime.trainees import CPU, Place, Trainee
-from training.device import device_rng_state, set_device_rng_state
-from training.runtime.state.checkpointer import Checkpointer
 
 STEP = 3
 NUM_DRAWS = 5

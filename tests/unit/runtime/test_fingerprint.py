@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from training.recovery.consistency import Hashes
-from training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
+from perdure.training.recovery.consistency import Hashes
+from perdure.training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
 
 pytestmark = pytest.mark.usefixtures("group")
 

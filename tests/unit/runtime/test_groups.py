@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
+from perdure.training.runtime.errors import Interrupted, classify
+from perdure.training.runtime.process_group.generations import open_sockets
+from perdure.training.runtime.step_loop.wrappers import settle_buckets
 from tests.unit.runtime.worlds import Member, Replay, summed
-from training.runtime.errors import Interrupted, classify
-from training.runtime.process_group.generations import open_sockets
-from training.runtime.step_loop.wrappers import settle_buckets
 
 
 @pytest.fixture(params=[None, Replay()], ids=["plain", "replayable"])

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from storage.checkpoint import CheckpointStore
-from storage.local import LocalStore
-from storage.retention import Retention, apply_retention
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.local import LocalStore
+from perdure.storage.retention import Retention, apply_retention
+from perdure.training.errors import InputError
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.runtime.state.initial import InitialState
+from perdure.training.runtime.state.live import LiveState
+from perdure.training.specs.init_from import InitFromSpec
 from tests.unit.runtime.trainees import CPU, Place, Trainee
 from tests.unit.storage.nodes import Cluster
-from training.errors import InputError
-from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.initial import InitialState
-from training.runtime.state.live import LiveState
-from training.specs.init_from import InitFromSpec
 
 pytestmark = pytest.mark.usefixtures("group")
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from perdure.training.errors import InputError
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.layout import check_layout, fitting_layout
 from tests.jobs import small_job
 from tests.unit.runtime.trainees import Place
-from training.errors import InputError
-from training.recovery.replicas import ParallelLayout
-from training.runtime.context import WorkerContext
-from training.runtime.layout import check_layout, fitting_layout
 
 TENSOR = ParallelLayout(dp=2, tp=2)
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from perdure.training.errors import InputError
+from perdure.training.runtime.program import Training
+from perdure.training.runtime.state.live import LiveState, Snapshots
+from perdure.training.runtime.state.transfer import TensorLayout
 from tests.unit.runtime.trainees import Loader
-from training.errors import InputError
-from training.runtime.program import Training
-from training.runtime.state.live import LiveState, Snapshots
-from training.runtime.state.transfer import TensorLayout
 
 INPUTS = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.recovery.repair import Vote
+from perdure.training.runtime.program import Training
+from perdure.training.runtime.step_loop.loop import AgentRequests, StepLoop
+from perdure.training.runtime.step_loop.rank_recovery import RankState
 from tests.unit.runtime.trainees import Place
 from tests.unit.storage.nodes import Cluster
-from training.health.heartbeat import HeartbeatWriter
-from training.recovery.repair import Vote
-from training.runtime.program import Training
-from training.runtime.step_loop.loop import AgentRequests, StepLoop
-from training.runtime.step_loop.rank_recovery import RankState
 
 SAVED_AT = {"position": 216}
 AHEAD = {"position": 224}
@@ -83,7 +83,7 @@ def test_a_batch_outlives_a_device_that_is_stopped_before_its_step_is_handed_out
         raise RuntimeError("FORCE STOP")
 
     with monkeypatch.context() as patched:
-        patched.setattr("training.runtime.step_loop.loop.seed_step", stopped)
+        patched.setattr("perdure.training.runtime.step_loop.loop.seed_step", stopped)
         with pytest.raises(RuntimeError, match="FORCE STOP"):
             loop.next_step()
     step = loop.next_step()

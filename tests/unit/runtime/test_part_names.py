@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from storage.checkpoint import CheckpointStore
-from storage.local import LocalStore
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.local import LocalStore
+from perdure.training.errors import InputError
+from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.runtime.state.initial import InitialState
+from perdure.training.runtime.state.live import LiveState
+from perdure.training.runtime.state.part_names import PartNames
+from perdure.training.specs.init_from import InitFromSpec
+from perdure.training.specs.model import ParallelKind
 from tests.jobs import small_job
 from tests.unit.runtime.trainees import CPU, Place, Trainee
-from training.errors import InputError
-from training.recovery.replicas import ParallelLayout
-from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.initial import InitialState
-from training.runtime.state.live import LiveState
-from training.runtime.state.part_names import PartNames
-from training.specs.init_from import InitFromSpec
-from training.specs.model import ParallelKind
 
 STEP = 2
 SAVED, FEWER, OTHER = ParallelLayout(dp=2, tp=2), ParallelLayout(tp=2), ParallelLayout(tp=4)

@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from storage.checkpoint import CheckpointStore, Tier
-from storage.checkpoint_server.client import CheckpointClient
-from storage.local import LocalStore
-from storage.partner_copies import CopyState
-from storage.restoring import NodeRestore, NodeShares, RestorableSave
-from storage.saving import TieredSaver
-from storage.share import SaveId
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.local import LocalStore
+from perdure.storage.partner_copies import CopyState
+from perdure.storage.restoring import NodeRestore, NodeShares, RestorableSave
+from perdure.storage.saving import TieredSaver
+from perdure.storage.share import SaveId
+from perdure.training.job import parse_job
+from perdure.training.journal.attempt_log import parse_lines
+from perdure.training.journal.events import CheckpointRestored
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.runtime.state.restore import joined, places_of
 from tests.unit.runtime.test_checkpointing import Bench, agree
 from tests.unit.runtime.trainees import CPU, Place, Trainee
 from tests.unit.storage.nodes import RUN_ID, Cluster, save, share_of
 from tests.waiting import wait_for
-from training.job import parse_job
-from training.journal.attempt_log import parse_lines
-from training.journal.events import CheckpointRestored
-from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.restore import joined, places_of
 
 # A second one would not be copied while the copies of the first one are on their way.
 ONE = (4,)

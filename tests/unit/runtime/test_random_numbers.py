@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from training.runtime.state.random_numbers import (
+from perdure.training.runtime.state.random_numbers import (
     UninitializedParameters,
     seed_of,
     seed_step,

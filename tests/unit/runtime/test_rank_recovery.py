@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.recovery.repair import Move, RepairMode, RepairPlan, SkippedBatch, Vote
-from training.runtime.errors import GivenUp, Interrupted
-from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.recovery.repair import Move, RepairMode, RepairPlan, SkippedBatch, Vote
+from perdure.training.runtime.errors import GivenUp, Interrupted
+from perdure.training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 
 PEER_CLOSED = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:4123"
 RESTART = "the ladder asks for a restart"

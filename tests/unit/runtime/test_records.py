@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.journal.events import StepRecord
+from perdure.training.recovery.repair import Vote
+from perdure.training.runtime.step_loop import step_records
+from perdure.training.runtime.step_loop.step_records import EventFiles, StepRecords
 from tests.values import not_none
-from training.journal.attempt_log import Follower
-from training.journal.events import StepRecord
-from training.recovery.repair import Vote
-from training.runtime.step_loop import step_records
-from training.runtime.step_loop.step_records import EventFiles, StepRecords
 
 
 def record(step: int, loss: float) -> StepRecord:

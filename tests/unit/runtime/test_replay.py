@@ -24,20 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
-from training.recovery.protocol import WorkerFaultKind
-from training.runtime.errors import WorkerError, classify
-from training.runtime.process_group.generations import (
+from perdure.training.recovery.protocol import WorkerFaultKind
+from perdure.training.runtime.errors import WorkerError, classify
+from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
     Seat,
     shut_down,
 )
-from training.runtime.process_group.replay import (
+from perdure.training.runtime.process_group.replay import (
     ReplayableConnections,
     ReplayableProcessGroup,
     _Operation,
 )
+from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
 
 CPU = torch.device("cpu")
 MEBIBYTE = 2**20

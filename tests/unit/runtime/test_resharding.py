@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from perdure.training.runtime.program import Training
 from tests.unit.runtime.trainees import Loader, Place, cycle, shard, whole
 from tests.unit.storage.nodes import Cluster
-from training.runtime.program import Training
 
 SAVED, LAST = 3, 5
 BATCH_SIZE = 16  # samples, of all ranks together

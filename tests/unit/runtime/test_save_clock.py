@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.runtime.step_loop.save_clock import SaveClock
+from perdure.training.specs.recovery import CheckpointSpec
 from tests.unit.runtime import trainees
-from training.runtime.step_loop.save_clock import SaveClock
-from training.specs.recovery import CheckpointSpec
 
 
 class Loader(trainees.Loader):

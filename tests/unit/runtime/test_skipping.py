@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from storage.local import LocalStore
-from training.recovery.repair import SkippedBatch, Vote
-from training.runtime.step_loop.skipping import SkippedData, skipped_batch, skipped_prefix
-from training.runtime.step_loop.step import Limits
+from perdure.storage.local import LocalStore
+from perdure.training.recovery.repair import SkippedBatch, Vote
+from perdure.training.runtime.step_loop.skipping import SkippedData, skipped_batch, skipped_prefix
+from perdure.training.runtime.step_loop.step import Limits
 
 
 @pytest.fixture

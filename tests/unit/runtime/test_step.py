@@ -12,15 +12,21 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from perdure.training.health.heartbeat import HeartbeatReader, HeartbeatWriter
+from perdure.training.recovery.repair import StepPhase, Vote
+from perdure.training.runtime.errors import NotApplied, NumericAnomaly
+from perdure.training.runtime.program import Training
+from perdure.training.runtime.step_loop.step import (
+    Comparison,
+    Limits,
+    Step,
+    StepContext,
+    StepRequests,
+)
+from perdure.training.specs.model import ModelSpec, OptimizerSpec
+from perdure.training.trainer.model import Decoder
+from perdure.training.trainer.optimize import make_optimizer, make_scheduler
 from tests.unit.runtime.trainees import Loader
-from training.health.heartbeat import HeartbeatReader, HeartbeatWriter
-from training.recovery.repair import StepPhase, Vote
-from training.runtime.errors import NotApplied, NumericAnomaly
-from training.runtime.program import Training
-from training.runtime.step_loop.step import Comparison, Limits, Step, StepContext, StepRequests
-from training.specs.model import ModelSpec, OptimizerSpec
-from training.trainer.model import Decoder
-from training.trainer.optimize import make_optimizer, make_scheduler
 
 pytestmark = pytest.mark.usefixtures("group")
 

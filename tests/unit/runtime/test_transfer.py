@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from training.runtime.state.transfer import (
+from perdure.training.runtime.state.transfer import (
     TensorLayout,
     receive_header,
     receive_tensors,

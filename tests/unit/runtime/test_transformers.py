@@ -15,10 +15,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typer.testing import CliRunner
 
 from perdure.cli import app
+from perdure.training.runtime.program import Training
+from perdure.training.supervisor.job_registry import remember_job
 from tests.unit.runtime.trainees import Loader, Place, cycle, shard, whole
 from tests.unit.storage.nodes import Cluster
-from training.runtime.program import Training
-from training.supervisor.job_registry import remember_job
 
 STEPS = 2
 VOCABULARY = 32

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from training.recovery.protocol import WorkerFaultKind
-from training.runtime.errors import (
+from perdure.training.recovery.protocol import WorkerFaultKind
+from perdure.training.runtime.errors import (
     ERROR_PATTERNS,
     Interrupted,
     NotApplied,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.runtime.step_loop.wrappers import settle_buckets
-from training.specs.model import ModelSpec
-from training.trainer.model import Decoder
+from perdure.training.runtime.step_loop.wrappers import settle_buckets
+from perdure.training.specs.model import ModelSpec
+from perdure.training.trainer.model import Decoder
 
 pytestmark = pytest.mark.usefixtures("group")
 

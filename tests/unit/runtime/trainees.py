@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from storage.checkpoint import CheckpointStore
-from storage.errors import StorageError
-from storage.local import LocalStore
-from training.job import Job
-from training.runtime.context import WorkerContext
-from training.runtime.program import MicroBatch, Training
-from training.runtime.state.checkpointer import Checkpointer
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import StorageError
+from perdure.storage.local import LocalStore
+from perdure.training.job import Job
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.program import MicroBatch, Training
+from perdure.training.runtime.state.checkpointer import Checkpointer
 
 CPU = torch.device("cpu")
 

@@ -22,12 +22,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from perdure.training.recovery.protocol import Reconnected
+from perdure.training.runtime.errors import WorkerError
+from perdure.training.runtime.process_group.generations import Generations, StoreClient
+from perdure.training.runtime.process_group.reconfigurable import install
+from perdure.training.runtime.process_group.replay import (
+    ReplayableConnections,
+    ReplayableProcessGroup,
+)
 from tests.unit.storage.nodes import forked, pipe
-from training.recovery.protocol import Reconnected
-from training.runtime.errors import WorkerError
-from training.runtime.process_group.generations import Generations, StoreClient
-from training.runtime.process_group.reconfigurable import install
-from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")

@@ -12,12 +12,12 @@ from threading import Lock, Thread
 import pytest
 from moto.server import ThreadedMotoServer
 
-from storage.checkpoint import CheckpointStore, shard_name
-from storage.local import LocalStore
-from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
-from storage.objects import ObjectStore
-from storage.retry import Retry
-from storage.s3 import S3Store
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
+from perdure.storage.objects import ObjectStore
+from perdure.storage.retry import Retry
+from perdure.storage.s3 import S3Store
 from tests.unit.storage.nodes import Cluster
 from tests.unit.storage.stores import s3_options
 

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from storage.checkpoint import CheckpointStore, shard_name
-from storage.checkpoint_server.client import CheckpointClient, ReservedSlot
-from storage.collect import InUse, Rules, carry_out, decide, take_listing
-from storage.local import LocalStore
-from storage.manifest import Chunk, ShardRecord, digest
-from storage.share import PartOfTensor, Share, WrittenShare
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.checkpoint_server.client import CheckpointClient, ReservedSlot
+from perdure.storage.collect import InUse, Rules, carry_out, decide, take_listing
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Chunk, ShardRecord, digest
+from perdure.storage.share import PartOfTensor, Share, WrittenShare
+from perdure.training.agent import checkpoint_server
+from perdure.training.injection.inside import CHECKPOINT_SERVER_DIES_AT
+from perdure.training.job import Job
 from tests.jobs import small_job
-from training.agent import checkpoint_server
-from training.injection.inside import CHECKPOINT_SERVER_DIES_AT
-from training.job import Job
 
 RUN_ID = "run"
 # A forked process imports the test's module by its name, however pytest was started.
@@ -43,8 +43,8 @@ if _ROOT not in sys.path:
 
 _FORKED = get_context("forkserver")
 _PRELOADED = [
-    "training.runtime.state.checkpointer",
-    "training.agent.checkpoint_server",
+    "perdure.training.runtime.state.checkpointer",
+    "perdure.training.agent.checkpoint_server",
     "torch.distributed.fsdp",
     "torch._dynamo",  # an optimizer's first step would import it in every rank
 ]

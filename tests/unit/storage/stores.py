@@ -14,14 +14,14 @@ import torch
 from pydantic import SecretStr
 from torch import Tensor
 
-from storage.checkpoint import CheckpointStore
-from storage.errors import PermanentError, PreconditionFailed, StorageError
-from storage.local import LocalStore
-from storage.manifest import Manifest
-from storage.objects import ObjectInfo, ObjectStore
-from storage.s3_client import S3Options
-from storage.saving import DirectSaver
-from storage.staging import SavePlans
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import PermanentError, PreconditionFailed, StorageError
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Manifest
+from perdure.storage.objects import ObjectInfo, ObjectStore
+from perdure.storage.s3_client import S3Options
+from perdure.storage.saving import DirectSaver
+from perdure.storage.staging import SavePlans
 
 PART_SIZE_BYTES = 5 * 2**20  # the smallest part that S3 takes
 

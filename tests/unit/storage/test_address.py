@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from storage import address
-from storage.address import (
+from perdure.storage import address
+from perdure.storage.address import (
     STORES,
     Credentials,
     StorageSpec,
@@ -19,10 +19,10 @@ from storage.address import (
     open_store,
     worker_environment,
 )
-from storage.errors import AccessDenied, Corrupt
-from storage.local import LocalStore
-from storage.objects import ObjectStore
-from storage.s3 import S3Store
+from perdure.storage.errors import AccessDenied, Corrupt
+from perdure.storage.local import LocalStore
+from perdure.storage.objects import ObjectStore
+from perdure.storage.s3 import S3Store
 from tests.s3.conftest import EVERY_KIND, KINDS
 
 BUCKET = StorageSpec(address="s3://bucket")
@@ -125,8 +125,10 @@ def test_only_a_folder_is_a_folder(tmp_path):
 
 def test_every_store_has_an_address_and_is_tested_as_the_others_are():
     wanted = {name for name in vars(ObjectStore) if not name.startswith("_")}
-    package = import_module("storage")
-    modules = [import_module(f"storage.{one.name}") for one in iter_modules(package.__path__)]
+    package = import_module("perdure.storage")
+    modules = [
+        import_module(f"perdure.storage.{one.name}") for one in iter_modules(package.__path__)
+    ]
     stores = {
         one.__name__
         for module in modules

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from storage.checkpoint import (
+from perdure.storage.checkpoint import (
     MANIFEST_NAME,
     CheckpointStore,
     DamageKind,
@@ -21,7 +21,7 @@ from storage.checkpoint import (
     read_manifest,
     set_aside_reason,
 )
-from storage.errors import (
+from perdure.storage.errors import (
     AccessDenied,
     Corrupt,
     NotFound,
@@ -29,7 +29,7 @@ from storage.errors import (
     StaleAttempt,
     Throttled,
 )
-from storage.manifest import Manifest, checksummed, digest, parse_manifest
+from perdure.storage.manifest import Manifest, checksummed, digest, parse_manifest
 from tests.unit.storage.conftest import Committer
 
 Commit = Callable[..., Manifest]
@@ -39,8 +39,8 @@ SHARD = "p0000-a0000-rank00001.safetensors"
 WRITER = """
     import os, sys
     from pathlib import Path
-    from storage.checkpoint import CheckpointStore, shard_name
-    from storage.local import LocalStore
+    from perdure.storage.checkpoint import CheckpointStore, shard_name
+    from perdure.storage.local import LocalStore
 
     checkpoints = CheckpointStore(LocalStore(Path(sys.argv[1])), "run-1")
     checkpoints.check_may_commit(20, 0, 0)

@@ -18,15 +18,22 @@ from typing import Any
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, Tier
-from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.protocol import ListShares, Ready, Reserve, check_peer, receive, send
-from storage.checkpoint_server.publish import Publisher, prune_disk, shares_on_disk
-from storage.checkpoint_server.server import UPLOAD_THREADS, CheckpointServer
-from storage.checkpoint_server.slots import SlotState
-from storage.errors import Corrupt, PermanentError, StorageError
-from storage.local import LocalStore
-from storage.share import put_record
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.checkpoint_server.protocol import (
+    ListShares,
+    Ready,
+    Reserve,
+    check_peer,
+    receive,
+    send,
+)
+from perdure.storage.checkpoint_server.publish import Publisher, prune_disk, shares_on_disk
+from perdure.storage.checkpoint_server.server import UPLOAD_THREADS, CheckpointServer
+from perdure.storage.checkpoint_server.slots import SlotState
+from perdure.storage.errors import Corrupt, PermanentError, StorageError
+from perdure.storage.local import LocalStore
+from perdure.storage.share import put_record
 from tests.unit.storage.nodes import (
     RUN_ID,
     bytes_of,

@@ -13,12 +13,12 @@ from contextlib import suppress
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, StepState
-from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.publish import shares_on_disk
-from storage.errors import TimedOut
-from storage.manifest import digest
-from storage.share import parse_record
+from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.checkpoint_server.publish import shares_on_disk
+from perdure.storage.errors import TimedOut
+from perdure.storage.manifest import digest
+from perdure.storage.share import parse_record
 from tests.unit.storage.nodes import (
     Before,
     Cluster,

@@ -20,13 +20,13 @@ import psutil
 import pytest
 import torch
 
-from storage.checkpoint import CheckpointStore, StepState
-from storage.checkpoint_server.client import CheckpointClient
-from storage.errors import NotFound, StaleAttempt, StorageError, TimedOut
-from storage.local import MARKER, LocalStore
-from storage.manifest import digest
-from storage.saving import SaveHooks, TieredSaver
-from storage.staging import SavePlans
+from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.errors import NotFound, StaleAttempt, StorageError, TimedOut
+from perdure.storage.local import MARKER, LocalStore
+from perdure.storage.manifest import digest
+from perdure.storage.saving import SaveHooks, TieredSaver
+from perdure.storage.staging import SavePlans
 from tests.unit.storage.nodes import (
     Cluster,
     bytes_of,
@@ -204,9 +204,9 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
     name = f"perdure-test-{uuid.uuid4().hex}"
     script = (
         "import sys, json\n"
-        "from training.agent import checkpoint_server\n"
+        "from perdure.training.agent import checkpoint_server\n"
         "checkpoint_server.serve()\n"
-        "print(json.dumps(sorted(m for m in sys.modules if '.' not in m)))\n"
+        "print(json.dumps(sorted({*sys.modules})))\n"
     )
     process = started(script, tmp_path, name, str(tmp_path / "disk"))
     with CheckpointClient(name) as client:
@@ -216,7 +216,7 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
     assert process.returncode == 0
     assert out.splitlines()[0] == "perdure: checkpoint server is ready"
     modules = json.loads(out.splitlines()[-1])
-    assert "storage" in modules
+    assert "perdure.storage" in modules
     assert not {"torch", "numpy", "prefect"} & set(modules)
 
 
@@ -224,7 +224,7 @@ def test_the_checkpoint_server_ends_in_time_though_an_upload_hangs(cluster, tmp_
     name = f"perdure-test-{uuid.uuid4().hex}"
     script = (
         "import time\n"
-        "from training.agent import checkpoint_server\n"
+        "from perdure.training.agent import checkpoint_server\n"
         "checkpoint_server.CLOSE_TIMEOUT_S = 0.2\n"
         "checkpoint_server.Publisher.upload = lambda *_: print('hangs', flush=True)"
         " or time.sleep(600)\n"

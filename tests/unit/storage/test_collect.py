@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint import (
+from perdure.storage.checkpoint import (
     MANIFEST_NAME,
     SET_ASIDE_NAME,
     CheckpointStore,
@@ -14,7 +14,7 @@ from storage.checkpoint import (
     StepState,
     shard_name,
 )
-from storage.collect import (
+from perdure.storage.collect import (
     MIN_KEPT_STEPS,
     InUse,
     Listing,
@@ -27,9 +27,9 @@ from storage.collect import (
     take_listing,
     totals,
 )
-from storage.local import LocalStore
-from storage.objects import ObjectInfo
-from storage.retention import Retention
+from perdure.storage.local import LocalStore
+from perdure.storage.objects import ObjectInfo
+from perdure.storage.retention import Retention
 from tests.unit.storage.conftest import Committer
 
 NOW_S = 100_000.0

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from storage import export as module
-from storage.checkpoint import CheckpointStore, shard_name
-from storage.errors import Corrupt, NotFound, PermanentError
-from storage.export import (
+from perdure.storage import export as module
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.errors import Corrupt, NotFound, PermanentError
+from perdure.storage.export import (
     bytes_to_read,
     convert,
     export,
@@ -30,10 +30,10 @@ from storage.export import (
     plan_files,
     weights_of,
 )
-from storage.local import LocalStore
-from storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
-from storage.safetensors_file import plan_layout
-from storage.staging import DTYPES
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Chunk, Manifest, ShardRecord, TensorRecord
+from perdure.storage.safetensors_file import plan_layout
+from perdure.storage.staging import DTYPES
 from tests.unit.storage.stores import bits, save_directly
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

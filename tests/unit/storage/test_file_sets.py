@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import Corrupt
-from storage.file_sets import (
+from perdure.storage.errors import Corrupt
+from perdure.storage.file_sets import (
     ChangedMeanwhileError,
     delete_set,
     get_set,
@@ -16,7 +16,7 @@ from storage.file_sets import (
     put_set,
     read_set,
 )
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
 from tests.values import not_none
 
 PREFIX = "runs/run/program/step-00000010/member-0"

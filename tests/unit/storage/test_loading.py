@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from storage import loading
-from storage.checkpoint import CheckpointStore
-from storage.errors import Corrupt, NotFound, StorageError
-from storage.loading import ManifestReader, ShardReads, load
-from storage.local import LocalStore
-from storage.manifest import Manifest
-from storage.staging import DTYPES
+from perdure.storage import loading
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import Corrupt, NotFound, StorageError
+from perdure.storage.loading import ManifestReader, ShardReads, load
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Manifest
+from perdure.storage.staging import DTYPES
 from tests.unit.storage.nodes import flip_bit
 from tests.unit.storage.stores import RecordingStore, bits, save_directly
 

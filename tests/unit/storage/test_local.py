@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import (
+from perdure.storage.errors import (
     AccessDenied,
     Corrupt,
     NotFound,
@@ -17,7 +17,7 @@ from storage.errors import (
     PreconditionFailed,
     TransientError,
 )
-from storage.local import ABANDONED_AFTER_S, TEMPORARY_FOLDER, LocalStore
+from perdure.storage.local import ABANDONED_AFTER_S, TEMPORARY_FOLDER, LocalStore
 
 HOUR_S = 3600.0
 

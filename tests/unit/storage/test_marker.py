@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from storage.address import StorageSpec, check_can_make, has_store, make_store, open_store
-from storage.errors import NotFound, PreconditionFailed, StorageError, StorageFull, StoreMissing
-from storage.local import MARKER, LocalStore
-from storage.retry import Retry
+from perdure.storage.address import StorageSpec, check_can_make, has_store, make_store, open_store
+from perdure.storage.errors import (
+    NotFound,
+    PreconditionFailed,
+    StorageError,
+    StorageFull,
+    StoreMissing,
+)
+from perdure.storage.local import MARKER, LocalStore
+from perdure.storage.retry import Retry
 
 
 @pytest.fixture

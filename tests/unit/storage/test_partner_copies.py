@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint_server.protocol import PeerAddress
-from storage.partner_copies import CopyPlan, CopyState, agreed, partners_of
-from storage.partnering import RankPlace, nodes_of
-from storage.share import SaveId
+from perdure.storage.checkpoint_server.protocol import PeerAddress
+from perdure.storage.partner_copies import CopyPlan, CopyState, agreed, partners_of
+from perdure.storage.partnering import RankPlace, nodes_of
+from perdure.storage.share import SaveId
 
 COPYING, COPIED, FAILED = CopyState.COPYING, CopyState.COPIED, CopyState.FAILED
 

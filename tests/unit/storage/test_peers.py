@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from storage.checkpoint import CheckpointStore
-from storage.checkpoint_server import peers, slots
-from storage.checkpoint_server.client import CheckpointClient
-from storage.checkpoint_server.peers import (
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.checkpoint_server import peers, slots
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.checkpoint_server.peers import (
     HELLO_BYTES,
     Hello,
     Offer,
@@ -25,14 +25,14 @@ from storage.checkpoint_server.peers import (
     PeerReply,
     give_copy,
 )
-from storage.checkpoint_server.protocol import PeerAddress, receive, send
-from storage.checkpoint_server.publish import Publisher, is_recorded
-from storage.checkpoint_server.server import CheckpointServer, Copying
-from storage.checkpoint_server.slots import SlotTable
-from storage.errors import NotCopied, StorageError
-from storage.local import LocalStore
-from storage.manifest import ShardRecord
-from storage.partner_copies import CopyState
+from perdure.storage.checkpoint_server.protocol import PeerAddress, receive, send
+from perdure.storage.checkpoint_server.publish import Publisher, is_recorded
+from perdure.storage.checkpoint_server.server import CheckpointServer, Copying
+from perdure.storage.checkpoint_server.slots import SlotTable
+from perdure.storage.errors import NotCopied, StorageError
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import ShardRecord
+from perdure.storage.partner_copies import CopyState
 from tests.unit.storage.nodes import RUN_ID, bytes_of, reserve, share_of, written
 from tests.waiting import wait_for
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, StepState
-from storage.checkpoint_server import publish
-from storage.checkpoint_server.publish import Committing, Publisher, shares_on_disk
-from storage.errors import Corrupt, StaleAttempt, StorageError
-from storage.local import LocalStore
-from storage.share import Share, WrittenShare, put_record, recorded_ranks
+from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.storage.checkpoint_server import publish
+from perdure.storage.checkpoint_server.publish import Committing, Publisher, shares_on_disk
+from perdure.storage.errors import Corrupt, StaleAttempt, StorageError
+from perdure.storage.local import LocalStore
+from perdure.storage.share import Share, WrittenShare, put_record, recorded_ranks
+from perdure.training.agent.checkpoint_server import log_commit
 from tests.unit.storage.nodes import RUN_ID, bytes_of, flip_bit, share_of, written
 from tests.unit.storage.stores import FullStore, RecordingStore
-from training.agent.checkpoint_server import log_commit
 
 MANIFEST = "manifest.json"
 

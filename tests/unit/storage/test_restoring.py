@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import restoring
-from storage.checkpoint import Tier
-from storage.restoring import (
+from perdure.storage import restoring
+from perdure.storage.checkpoint import Tier
+from perdure.storage.restoring import (
     GAP_BYTES,
     NodeShare,
     in_pieces,
@@ -18,7 +18,7 @@ from storage.restoring import (
     merged,
     restorable_saves,
 )
-from storage.share import SaveId
+from perdure.storage.share import SaveId
 
 NOW = (2, 1)
 

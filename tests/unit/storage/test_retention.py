@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from storage.checkpoint import CheckpointStore
-from storage.collect import InUse, Rules, carry_out, decide, take_listing
-from storage.errors import AccessDenied
-from storage.retention import LEASE_S, Retention, apply_retention, read_steps, reading
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.collect import InUse, Rules, carry_out, decide, take_listing
+from perdure.storage.errors import AccessDenied
+from perdure.storage.retention import LEASE_S, Retention, apply_retention, read_steps, reading
 
 STEPS = [5, 10, 15, 20, 25]
 LOSSES = dict(zip(STEPS, [5.0, 1.0, 3.0, 2.0, 4.0], strict=True))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage.errors import PermanentError, Throttled
-from storage.retry import Retry
+from perdure.storage.errors import PermanentError, Throttled
+from perdure.storage.retry import Retry
 
 
 class Flaky:

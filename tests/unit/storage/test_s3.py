@@ -14,8 +14,8 @@ from botocore import exceptions as boto
 from botocore.exceptions import ClientError, ReadTimeoutError
 from pydantic import SecretStr
 
-from storage import s3 as s3_module
-from storage.errors import (
+from perdure.storage import s3 as s3_module
+from perdure.storage.errors import (
     AccessDenied,
     NotFound,
     PermanentError,
@@ -26,9 +26,9 @@ from storage.errors import (
     TimedOut,
     TransientError,
 )
-from storage.retry import Retry
-from storage.s3 import S3Store
-from storage.s3_client import S3Options, fold
+from perdure.storage.retry import Retry
+from perdure.storage.s3 import S3Store
+from perdure.storage.s3_client import S3Options, fold
 from tests.unit.storage.conftest import REFUSALS, _Handler
 from tests.unit.storage.stores import race
 

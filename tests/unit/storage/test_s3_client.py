@@ -13,7 +13,7 @@ from botocore.response import StreamingBody
 from urllib3.exceptions import ReadTimeoutError as Urllib3ReadTimeoutError
 from urllib3.exceptions import SSLError
 
-from storage.s3_client import COPY_SIZE_BYTES, SEND_SIZE_BYTES, Body, read_into
+from perdure.storage.s3_client import COPY_SIZE_BYTES, SEND_SIZE_BYTES, Body, read_into
 
 
 class Failing(io.RawIOBase):

@@ -18,7 +18,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from storage.conditional import (
+from perdure.storage.conditional import (
     CLOCK_GRAIN_S,
     LAST_POLL_S,
     TICKET,
@@ -27,7 +27,7 @@ from storage.conditional import (
     Target,
     publish_once,
 )
-from storage.errors import (
+from perdure.storage.errors import (
     PermanentError,
     ServerError,
     StorageError,
@@ -35,7 +35,7 @@ from storage.errors import (
     TimedOut,
     TransientError,
 )
-from storage.retry import Retry
+from perdure.storage.retry import Retry
 
 LIFETIME_S = 20.0
 REQUEST_S = LIFETIME_S / 2  # no put takes longer, from the listing that allowed it

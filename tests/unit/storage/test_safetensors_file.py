@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from storage.errors import Corrupt
-from storage.safetensors_file import LENGTH, header_size_bytes, parse_header, plan_layout
+from perdure.storage.errors import Corrupt
+from perdure.storage.safetensors_file import LENGTH, header_size_bytes, parse_header, plan_layout
 
 TENSORS = [("b", "BF16", (3,)), ("a", "U8", (5,)), ("c", "F64", (2, 2)), ("d", "F32", ())]
 

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from storage.checkpoint import CheckpointStore, StepState
-from storage.errors import Corrupt, PermanentError, PreconditionFailed, StaleAttempt
-from storage.loading import load
-from storage.local import LocalStore
-from storage.saving import DirectSaver
-from storage.staging import SavePlans
+from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.storage.errors import Corrupt, PermanentError, PreconditionFailed, StaleAttempt
+from perdure.storage.loading import load
+from perdure.storage.local import LocalStore
+from perdure.storage.saving import DirectSaver
+from perdure.storage.staging import SavePlans
 from tests.unit.storage.nodes import Cluster
 from tests.unit.storage.stores import bits, save_directly
 

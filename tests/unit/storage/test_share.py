@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint import shard_name
-from storage.errors import Corrupt, NotFound
-from storage.manifest import Chunk, Manifest, checksummed, parse_manifest, verified_document
-from storage.share import (
+from perdure.storage.checkpoint import shard_name
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.manifest import Chunk, Manifest, checksummed, parse_manifest, verified_document
+from perdure.storage.share import (
     PartOfTensor,
     WrittenShare,
     delete_records,

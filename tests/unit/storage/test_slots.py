@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from storage.checkpoint_server.slots import (
+from perdure.storage.checkpoint_server.slots import (
     SLOTS_PER_RANK,
     UNLIMITED,
     NoMemory,
@@ -22,7 +22,7 @@ from storage.checkpoint_server.slots import (
     SlotTable,
     cgroup_left_bytes,
 )
-from storage.manifest import digest
+from perdure.storage.manifest import digest
 from tests.unit.storage.nodes import bytes_of, share_of
 
 PLENTY = 1 << 40

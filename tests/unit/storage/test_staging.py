@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from storage.staging import SavePlans, Staging
+from perdure.storage.staging import SavePlans, Staging
 from tests.unit.storage.nodes import Cluster
 
 SHARD = "p0001-a0001-rank00000.safetensors"

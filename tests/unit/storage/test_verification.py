@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from storage.checkpoint import (
+from perdure.storage.checkpoint import (
     MANIFEST_NAME,
     CheckpointStore,
     DamageKind,
     StepObjects,
     read_manifest,
 )
-from storage.errors import NotFound
-from storage.verification import VERIFIED_NAME, Verified, last_outcome
-from storage.verification import record as keep
-from storage.verification import verify as read_all
+from perdure.storage.errors import NotFound
+from perdure.storage.verification import VERIFIED_NAME, Verified, last_outcome
+from perdure.storage.verification import record as keep
+from perdure.storage.verification import verify as read_all
 
 SHARD = "p0000-a0000-rank00001.safetensors"
 

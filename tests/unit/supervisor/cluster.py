@@ -6,17 +6,17 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from training.diagnosis.evidence import NodeLoss
-from training.engines.base import Contact, Greeting, Placement, Snapshot
-from training.errors import AgentUnreachable, NoCapacity
-from training.journal.events import ChipsHealed
-from training.journal.records import Member
-from training.recovery.healing import Act, ActDone
-from training.recovery.rungs import Rung
-from training.supervisor.run import Run
-from training.supervisor.runbook import RunSteps, conduct
-from training.supervisor.watch import Progress
-from training.wire.agent import (
+from perdure.training.diagnosis.evidence import NodeLoss
+from perdure.training.engines.base import Contact, Greeting, Placement, Snapshot
+from perdure.training.errors import AgentUnreachable, NoCapacity
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.journal.records import Member
+from perdure.training.recovery.healing import Act, ActDone
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.runbook import RunSteps, conduct
+from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.agent import (
     AgentState,
     AgentStatus,
     CheckOrder,
@@ -24,16 +24,16 @@ from training.wire.agent import (
     StartOrder,
     WorkerStatus,
 )
-from training.wire.healing import HealOrder, HealReply
-from training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
-from training.wire.node import Check
+from perdure.training.wire.healing import HealOrder, HealReply
+from perdure.training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
+from perdure.training.wire.node import Check
 
 # Exit code and error of every worker, by how its attempt ends.
 WORKER_ENDS: dict[str, tuple[int, str | None]] = {
     "done": (0, None),
     "crash": (-9, None),
     "node lost": (1, None),
-    "storage error": (1, "storage.errors.NotFound: data/shards/0"),
+    "storage error": (1, "perdure.storage.errors.NotFound: data/shards/0"),
     "user": (2, None),
     "memory": (1, "RuntimeError: UCE ERROR reason=[device mem error]"),
 }

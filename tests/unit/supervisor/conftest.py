@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.job import Job
+from perdure.training.supervisor import watch
 from tests.jobs import small_job
-from training.job import Job
-from training.supervisor import watch
 
 
 @pytest.fixture

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from perdure.training.journal.events import BatchSkipped
+from perdure.training.journal.history import replay
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.supervisor.abnormal import AbnormalStep, abnormal_steps
 from tests.unit.journal.histories import (
     BEGINNING,
     LINK_BEGAN,
@@ -15,11 +20,6 @@ from tests.unit.journal.histories import (
     seen,
     started,
 )
-from training.journal.events import BatchSkipped
-from training.journal.history import replay
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.protocol import AttemptGivenUp
-from training.supervisor.abnormal import AbnormalStep, abnormal_steps
 
 HIGH = "gradient norm is 900, the limit is 800"
 
@@ -54,7 +54,9 @@ def test_a_step_that_is_abnormal_again_is_one_step_with_its_newest_value():
 def test_the_fault_that_ends_an_attempt_counts_once_beside_the_report_of_its_ranks():
     fault = abnormal(30.0, "loss is nan at step 14")
     given_up = AttemptGivenUp(at_s=30.0, number=2, fault=fault, why="not a number")
-    line = abnormal(31.0, "training.runtime.errors.NumericAnomaly: loss is nan at step 14", step=11)
+    line = abnormal(
+        31.0, "perdure.training.runtime.errors.NumericAnomaly: loss is nan at step 14", step=11
+    )
     end = over(fault=line)
     later = began(3, fault=abnormal(40.0, "loss is inf at step 20", step=19))
     records = [*BEGINNING, *seen(given_up), end, decided(), started(2), *seen(later, attempt=2)]

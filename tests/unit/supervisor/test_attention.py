@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import AnyRecord, RunCreated, RunEnded
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.attention import NeedKind, NeedsYou, attention, spares_of
 from tests.unit.journal.histories import (
     BEGINNING,
     HOT,
@@ -11,11 +16,6 @@ from tests.unit.journal.histories import (
     seen,
     started,
 )
-from training.journal.history import RunHistory, replay
-from training.journal.records import AnyRecord, RunCreated, RunEnded
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Rung
-from training.supervisor.attention import NeedKind, NeedsYou, attention, spares_of
 
 WITH_A_SPARE = RunCreated(**NOW, job={"engine": {"spares": 1}})
 

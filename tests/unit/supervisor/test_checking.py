@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.engines.base import Placement
+from perdure.training.errors import EngineError
+from perdure.training.job import Job
+from perdure.training.journal.records import NodeRefused
+from perdure.training.supervisor.concluding import Verdict
+from perdure.training.supervisor.runbook import RunSteps
+from perdure.training.supervisor.watch import EndKind
+from perdure.training.wire.node import Check, CheckOutcome
 from tests.unit.supervisor.cluster import Cluster, ClusterRun
-from training.engines.base import Placement
-from training.errors import EngineError
-from training.job import Job
-from training.journal.records import NodeRefused
-from training.supervisor.concluding import Verdict
-from training.supervisor.runbook import RunSteps
-from training.supervisor.watch import EndKind
-from training.wire.node import Check, CheckOutcome
 
 
 def failed(node: str, name: str = "devices", seen: str = "device 0: Alarm") -> Check:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.supervisor.job_checks import checklist
+from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
-from training.supervisor.job_checks import checklist
-from training.wire.node import CheckOutcome
 
 
 def outcomes(**sections):

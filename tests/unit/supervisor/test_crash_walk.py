@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from perdure.training.job import Job
+from perdure.training.journal.records import NodeReleased
+from perdure.training.recovery.protocol import PauseBegan, PauseEnded
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.unit.supervisor.cluster import Cluster, FakeFleet, supervise
-from training.job import Job
-from training.journal.records import NodeReleased
-from training.recovery.protocol import PauseBegan, PauseEnded
-from training.recovery.rungs import Rung
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 
 class Killed(BaseException):
@@ -145,7 +145,7 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
         if run.history.isolated == ("node-1", "node-2"):
             Run(job, home=tmp_path).ledger.note(NodeReleased, node="node-1")
 
-    monkeypatch.setattr("training.supervisor.placing.time.sleep", release)
+    monkeypatch.setattr("perdure.training.supervisor.placing.time.sleep", release)
     supervise(run)
     history = run.ledger.read()
     assert history.ended_well

@@ -6,6 +6,16 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from perdure.training.journal.history import replay
+from perdure.training.journal.records import AnyRecord, Member, NodeReleased, RunEnded
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.rungs import Decision, Rung
+from perdure.training.supervisor.fault_report import (
+    QUESTIONS,
+    FaultReport,
+    ReportPlace,
+    fault_reports,
+)
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH,
@@ -22,11 +32,6 @@ from tests.unit.journal.histories import (
     started,
     stepped,
 )
-from training.journal.history import replay
-from training.journal.records import AnyRecord, Member, NodeReleased, RunEnded
-from training.recovery.faults import Fault, FaultClass
-from training.recovery.rungs import Decision, Rung
-from training.supervisor.fault_report import QUESTIONS, FaultReport, ReportPlace, fault_reports
 
 PLACE = ReportPlace("small", lambda key: f"file:///store/{key}")
 LOST = Fault(FaultClass.NODE_LOST, 30.0, "the agent of <node-1> is gone", node="node-1", step=40)

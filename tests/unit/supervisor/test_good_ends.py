@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from training.diagnosis.ending import UNSEEN_NOTE
-from training.engines.base import Snapshot
-from training.recovery.faults import FaultClass
-from training.supervisor.good_ends import (
+from perdure.training.diagnosis.ending import UNSEEN_NOTE
+from perdure.training.engines.base import Snapshot
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.good_ends import (
     CommandEnds,
     bad_end_of_session,
     good_end_text,
     is_done,
     was_stopped,
 )
-from training.wire.agent import (
+from perdure.training.wire.agent import (
     AgentState,
     AgentStatus,
     LeftProcess,
@@ -24,7 +24,7 @@ from training.wire.agent import (
     ShownStep,
     WorkerStatus,
 )
-from training.wire.logs import WorkerLog
+from perdure.training.wire.logs import WorkerLog
 
 CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
 

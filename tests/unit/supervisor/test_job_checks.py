@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from perdure.preflight import size_text
-from storage.address import make_store, open_store
-from storage.checkpoint import CheckpointStore
-from storage.manifest import Manifest
+from perdure.storage.address import make_store, open_store
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.manifest import Manifest
+from perdure.training.engines.local import LocalEngine
+from perdure.training.errors import EngineError, InputError
+from perdure.training.job import Job, parse_job
+from perdure.training.platforms.forms import Platform
+from perdure.training.platforms.printing import print_platform
+from perdure.training.recovery.rungs import Policy
+from perdure.training.supervisor import job_checks
+from perdure.training.supervisor.deciding import no_replica_of
+from perdure.training.supervisor.job_checks import check_job, recovery_notes
 from tests.jobs import small_job
-from training.engines.local import LocalEngine
-from training.errors import EngineError, InputError
-from training.job import Job, parse_job
-from training.platforms.forms import Platform
-from training.platforms.printing import print_platform
-from training.recovery.rungs import Policy
-from training.supervisor import job_checks
-from training.supervisor.deciding import no_replica_of
-from training.supervisor.job_checks import check_job, recovery_notes
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from tests.jobs import small_job
-from training.errors import InputError
-from training.supervisor.job_registry import (
+from perdure.training.errors import InputError
+from perdure.training.supervisor.job_registry import (
     job_path,
     known_job,
     known_runs,
@@ -17,6 +16,7 @@ from training.supervisor.job_registry import (
     unended_runs,
     unmark_ended,
 )
+from tests.jobs import small_job
 
 
 def job(run_id):

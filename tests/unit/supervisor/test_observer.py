@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.job import parse_job
+from perdure.training.journal.events import LedgerEvent
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.run import MAX_PAST
+from perdure.training.wire.requests import read_control, write_control
 from tests.unit.journal.histories import GOES_ON, LINK, STANDS, began, ended
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
-from training.job import parse_job
-from training.journal.events import LedgerEvent
-from training.recovery.rungs import Rung
-from training.supervisor.run import MAX_PAST
-from training.wire.requests import read_control, write_control
 
 BEGAN = began(1)
 FAILED = ended(1, None, succeeded=False, why="no replica")

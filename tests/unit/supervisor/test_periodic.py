@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.errors import InputError
+from perdure.training.supervisor.periodic import PeriodicRestart
 from tests.jobs import small_job
-from training.errors import InputError
-from training.supervisor.periodic import PeriodicRestart
 
 
 def test_a_restart_is_due_at_the_first_commit_after_so_long():

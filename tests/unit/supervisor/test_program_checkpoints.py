@@ -8,20 +8,20 @@ from typing import Any, Self
 
 import pytest
 
-from storage.file_sets import put_set
-from storage.local import LocalStore
+from perdure.storage.file_sets import put_set
+from perdure.storage.local import LocalStore
+from perdure.training.agent.saved_checkpoints import saved_reply
+from perdure.training.agent.saved_store import Save, prefix_of
+from perdure.training.engines.base import Snapshot
+from perdure.training.errors import InputError
+from perdure.training.job import Job, parse_job
+from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.job_checks import check_job
+from perdure.training.supervisor.program_checkpoints import NewestSave, resumption
+from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
 from tests.jobs import job_document
 from tests.values import not_none
-from training.agent.saved_checkpoints import saved_reply
-from training.agent.saved_store import Save, prefix_of
-from training.engines.base import Snapshot
-from training.errors import InputError
-from training.job import Job, parse_job
-from training.journal.history import RunHistory
-from training.supervisor.job_checks import check_job
-from training.supervisor.program_checkpoints import NewestSave, resumption
-from training.supervisor.watch import Progress
-from training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
 
 CHECKPOINTS = {"kind": "nanogpt", "path": "/out"}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from training.errors import InputError
-from training.specs.engine import DEFAULT_RECIPE
-from training.supervisor.recipe_check import check_recipe
+from perdure.training.errors import InputError
+from perdure.training.specs.engine import DEFAULT_RECIPE
+from perdure.training.supervisor.recipe_check import check_recipe
 
 
 @pytest.fixture
@@ -18,6 +18,7 @@ def cwd(tmp_path):
     (package / "inner.py").write_text("async def other(): ...\nclass main: ...\n")
     (tmp_path / "all.py").write_text("from mine import *\n")
     (tmp_path / "training.py").write_text("def main(job): ...\n")
+    (tmp_path / "perdure.py").write_text("def main(job): ...\n")
     (tmp_path / "broken.py").write_text("def main(:\n")
     return tmp_path
 
@@ -30,6 +31,7 @@ def cwd(tmp_path):
         "pack:start",
         "pack.inner:main",
         "all:main",
+        "training:main",
         "json.decoder:scanstring",
     ],
 )
@@ -40,12 +42,13 @@ def test_a_function_that_is_there_is_found(recipe, cwd):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
+        ("perdure:main", ["Perdure's package has no 'main'", "perdure.py another"]),
+        ("perdure.mine:main", ["Perdure's package has no 'mine:main'"]),
+        ("perdure.training.trainer.pretrain:train", ["no 'training.trainer.pretrain:train'"]),
         (
-            "training:main",
-            ["own package 'training' has no 'main'", "training.py another"],
+            "training.trainer.pretrain:main",
+            ["no module named", "write perdure.training.trainer.pretrain:main"],
         ),
-        ("storage.mine:main", ["own package 'storage' has no 'mine:main'"]),
-        ("training.trainer.pretrain:train", ["has no 'trainer.pretrain:train'"]),
         ("mine:train", ["mine.py defines no 'train'"]),
         ("pack:main2", ["__init__.py defines no 'main2'"]),
         ("json:main", ["json", "defines no 'main'"]),

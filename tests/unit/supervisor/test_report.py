@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from perdure.training.journal.events import StepRecord
+from perdure.training.supervisor.report import loss_picture, recovery_facts, story_rows
 from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
@@ -14,8 +16,6 @@ from tests.unit.journal.histories import (
     STANDS,
     history_of,
 )
-from training.journal.events import StepRecord
-from training.supervisor.report import loss_picture, recovery_facts, story_rows
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 

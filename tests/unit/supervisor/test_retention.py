@@ -9,24 +9,24 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from storage.checkpoint import CheckpointStore, shard_name
-from storage.collect import InUse, RemovalKind, take_listing
-from storage.local import LocalStore
-from storage.manifest import Chunk, Manifest, TensorRecord
-from tests.jobs import small_job
-from tests.unit.journal.histories import over, placed, started, stepped
-from training.journal.events import StepRecord
-from training.journal.history import RunHistory, replay
-from training.journal.ledger import Identity, Ledger
-from training.journal.records import (
+from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.storage.collect import InUse, RemovalKind, take_listing
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Chunk, Manifest, TensorRecord
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.ledger import Identity, Ledger
+from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
     AttemptStarted,
     FirstStep,
     Placed,
 )
-from training.journal.steps import metrics_prefix
-from training.supervisor.checkpoints import in_use_by, losses_of, removals
+from perdure.training.journal.steps import metrics_prefix
+from perdure.training.supervisor.checkpoints import in_use_by, losses_of, removals
+from tests.jobs import small_job
+from tests.unit.journal.histories import over, placed, started, stepped
 
 HOUR_S = 3600.0
 STEPS = (10, 20, 30, 40, 50)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from storage.local import LocalStore
+from perdure.storage.local import LocalStore
+from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
+from perdure.training.engines.base import Placement
+from perdure.training.errors import EngineError
+from perdure.training.job import Job, parse_job
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.node import Check, CheckOutcome
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet
-from training.drill.driver import RunDriver, RunHook, RunOutcome
-from training.engines.base import Placement
-from training.errors import EngineError
-from training.job import Job, parse_job
-from training.recovery.faults import FaultClass
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
-from training.wire.node import Check, CheckOutcome
 
 
 class ClusterDriver(RunDriver):

@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import small_job
-from training.errors import RunConflict
-from training.job import Job, parse_job
-from training.journal.history import RunHistory, replay
-from training.journal.records import (
+from perdure.training.errors import RunConflict
+from perdure.training.job import Job, parse_job
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import (
     AnyRecord,
     CheckpointSeen,
     RunCreated,
     RunEnded,
     RunReopened,
 )
-from training.supervisor.same_run import REOPEN, completed_before, is_complete, refuse_other_job
+from perdure.training.supervisor.same_run import (
+    REOPEN,
+    completed_before,
+    is_complete,
+    refuse_other_job,
+)
+from tests.jobs import small_job
 
 COMMAND = {"command": ["bash", "train.sh"]}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.supervisor.job_checks import start_warnings
+from perdure.training.supervisor.script_check import script_notes
 from tests.jobs import small_job
-from training.supervisor.job_checks import start_warnings
-from training.supervisor.script_check import script_notes
 
 PIPE, BACKGROUND, FILE = "lost behind the pipe", "in the background", "goes to a file"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "train.sh"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from storage.address import StorageSpec
-from training.supervisor.storage_place import MOUNTS, StoragePlace, check_place, place_of
-from training.wire.node import CheckOutcome
+from perdure.storage.address import StorageSpec
+from perdure.training.supervisor.storage_place import MOUNTS, StoragePlace, check_place, place_of
+from perdure.training.wire.node import CheckOutcome
 
 TABLE = r"""
 /dev/sda / ext4 rw 0 0

@@ -7,15 +7,15 @@ import shutil
 
 import pytest
 
-from storage.address import has_store
-from storage.errors import StorageError, StoreMissing
+from perdure.storage.address import has_store
+from perdure.storage.errors import StorageError, StoreMissing
+from perdure.training.errors import InputError, RunConflict
+from perdure.training.job import Job
+from perdure.training.journal.ledger import Identity
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.store_outage import StoreOutage, read_outage
+from perdure.training.supervisor.store_place import begin_store
 from tests.jobs import small_job
-from training.errors import InputError, RunConflict
-from training.job import Job
-from training.journal.ledger import Identity
-from training.supervisor.run import Run
-from training.supervisor.store_outage import StoreOutage, read_outage
-from training.supervisor.store_place import begin_store
 
 
 @pytest.fixture

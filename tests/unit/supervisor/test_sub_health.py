@@ -6,6 +6,20 @@ import logging
 
 import pytest
 
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.journal.events import AlertCleared, HealthPoint
+from perdure.training.journal.history import replay
+from perdure.training.journal.records import (
+    AttemptEnded,
+    AttemptStarted,
+    Decided,
+    EventSeen,
+    NodeReleased,
+)
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.rungs import Decision, Rung
+from perdure.training.supervisor.sub_health import sub_healthy_nodes
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH,
@@ -20,14 +34,6 @@ from tests.unit.journal.histories import (
     seen,
 )
 from tests.unit.supervisor.cluster import Cluster, ClusterRun
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, WorkerEnd
-from training.journal.events import AlertCleared, HealthPoint
-from training.journal.history import replay
-from training.journal.records import AttemptEnded, AttemptStarted, Decided, EventSeen, NodeReleased
-from training.recovery.faults import Fault
-from training.recovery.rungs import Decision, Rung
-from training.supervisor.sub_health import sub_healthy_nodes
 
 # A code of MindCluster's level SubHealthFault (faultCode.json): some lanes of a RoCE port failed.
 LANES = "[ERROR] device fault, fault code: 0x81078605, device id: 1"

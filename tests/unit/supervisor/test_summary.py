@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.journal.history import replay
+from perdure.training.journal.records import RunCreated, RunEnded
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.report import story_rows
+from perdure.training.supervisor.summary import (
+    attempts_table,
+    attempts_title,
+    faults_by_class,
+    final_message,
+)
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH_BEGAN,
@@ -19,16 +29,6 @@ from tests.unit.journal.histories import (
     seen,
     started,
     stepped,
-)
-from training.journal.history import replay
-from training.journal.records import RunCreated, RunEnded
-from training.recovery.rungs import Rung
-from training.supervisor.report import story_rows
-from training.supervisor.summary import (
-    attempts_table,
-    attempts_title,
-    faults_by_class,
-    final_message,
 )
 
 TRAINS = stepped(1, 11)

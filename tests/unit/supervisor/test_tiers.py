@@ -7,12 +7,12 @@ import os
 import psutil
 import pytest
 
-from storage.checkpoint import CheckpointStore, Tier
-from storage.local import LocalStore
-from storage.manifest import ShardRecord
-from storage.share import SaveId, Share, WrittenShare, put_record
-from training.agent.checkpoint_server import HELD_FILE, HeldInMemory
-from training.supervisor.checkpoints import node_tiers
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import ShardRecord
+from perdure.storage.share import SaveId, Share, WrittenShare, put_record
+from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.supervisor.checkpoints import node_tiers
 
 RUN = "run-1"
 

@@ -8,13 +8,12 @@ from itertools import pairwise
 
 import pytest
 
-from storage.local import LocalStore
-from tests.unit.journal.histories import BEGINNING, END
-from training.journal.events import StepRecord
-from training.journal.history import replay
-from training.journal.steps import metrics_prefix
-from training.journal.time_account import MEANING, Account, Interval, Owner
-from training.supervisor.accounts import (
+from perdure.storage.local import LocalStore
+from perdure.training.journal.events import StepRecord
+from perdure.training.journal.history import replay
+from perdure.training.journal.steps import metrics_prefix
+from perdure.training.journal.time_account import MEANING, Account, Interval, Owner
+from perdure.training.supervisor.accounts import (
     COLOURS,
     Accountant,
     coarse,
@@ -23,6 +22,7 @@ from training.supervisor.accounts import (
     share_rows,
     timeline_picture,
 )
+from tests.unit.journal.histories import BEGINNING, END
 
 STEP = StepRecord(11, 2.0, 1.0, 1e-3, 1e5, None, 5.0, 0.5, 8, 0, 1, 1)
 

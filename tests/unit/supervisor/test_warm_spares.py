@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from perdure.training.diagnosis.evidence import NodeLoss
+from perdure.training.engines.base import ANY_NODE, Contact, Placement
+from perdure.training.errors import AgentUnreachable, NoCapacity
+from perdure.training.journal.history import Isolation, RunHistory
+from perdure.training.journal.records import Member, Placed
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.warm_spares import CHECK_AGAIN_S, RETRY_S, UP_S, WarmSpares
+from perdure.training.wire.agent import AgentReply, AgentState, AgentStatus, CheckOrder, Order
+from perdure.training.wire.fan_out import TimedLine
+from perdure.training.wire.node import Check, CheckOutcome
 from tests.jobs import small_job
-from training.diagnosis.evidence import NodeLoss
-from training.engines.base import ANY_NODE, Contact, Placement
-from training.errors import AgentUnreachable, NoCapacity
-from training.journal.history import Isolation, RunHistory
-from training.journal.records import Member, Placed
-from training.recovery.faults import FaultClass
-from training.supervisor.warm_spares import CHECK_AGAIN_S, RETRY_S, UP_S, WarmSpares
-from training.wire.agent import AgentReply, AgentState, AgentStatus, CheckOrder, Order
-from training.wire.fan_out import TimedLine
-from training.wire.node import Check, CheckOutcome
 
 MEMBERS = (
     Member(index=0, node="node-0", schedule_cnt=1),

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tasks.engine_log import AttemptLines
+from perdure.tasks.engine_log import AttemptLines
 
 
 def written(text: str, task: str, level: int = logging.ERROR) -> bool:

@@ -8,11 +8,11 @@ import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging import disable_run_logger
 
-from tasks.entry import _training, enter, is_same_run, job_of, standing, taken_job
+from perdure.tasks.entry import _training, enter, is_same_run, job_of, standing, taken_job
+from perdure.training.journal.ledger import Identity
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.run import Run
 from tests.jobs import job_document, small_job
-from training.journal.ledger import Identity
-from training.supervisor.job_registry import remember_job
-from training.supervisor.run import Run
 
 
 def flow_run(parameters, name="fuzzy-otter") -> FlowRun:

@@ -26,13 +26,13 @@ from prefect.states import (
     Suspended,
 )
 
-from tasks import following
-from tasks.entry import ALREADY_SUPERVISED
-from tasks.following import ALONE_S, Follower, followed
+from perdure.tasks import following
+from perdure.tasks.entry import ALREADY_SUPERVISED
+from perdure.tasks.following import ALONE_S, Follower, followed
+from perdure.training.journal.ledger import Identity
+from perdure.training.journal.records import RunCreated, RunEnded
+from perdure.training.supervisor.run import Run
 from tests.jobs import small_job
-from training.journal.ledger import Identity
-from training.journal.records import RunCreated, RunEnded
-from training.supervisor.run import Run
 
 OWN, OTHER = uuid4(), uuid4()
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from prefect import flow
 
-from tasks.job_parameter import JobParameter, template_of
-from training.errors import InputError, PerdureError
-from training.job import JobTemplate, parse_job
+from perdure.tasks.job_parameter import JobParameter, template_of
+from perdure.training.errors import InputError, PerdureError
+from perdure.training.job import JobTemplate, parse_job
 
 JOB: dict[str, Any] = {
     "run_id": "nightly-{date}",

@@ -11,13 +11,13 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.logging import disable_run_logger
 
-from tasks.hooks import take_down_run
-from tasks.keep_supervised import Unseen, _contained, _of_known, note_end
+from perdure.tasks.hooks import take_down_run
+from perdure.tasks.keep_supervised import Unseen, _contained, _of_known, note_end
+from perdure.training.journal.ledger import Identity
+from perdure.training.journal.records import NodeReleased, RunCreated, RunEnded
+from perdure.training.supervisor.job_registry import remember_job, unended_runs
+from perdure.training.supervisor.run import Run
 from tests.jobs import small_job
-from training.journal.ledger import Identity
-from training.journal.records import NodeReleased, RunCreated, RunEnded
-from training.supervisor.job_registry import remember_job, unended_runs
-from training.supervisor.run import Run
 
 LOG = logging.getLogger("test")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from tasks.left_open import end_of_task
+from perdure.tasks.left_open import end_of_task
+from perdure.training.journal.history import replay
+from perdure.training.journal.records import AnyRecord, RunEnded
+from perdure.training.recovery.rungs import Rung
 from tests.unit.journal.histories import BEGINNING, NOW, decided, over, placed, started
-from training.journal.history import replay
-from training.journal.records import AnyRecord, RunEnded
-from training.recovery.rungs import Rung
 
 CANCELLED = RunEnded(**NOW, outcome="cancelled", message="")
 CASES: dict[str, tuple[tuple[AnyRecord, ...], str, StateType, str, str]] = {

@@ -16,10 +16,10 @@ from prefect.states import (
     Suspended,
 )
 
-from storage.errors import TimedOut
-from storage.local import LocalStore
-from tasks.pausing import PauseLink, ServedFlowRun, was_resumed
-from training.wire.requests import read_control, write_control
+from perdure.storage.errors import TimedOut
+from perdure.storage.local import LocalStore
+from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
+from perdure.training.wire.requests import read_control, write_control
 
 
 @pytest.fixture

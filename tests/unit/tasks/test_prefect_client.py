@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, temporary_settings
 
-from tasks.prefect_client import without_retries
+from perdure.tasks.prefect_client import without_retries
 
 
 def test_inside_the_client_does_not_try_again_and_afterwards_as_before():

@@ -10,9 +10,16 @@ import httpx
 import pytest
 from prefect.exceptions import ObjectNotFound
 
-from storage.errors import StorageError, TimedOut
-from tasks import reporting
-from tasks.reporting import Reporter, is_final, labels_of
+from perdure.storage.errors import StorageError, TimedOut
+from perdure.tasks import reporting
+from perdure.tasks.reporting import Reporter, is_final, labels_of
+from perdure.training.journal.events import StepRecord
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.report import (
+    activity_of,
+    event_text,
+    progress_text,
+)
 from tests.unit.journal.histories import (
     CRASH_FAILED,
     DAMAGED,
@@ -24,13 +31,6 @@ from tests.unit.journal.histories import (
     SKIPPED,
     STANDS,
     history_of,
-)
-from training.journal.events import StepRecord
-from training.recovery.faults import FaultClass
-from training.supervisor.report import (
-    activity_of,
-    event_text,
-    progress_text,
 )
 
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tasks import retry_delay as module
-from tasks.retry_delay import NotWanted, RetryDelay
+from perdure.tasks import retry_delay as module
+from perdure.tasks.retry_delay import NotWanted, RetryDelay
 
 
 @pytest.fixture(autouse=True)

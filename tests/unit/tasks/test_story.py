@@ -8,8 +8,12 @@ from collections import Counter
 
 import pytest
 
-from tasks.artifacts import Artifact
-from tasks.story import UPDATE_PERIOD_S, RunStory
+from perdure.tasks.artifacts import Artifact
+from perdure.tasks.story import UPDATE_PERIOD_S, RunStory
+from perdure.training.journal.events import LedgerEvent, StepRecord
+from perdure.training.journal.history import replay
+from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.watch import Progress
 from tests.jobs import small_job
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -24,10 +28,6 @@ from tests.unit.journal.histories import (
     STANDS,
     seen,
 )
-from training.journal.events import LedgerEvent, StepRecord
-from training.journal.history import replay
-from training.supervisor.run import Run
-from training.supervisor.watch import Progress
 
 STEP = StepRecord(15, 2.0, 1.0, 1e-3, 1e5, None, 0.0, 0.5, 8, 0, 1, 1)
 
@@ -142,7 +142,7 @@ def test_what_does_not_follow_from_a_step_is_told_at_once_and_the_rest_now_and_t
     see, story, reported, monkeypatch
 ):
     now = [1000.0]
-    monkeypatch.setattr("tasks.story.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("perdure.tasks.story.time.monotonic", lambda: now[0])
     see(steps=[STEP])
     sent = reported.counts["progress"]
     for _ in range(10):

@@ -11,11 +11,11 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.exceptions import Abort
 from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Suspended
 
-from tasks import supervision as module
-from tasks.supervision import RequestPoller, Supervision
+from perdure.tasks import supervision as module
+from perdure.tasks.supervision import RequestPoller, Supervision
+from perdure.training.errors import AlreadySupervised, RunConflict
+from perdure.training.wire.requests import read_control, write_control
 from tests.jobs import small_job
-from training.errors import AlreadySupervised, RunConflict
-from training.wire.requests import read_control, write_control
 
 
 @pytest.fixture

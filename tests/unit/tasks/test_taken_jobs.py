@@ -8,10 +8,10 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import ArtifactCollection
 
-from tasks.taken_jobs import _note, artifact_of, is_kept
+from perdure.tasks.taken_jobs import _note, artifact_of, is_kept
+from perdure.training.job import Job, parse_job
+from perdure.training.supervisor.job_registry import known_job, known_runs, mark_ended, unended_runs
 from tests.jobs import small_job
-from training.job import Job, parse_job
-from training.supervisor.job_registry import known_job, known_runs, mark_ended, unended_runs
 
 NOW = datetime(2026, 11, 24, tzinfo=UTC)
 ID = uuid4()

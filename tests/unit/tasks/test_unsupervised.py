@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from tasks.unsupervised import (
+from perdure.tasks.unsupervised import (
     MAX_FAILED_STARTS,
     ROWS,
     FlowRunFacts,
@@ -14,9 +14,9 @@ from tasks.unsupervised import (
     pause_after,
     remedy_for,
 )
+from perdure.training.journal.history import RunHistory, replay
+from perdure.training.journal.records import RunEnded
 from tests.unit.journal.histories import BEGINNING, END, TAKEN
-from training.journal.history import RunHistory, replay
-from training.journal.records import RunEnded
 
 NOW_S = 10_000.0
 ALIVE = replay(BEGINNING)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the customary name
 
-from training.specs.model import ModelSpec
-from training.trainer.model import Decoder, flops_per_token, rotary_tables, rotate
+from perdure.training.specs.model import ModelSpec
+from perdure.training.trainer.model import Decoder, flops_per_token, rotary_tables, rotate
 
 VOCAB = 61
 SPECS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from perdure.training.trainer.size import num_parameters, state_bytes
 from tests.jobs import small_job
-from training.trainer.size import num_parameters, state_bytes
 
 
 def job(**sections):
@@ -19,5 +19,5 @@ def test_the_state_is_weights_and_both_moments():
 def test_the_size_of_a_program_of_the_user_s_own_is_not_known():
     own = job(worker={"recipe": "mine:main"})
     assert (num_parameters(own), state_bytes(own)) == (None, None)
-    named = job(worker={"recipe": "training.trainer.pretrain:main"})
+    named = job(worker={"recipe": "perdure.training.trainer.pretrain:main"})
     assert num_parameters(named) == num_parameters(job())

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PACKAGES = ("perdure", "flows", "tasks", "training", "storage")
+# Links in perdure/ lead to four of them, and a search does not follow links.
+PACKAGES = tuple(f"perdure/{name}" for name in ("", "flows", "tasks", "training", "storage"))
 ROOT = Path(__file__).parents[3]
 PASSES = 3  # attributes that are set in one module and used in the next need several
 

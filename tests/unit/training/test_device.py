@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.device import (
+from perdure.training.device import (
     UCE_HIGH_LEVEL,
     UCE_LOW_LEVEL,
     WATCHDOG_STOP,

@@ -6,11 +6,11 @@ from decimal import Decimal
 
 import pytest
 
+from perdure.training.errors import InputError
+from perdure.training.specs.engine import KubernetesEngineSpec
+from perdure.training.specs.quantity import amount_of
+from perdure.training.supervisor.job_checks import check_job
 from tests.jobs import small_job
-from training.errors import InputError
-from training.specs.engine import KubernetesEngineSpec
-from training.specs.quantity import amount_of
-from training.supervisor.job_checks import check_job
 
 
 def agent(**fields):
@@ -124,8 +124,8 @@ PVC = {"persistentVolumeClaim": {"claimName": "store"}}
 def test_a_folder_as_store_must_be_one_that_all_pods_share(
     tmp_path, monkeypatch, mount, source, read_only, is_there
 ):
-    monkeypatch.setattr("training.supervisor.job_checks._check_engine", lambda _job: None)
-    monkeypatch.setattr("training.supervisor.job_checks._check_data", lambda _job: None)
+    monkeypatch.setattr("perdure.training.supervisor.job_checks._check_engine", lambda _job: None)
+    monkeypatch.setattr("perdure.training.supervisor.job_checks._check_data", lambda _job: None)
     path = f"{tmp_path}/store" if mount == "" else f"{tmp_path}{mount}"
     volume = {"name": "store", "mount_path": path, "source": source, "read_only": read_only}
     made = job(tmp_path, volumes=[volume])
@@ -139,7 +139,7 @@ def test_a_folder_as_store_must_be_one_that_all_pods_share(
 def test_programs_and_folders_of_a_cluster_are_not_looked_for_on_this_machine(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("training.supervisor.job_checks._check_engine", lambda _job: None)
+    monkeypatch.setattr("perdure.training.supervisor.job_checks._check_engine", lambda _job: None)
     worker = {"command": ["no-such-program"], "cwd": "/no/such/folder"}
     section = {"kind": "kubernetes", "image": "perdure:1"}
     made = small_job(

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 import pytest
 import yaml
 
+from perdure.training.errors import InputError
+from perdure.training.health.host_checks import check_secrets
+from perdure.training.job import parse_job, refuse_secrets
+from perdure.training.specs.env_from import SecretSource, values_on_node
+from perdure.training.wire.agent import StartOrder
+from perdure.training.wire.node import CheckOutcome
+from perdure.training.wire.transport import dump_line
 from tests.jobs import job_document, small_job
 from tests.unit.perdure.commands import error_line, perdure
-from training.errors import InputError
-from training.health.host_checks import check_secrets
-from training.job import parse_job, refuse_secrets
-from training.specs.env_from import SecretSource, values_on_node
-from training.wire.agent import StartOrder
-from training.wire.node import CheckOutcome
-from training.wire.transport import dump_line
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwx"
 

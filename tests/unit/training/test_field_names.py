@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.job import Job
-from training.specs.field_names import names_meant
+from perdure.training.job import Job
+from perdure.training.specs.field_names import names_meant
 
 
 @pytest.mark.parametrize(

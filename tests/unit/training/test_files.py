@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from training.files import private_folder, write_whole
+from perdure.training.files import private_folder, write_whole
 
 
 def mode_of(path: Path) -> int:

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from perdure.cli import main
+from perdure.training.errors import InputError
+from perdure.training.job import Job, departures, load_job, parse_job
 from tests.jobs import job_document
-from training.errors import InputError
-from training.job import Job, departures, load_job, parse_job
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ WRONG = [
     ("restart.hang_timeout_s", -3, ["restart.hang_timeout_s", "-3"]),
     ("worker.recipe", "not a recipe", ["worker.recipe", "module:function"]),
     ("worker.recipe", "nowhere.to.find:main", ["worker.recipe", "nowhere.to.find"]),
-    ("worker.recipe", "training:main", ["worker.recipe", "Perdure's own package 'training'"]),
+    ("worker.recipe", "perdure:main", ["worker.recipe", "Perdure's package has no 'main'"]),
     ("model.seq_len", 3001, ["model.seq_len: 3001", "3,002 tokens", "has 3,001"]),
     ("storage.address", "/mnt/sfs", ["storage.address", "write file:///mnt/sfs"]),
     ("worker", {"recipe": "a:b", "command": ["x"]}, ["recipe", "command", "exclude"]),

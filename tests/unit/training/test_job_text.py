@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.errors import InputError
-from training.specs.job_text import read_document, read_document_file
+from perdure.training.errors import InputError
+from perdure.training.specs.job_text import read_document, read_document_file
 
 
 def refusal(text: str) -> str:

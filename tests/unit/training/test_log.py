@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from training.log import start_logging
+from perdure.training.log import start_logging
 
 log = logging.getLogger("perdure.part")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.masking import (
+from perdure.training.masking import (
     MASK,
     MAX_MATCH_BYTES,
     WINDOW_BYTES,

@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.local_run import LocalRun
-from tests.waiting import wait_for
-from training.processes import (
+from perdure.training.processes import (
     MARKER,
     container_processes,
     interface_of,
     kill_container,
     oldest_first,
 )
+from tests.local_run import LocalRun
+from tests.waiting import wait_for
 
 
 def test_a_process_is_killed_before_those_that_it_started_whatever_their_pids():

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from perdure.training.errors import InputError
+from perdure.training.job import parse_job
 from tests.jobs import job_document
-from training.errors import InputError
-from training.job import parse_job
 
 
 def refused(**progress: Any) -> str:

@@ -12,24 +12,24 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from perdure.training.job import Job
+from perdure.training.platforms.forms import FORMS, Platform, read_platform
+from perdure.training.platforms.modelarts import NO_FORCED_END
+from perdure.training.platforms.settings import PAIRS
+from perdure.training.specs.engine import EngineSpec
+from perdure.training.specs.recovery import RestartSpec
 from tests.unit.training.readers import Product, product, with_reader
-from training.job import Job
-from training.platforms.forms import FORMS, Platform, read_platform
-from training.platforms.modelarts import NO_FORCED_END
-from training.platforms.settings import PAIRS
-from training.specs.engine import EngineSpec
-from training.specs.recovery import RestartSpec
 
 # RestartSpec.policy hands its fields to those of the same names.
-POLICY = "training.recovery.rungs.Policy"
+POLICY = "perdure.training.recovery.rungs.Policy"
 # What only shows settings, to people.
 ADVICE = frozenset(
     {
-        ("training.job", "departures"),
-        ("training.job", "_temporary_places"),
-        ("training.job", "_interval_text"),
-        ("training.supervisor.job_checks", "*"),
-        ("training.platforms.printing", "*"),
+        ("perdure.training.job", "departures"),
+        ("perdure.training.job", "_temporary_places"),
+        ("perdure.training.job", "_interval_text"),
+        ("perdure.training.supervisor.job_checks", "*"),
+        ("perdure.training.platforms.printing", "*"),
         ("perdure.preflight", "*"),
     }
 )
@@ -40,7 +40,7 @@ EXCEPTIONS: Mapping[str, str] = {
     "RestartSpec.from_platform": "sets the other fields, before the job is made",
 }
 # Those of the product: a test may have made one of its own.
-ENGINES = [one for one in EngineSpec.__subclasses__() if one.__module__.startswith("training.")]
+ENGINES = [one for one in EngineSpec.__subclasses__() if one.__module__.startswith("perdure.")]
 
 
 def sections(model: type[BaseModel] = Job) -> Iterator[type[BaseModel]]:

@@ -7,10 +7,10 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from perdure.training.errors import InputError
+from perdure.training.job import JobTemplate, parse_job, parse_template
+from perdure.training.specs.run_name import NAME, TEMPLATE, is_of, is_template, name_of, problem_of
 from tests.jobs import job_document
-from training.errors import InputError
-from training.job import JobTemplate, parse_job, parse_template
-from training.specs.run_name import NAME, TEMPLATE, is_of, is_template, name_of, problem_of
 
 DUE = datetime(2026, 11, 23, 18, 0, tzinfo=UTC)
 

@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from training.specs.secret_literals import is_random, why_secret
+from perdure.training.specs.secret_literals import is_random, why_secret
 
 KEY = "its value has the form of a key"
 NAME = "its name marks a secret"

@@ -7,10 +7,10 @@ import math
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from training.recovery.protocol import GenerationReport, NewGeneration, Plan
-from training.recovery.repair import RankReport, RepairMode, RepairPlan, Vote
-from training.wire.coordinator import FROM_MEMBER, TO_MEMBER, AgentJoined, WorkerJoined
-from training.wire.transport import dump_line
+from perdure.training.recovery.protocol import GenerationReport, NewGeneration, Plan
+from perdure.training.recovery.repair import RankReport, RepairMode, RepairPlan, Vote
+from perdure.training.wire.coordinator import FROM_MEMBER, TO_MEMBER, AgentJoined, WorkerJoined
+from perdure.training.wire.transport import dump_line
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import psutil
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from training.processes import free_port
-from training.wire.rendezvous import serve_store
+from perdure.training.processes import free_port
+from perdure.training.wire.rendezvous import serve_store
 
 
 def addresses() -> list[str]:

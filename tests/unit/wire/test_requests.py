@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from storage.errors import Corrupt
-from storage.local import LocalStore
-from training.wire.requests import (
+from perdure.storage.errors import Corrupt
+from perdure.storage.local import LocalStore
+from perdure.training.wire.requests import (
     Control,
     control_key,
     is_cancel_wanted,

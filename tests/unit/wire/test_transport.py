@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pydantic import BaseModel
 
-from training.wire import transport
-from training.wire.transport import CUT_OFF_S, Connection, RequestServer, call, is_authentic
+from perdure.training.wire import transport
+from perdure.training.wire.transport import CUT_OFF_S, Connection, RequestServer, call, is_authentic
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 10

@@ -21,8 +21,8 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
-from training.engines.kubernetes.objects import Document
-from training.errors import EngineError, InputError
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.errors import EngineError, InputError
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0

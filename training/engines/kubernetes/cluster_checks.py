@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from training.engines.base import ANY_NODE, Placement
-from training.engines.kubernetes import objects
-from training.engines.kubernetes.api import (
+from perdure.training.engines.base import ANY_NODE, Placement
+from perdure.training.engines.kubernetes import objects
+from perdure.training.engines.kubernetes.api import (
     CLAIMS,
     CONFIG_MAPS,
     NAMESPACES,
@@ -26,24 +26,24 @@ from training.engines.kubernetes.api import (
     Resource,
     connect,
 )
-from training.engines.kubernetes.fault_feed import (
+from perdure.training.engines.kubernetes.fault_feed import (
     CLUSTER_NAMESPACE,
     DEVICE_NAMESPACE,
     FaultFeed,
     taken_out,
 )
-from training.engines.kubernetes.image_checks import PullSecrets, check_image
-from training.engines.kubernetes.image_name import ImageName
-from training.engines.kubernetes.mindcluster import DEVICE_PREFIX
-from training.engines.kubernetes.node_fit import lacks
-from training.engines.kubernetes.objects import Document, Owner, PodPlan
-from training.engines.kubernetes.pull_secrets import credentials_of
-from training.engines.kubernetes.rights import Right, rights_of
-from training.job import Job
-from training.journal.records import Member
-from training.specs.engine import KubernetesEngineSpec
-from training.specs.pod_rules import AGENT_CONFIG
-from training.wire.node import Check, CheckOutcome
+from perdure.training.engines.kubernetes.image_checks import PullSecrets, check_image
+from perdure.training.engines.kubernetes.image_name import ImageName
+from perdure.training.engines.kubernetes.mindcluster import DEVICE_PREFIX
+from perdure.training.engines.kubernetes.node_fit import lacks
+from perdure.training.engines.kubernetes.objects import Document, Owner, PodPlan
+from perdure.training.engines.kubernetes.pull_secrets import credentials_of
+from perdure.training.engines.kubernetes.rights import Right, rights_of
+from perdure.training.job import Job
+from perdure.training.journal.records import Member
+from perdure.training.specs.engine import KubernetesEngineSpec
+from perdure.training.specs.pod_rules import AGENT_CONFIG
+from perdure.training.wire.node import Check, CheckOutcome
 
 QUEUES = Resource("scheduling.volcano.sh", "v1beta1", "queues", is_namespaced=False)
 STORAGE_CLASSES = Resource("storage.k8s.io", "v1", "storageclasses", is_namespaced=False)

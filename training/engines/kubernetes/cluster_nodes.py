@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from training.engines.kubernetes import pods
-from training.engines.kubernetes.api import NODES, Api, ApiError
-from training.engines.kubernetes.watching import Watched
-from training.specs.engine import KubernetesEngineSpec
+from perdure.training.engines.kubernetes import pods
+from perdure.training.engines.kubernetes.api import NODES, Api, ApiError
+from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.specs.engine import KubernetesEngineSpec
 
 # Which run has cordoned a node: no other cordon is ever lifted.
 CORDONED_BY = "perdure.io/cordoned-by"

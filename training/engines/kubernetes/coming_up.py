@@ -10,11 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from training.engines.kubernetes import pods
-from training.engines.kubernetes.objects import Document
-from training.engines.kubernetes.pods import Refusal
-from training.engines.kubernetes.watching import Watched
-from training.errors import EngineError, NoCapacity
+from perdure.training.engines.kubernetes import pods
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.pods import Refusal
+from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.errors import EngineError, NoCapacity
 
 _log = logging.getLogger("perdure.engine")
 

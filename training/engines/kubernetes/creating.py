@@ -6,10 +6,10 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 
-from training.agent.agent import CONFIG_FILE
-from training.engines.base import Placement, agent_config
-from training.engines.kubernetes import objects
-from training.engines.kubernetes.api import (
+from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.engines.base import Placement, agent_config
+from perdure.training.engines.kubernetes import objects
+from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
     POD_GROUPS,
     PODS,
@@ -18,11 +18,11 @@ from training.engines.kubernetes.api import (
     ApiError,
     Resource,
 )
-from training.engines.kubernetes.objects import Document, Owner, PodPlan
-from training.errors import NoCapacity
-from training.job import Job
-from training.journal.records import Member
-from training.specs.engine import KubernetesEngineSpec
+from perdure.training.engines.kubernetes.objects import Document, Owner, PodPlan
+from perdure.training.errors import NoCapacity
+from perdure.training.job import Job
+from perdure.training.journal.records import Member
+from perdure.training.specs.engine import KubernetesEngineSpec
 
 # What the webhook of Volcano answers (pkg/webhooks/admission/pods of volcano-sh/volcano).
 POD_GROUP_WAITS = "podgroup phase is Pending"

@@ -7,12 +7,12 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from training.engines.kubernetes import pods
-from training.engines.kubernetes.api import PODS, Api
-from training.engines.kubernetes.cluster_nodes import ClusterNodes
-from training.engines.kubernetes.objects import Document
-from training.engines.kubernetes.watching import Watched
-from training.errors import EngineError
+from perdure.training.engines.kubernetes import pods
+from perdure.training.engines.kubernetes.api import PODS, Api
+from perdure.training.engines.kubernetes.cluster_nodes import ClusterNodes
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.errors import EngineError
 
 END_TIMEOUT_S = 60.0  # for kubelets to confirm the end of their pods
 SILENT_END_S = 5.0  # of those whose agent cannot be reached: their node may be gone

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from training.agent.agent import CONFIG_FILE
-from training.diagnosis.evidence import NodeLoss
-from training.engines.base import Contact, Placement
-from training.engines.kubernetes import objects, pods
-from training.engines.kubernetes.api import (
+from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.diagnosis.evidence import NodeLoss
+from perdure.training.engines.base import Contact, Placement
+from perdure.training.engines.kubernetes import objects, pods
+from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
     EVENTS,
     POD_GROUPS,
@@ -29,21 +29,21 @@ from training.engines.kubernetes.api import (
     Resource,
     connect,
 )
-from training.engines.kubernetes.cluster_nodes import ClusterNodes
-from training.engines.kubernetes.coming_up import await_up
-from training.engines.kubernetes.creating import PodCreation
-from training.engines.kubernetes.ending import PodEnd
-from training.engines.kubernetes.fault_feed import FaultFeed, taken_out, texts_of
-from training.engines.kubernetes.forwarding import Forwarder
-from training.engines.kubernetes.objects import Document
-from training.engines.kubernetes.watching import Watched
-from training.errors import EngineError
-from training.job import Job
-from training.journal.records import Member
-from training.recovery.faults import FaultClass
-from training.recovery.rungs import Rung
-from training.specs.engine import KubernetesEngineSpec, Reach
-from training.wire.agent import NO_MEMBER, AgentConfig, NodeText
+from perdure.training.engines.kubernetes.cluster_nodes import ClusterNodes
+from perdure.training.engines.kubernetes.coming_up import await_up
+from perdure.training.engines.kubernetes.creating import PodCreation
+from perdure.training.engines.kubernetes.ending import PodEnd
+from perdure.training.engines.kubernetes.fault_feed import FaultFeed, taken_out, texts_of
+from perdure.training.engines.kubernetes.forwarding import Forwarder
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.errors import EngineError
+from perdure.training.job import Job
+from perdure.training.journal.records import Member
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.rungs import Rung
+from perdure.training.specs.engine import KubernetesEngineSpec, Reach
+from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeText
 
 FORWARDED_POLL_S = 1.0  # each call is a request of its own to the API server
 POLL_S = 0.2

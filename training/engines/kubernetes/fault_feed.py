@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from training.engines.kubernetes import mindcluster
-from training.engines.kubernetes.api import CONFIG_MAPS, Api, ApiError
-from training.engines.kubernetes.mindcluster import ReportedFault, merged
-from training.wire.agent import NodeText
+from perdure.training.engines.kubernetes import mindcluster
+from perdure.training.engines.kubernetes.api import CONFIG_MAPS, Api, ApiError
+from perdure.training.engines.kubernetes.mindcluster import ReportedFault, merged
+from perdure.training.wire.agent import NodeText
 
 DEVICE_NAMESPACE = "kube-system"  # of the device plugin's documents
 CLUSTER_NAMESPACE = "mindx-dl"  # of those of noded and ClusterD

@@ -17,7 +17,7 @@ from typing import Any
 from kubernetes import client
 from kubernetes.stream import portforward
 
-from training.engines.kubernetes.api import FAILURES, Api
+from perdure.training.engines.kubernetes.api import FAILURES, Api
 
 LOOPBACK = "127.0.0.1"
 PIECE_BYTES = 1 << 16

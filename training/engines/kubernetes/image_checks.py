@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from training.engines.kubernetes.image_name import ImageName, image_name
-from training.engines.kubernetes.image_registry import Answer, Credential, Presence, ask
-from training.engines.kubernetes.node_fit import image_nodes
-from training.engines.kubernetes.objects import Document
-from training.wire.node import Check, CheckOutcome
+from perdure.training.engines.kubernetes.image_name import ImageName, image_name
+from perdure.training.engines.kubernetes.image_registry import Answer, Credential, Presence, ask
+from perdure.training.engines.kubernetes.node_fit import image_nodes
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.wire.node import Check, CheckOutcome
 
 NAME = "image"
 

@@ -24,7 +24,7 @@ from http import HTTPStatus
 import httpx
 from pydantic import SecretStr
 
-from training.engines.kubernetes.image_name import ImageName
+from perdure.training.engines.kubernetes.image_name import ImageName
 
 REQUEST_TIMEOUT_S = 5.0  # of each step of a request; three requests at most for each credential
 TIMEOUT_S = 20.0  # of the whole question

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from training.recovery.chips import BY_LEVEL, ChipAnswer, ChipLevel, chip_fact
+from perdure.training.recovery.chips import BY_LEVEL, ChipAnswer, ChipLevel, chip_fact
 
 DEVICE_KEY = "DeviceInfoCfg"
 SWITCH_KEY = "SwitchInfoCfg"

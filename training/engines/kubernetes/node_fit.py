@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from training.engines.kubernetes.image_name import image_name
-from training.engines.kubernetes.objects import Document
-from training.specs.quantity import amount_of
+from perdure.training.engines.kubernetes.image_name import image_name
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.specs.quantity import amount_of
 
 UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
 _KEEPING_OUT = ("NoSchedule", "NoExecute")

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.agent.__main__ import HOST_ENV, NODE_ENV
-from training.agent.agent import CONFIG_FILE
-from training.agent.node_folder import node_folder
-from training.engines.base import ANY_NODE, Placement
-from training.job import Job
-from training.journal.records import Member
-from training.processes import MARKER
-from training.specs import pod_rules
-from training.specs.engine import KubernetesEngineSpec, VolumeSpec
-from training.wire.agent import NO_MEMBER
+from perdure.training.agent.__main__ import HOST_ENV, NODE_ENV
+from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.agent.node_folder import node_folder
+from perdure.training.engines.base import ANY_NODE, Placement
+from perdure.training.job import Job
+from perdure.training.journal.records import Member
+from perdure.training.processes import MARKER
+from perdure.training.specs import pod_rules
+from perdure.training.specs.engine import KubernetesEngineSpec, VolumeSpec
+from perdure.training.wire.agent import NO_MEMBER
 
 Document = dict[str, Any]
 
@@ -305,7 +305,7 @@ def _container(spec: KubernetesEngineSpec, store_secret: str | None) -> Document
         "image": spec.image,
         "imagePullPolicy": spec.image_pull_policy,
         "command": [
-            spec.python, "-m", "training.agent", FOLDER, f"{CONFIG_FOLDER}/{CONFIG_FILE}",
+            spec.python, "-m", "perdure.training.agent", FOLDER, f"{CONFIG_FOLDER}/{CONFIG_FILE}",
         ],
         "env": [
             {"name": MARKER, "value": FOLDER},

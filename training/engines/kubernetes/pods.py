@@ -12,10 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.diagnosis.evidence import NodeLoss
-from training.engines.kubernetes.objects import AGENT, MEMBER, SCHEDULE_CNT, STOOD_BY, Document
-from training.recovery.faults import FaultClass
-from training.wire.agent import NO_MEMBER
+from perdure.training.diagnosis.evidence import NodeLoss
+from perdure.training.engines.kubernetes.objects import (
+    AGENT,
+    MEMBER,
+    SCHEDULE_CNT,
+    STOOD_BY,
+    Document,
+)
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.wire.agent import NO_MEMBER
 
 # A container that waits for one of these does not start before somebody changes the job, unless
 # the kubelet itself was late: one that has just come back waits for its copy of the Secrets.

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from training.engines.kubernetes.image_name import ImageName
-from training.engines.kubernetes.image_registry import Credential
-from training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.image_name import ImageName
+from perdure.training.engines.kubernetes.image_registry import Credential
+from perdure.training.engines.kubernetes.objects import Document
 
 KIND = "kubernetes.io/dockerconfigjson"
 OLD_KIND = "kubernetes.io/dockercfg"  # has what the other has below "auths", and nothing else

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from training.engines.kubernetes.api import (
+from perdure.training.engines.kubernetes.api import (
     CLAIMS,
     CONFIG_MAPS,
     EVENTS,
@@ -15,7 +15,7 @@ from training.engines.kubernetes.api import (
     SECRETS,
     Resource,
 )
-from training.specs.engine import KubernetesEngineSpec, Reach
+from perdure.training.specs.engine import KubernetesEngineSpec, Reach
 
 
 @dataclass(frozen=True, slots=True)

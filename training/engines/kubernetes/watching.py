@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from training.engines.kubernetes.api import Api, ApiError, Resource
-from training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.api import Api, ApiError, Resource
+from perdure.training.engines.kubernetes.objects import Document
 
 RETRY_S = 1.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from training.health.sources.vendor_tools import fields
+from perdure.training.health.sources.vendor_tools import fields
 
 _COUNTER = re.compile(r"^\s*(\w+)\s*:\s*(\d+)\s*$", re.MULTILINE)
 _PREFIX = re.compile(r"^\[dev(?:ice|id) \d+\]\s*", re.MULTILINE)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from training.wire.node import HostSample
+from perdure.training.wire.node import HostSample
 
 
 class HostSource:

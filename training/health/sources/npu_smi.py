@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from training.health.sources.vendor_tools import fields, number
+from perdure.training.health.sources.vendor_tools import fields, number
 
 MIB = 1 << 20
 # A row of the table: three columns between bars.

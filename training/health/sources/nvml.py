@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from training.wire.node import DeviceSample
+from perdure.training.wire.node import DeviceSample
 
 
 class NoNvml(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown

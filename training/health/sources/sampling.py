@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from training.health.sources import hccn, npu_smi, nvml
-from training.health.sources.host import HostSource
-from training.health.sources.vendor_tools import NoAnswer, ask, find_tool
-from training.wire.node import DeviceSample, HostSample, NodeSample
+from perdure.training.health.sources import hccn, npu_smi, nvml
+from perdure.training.health.sources.host import HostSource
+from perdure.training.health.sources.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
 LOOK_LIMIT_S = 20.0  # of all tools together; what is left then is a gap

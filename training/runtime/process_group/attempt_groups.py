@@ -9,16 +9,19 @@ from pathlib import Path
 
 import torch
 
-from training.device import healing_of
-from training.health.heartbeat import HeartbeatWriter
-from training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
-from training.runtime.context import WorkerContext
-from training.runtime.coordinator_client import CoordinatorClient
-from training.runtime.errors import WorkerError
-from training.runtime.process_group.generations import GLOO, Generations, StoreClient
-from training.runtime.process_group.reconfigurable import NewGroup, install
-from training.runtime.process_group.replay import ReplayableConnections, ReplayableProcessGroup
-from training.wire.coordinator import CoordinatorAddress
+from perdure.training.device import healing_of
+from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.coordinator_client import CoordinatorClient
+from perdure.training.runtime.errors import WorkerError
+from perdure.training.runtime.process_group.generations import GLOO, Generations, StoreClient
+from perdure.training.runtime.process_group.reconfigurable import NewGroup, install
+from perdure.training.runtime.process_group.replay import (
+    ReplayableConnections,
+    ReplayableProcessGroup,
+)
+from perdure.training.wire.coordinator import CoordinatorAddress
 
 
 class AttemptGroups:

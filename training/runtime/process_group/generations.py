@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from training.device import ENDED_BY_THE_DEVICE, abort_group, backend_of, open_group
-from training.runtime.errors import Interrupted
+from perdure.training.device import ENDED_BY_THE_DEVICE, abort_group, backend_of, open_group
+from perdure.training.runtime.errors import Interrupted
 
 GLOO = "gloo"
 STORE_TIMEOUT_S = 36_000.0

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, HashStore
 
-from training.device import ENDED_BY_THE_DEVICE
-from training.runtime.process_group.generations import Generations, Seat
+from perdure.training.device import ENDED_BY_THE_DEVICE
+from perdure.training.runtime.process_group.generations import Generations, Seat
 
 BACKEND = "perdure"
 TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from training.runtime.process_group.generations import (
+from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
     Running,
@@ -33,7 +33,7 @@ from training.runtime.process_group.generations import (
     StoreClient,
     start,
 )
-from training.runtime.process_group.reconfigurable import (
+from perdure.training.runtime.process_group.reconfigurable import (
     TRANSFERS,
     FutureWork,
     ReconfigurableProcessGroup,

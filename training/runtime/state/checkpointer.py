@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage.checkpoint import CheckpointStore
-from storage.checkpoint_server.client import CheckpointClient
-from storage.errors import StorageError
-from storage.manifest import LOSS, Manifest
-from storage.partner_copies import CopyPlan
-from storage.partnering import Partnering
-from storage.retention import apply_retention
-from storage.saving import DirectSaver, SaveHooks, TieredSaver
-from storage.staging import SavePlans, raw
-from training.device import pin, synchronize
-from training.runtime.context import WorkerContext
-from training.runtime.program import Training
-from training.runtime.state.initial import InitialState
-from training.runtime.state.live import LiveState
-from training.runtime.state.part_names import PartNames
-from training.runtime.state.random_numbers import random_states, set_random_states
-from training.runtime.state.restore import Restorer, StateOf, from_first
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.errors import StorageError
+from perdure.storage.manifest import LOSS, Manifest
+from perdure.storage.partner_copies import CopyPlan
+from perdure.storage.partnering import Partnering
+from perdure.storage.retention import apply_retention
+from perdure.storage.saving import DirectSaver, SaveHooks, TieredSaver
+from perdure.storage.staging import SavePlans, raw
+from perdure.training.device import pin, synchronize
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.program import Training
+from perdure.training.runtime.state.initial import InitialState
+from perdure.training.runtime.state.live import LiveState
+from perdure.training.runtime.state.part_names import PartNames
+from perdure.training.runtime.state.random_numbers import random_states, set_random_states
+from perdure.training.runtime.state.restore import Restorer, StateOf, from_first
 
 _log = logging.getLogger("perdure.runtime")
 

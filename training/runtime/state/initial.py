@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage.checkpoint import CheckpointStore
-from storage.errors import Corrupt, NotFound, PreconditionFailed
-from storage.loading import load
-from storage.manifest import Manifest
-from storage.retention import reading
-from training.errors import InputError
-from training.runtime.state.live import MODEL, STATE, LiveState
-from training.runtime.state.part_names import ALIKE, PartNames
-from training.runtime.state.restore import from_first, readers_of
-from training.specs.init_from import InitFromSpec, OptimizerStart
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed
+from perdure.storage.loading import load
+from perdure.storage.manifest import Manifest
+from perdure.storage.retention import reading
+from perdure.training.errors import InputError
+from perdure.training.runtime.state.live import MODEL, STATE, LiveState
+from perdure.training.runtime.state.part_names import ALIKE, PartNames
+from perdure.training.runtime.state.restore import from_first, readers_of
+from perdure.training.specs.init_from import InitFromSpec, OptimizerStart
 
 _log = logging.getLogger("perdure.runtime")
 

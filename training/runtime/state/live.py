@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DataParallel
 
-from training.errors import InputError
-from training.runtime.program import Training
-from training.runtime.state.transfer import TensorLayout, local_part
+from perdure.training.errors import InputError
+from perdure.training.runtime.program import Training
+from perdure.training.runtime.state.transfer import TensorLayout, local_part
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 MODEL = "model/"  # how the names of its tensors begin

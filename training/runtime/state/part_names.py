@@ -16,10 +16,10 @@ from typing import Self
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.errors import InputError
-from training.recovery.replicas import Axis
-from training.runtime.context import WorkerContext
-from training.runtime.state.live import MODEL, OPTIMIZER, STATE
+from perdure.training.errors import InputError
+from perdure.training.recovery.replicas import Axis
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.state.live import MODEL, OPTIMIZER, STATE
 
 _TAG = re.compile(r"(?:part|stage)\d{5}(?=/)")
 _PREFIXES = (MODEL, STATE, OPTIMIZER)  # the first that fits

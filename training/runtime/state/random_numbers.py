@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from training.device import device_rng_state, set_device_rng_state
+from perdure.training.device import device_rng_state, set_device_rng_state
 
 PYTHON_STATE_BYTES = 32 * 2**10  # two Mersenne twisters of 624 words, as JSON
 

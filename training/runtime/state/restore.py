@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from storage.checkpoint import CheckpointStore, Tier
-from storage.checkpoint_server.client import CheckpointClient
-from storage.errors import Corrupt, NotFound, StorageError
-from storage.loading import load
-from storage.local import LocalStore
-from storage.manifest import Manifest
-from storage.restoring import NodeRestore, NodeShares, RestorableSave
-from storage.share import SaveId
-from storage.staging import gather_json
-from training.journal.attempt_log import AttemptLog
-from training.journal.events import CheckpointDamaged, CheckpointRestored
-from training.runtime.context import WorkerContext
+from perdure.storage.checkpoint import CheckpointStore, Tier
+from perdure.storage.checkpoint_server.client import CheckpointClient
+from perdure.storage.errors import Corrupt, NotFound, StorageError
+from perdure.storage.loading import load
+from perdure.storage.local import LocalStore
+from perdure.storage.manifest import Manifest
+from perdure.storage.restoring import NodeRestore, NodeShares, RestorableSave
+from perdure.storage.share import SaveId
+from perdure.storage.staging import gather_json
+from perdure.training.journal.attempt_log import AttemptLog
+from perdure.training.journal.events import CheckpointDamaged, CheckpointRestored
+from perdure.training.runtime.context import WorkerContext
 
 _log = logging.getLogger("perdure.runtime")
 

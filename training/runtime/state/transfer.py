@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from storage.staging import raw
+from perdure.storage.staging import raw
 
 MAX_TRANSFERS = 32
 

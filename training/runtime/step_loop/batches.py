@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.errors import InputError
-from training.runtime.program import MicroBatch
+from perdure.training.errors import InputError
+from perdure.training.runtime.program import MicroBatch
 
 
 def checked(given: Any) -> Sequence[MicroBatch]:

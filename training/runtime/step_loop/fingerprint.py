@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from training.recovery.consistency import Hashes
-from training.runtime.state.transfer import local_part
+from perdure.training.recovery.consistency import Hashes
+from perdure.training.runtime.state.transfer import local_part
 
 _HALF_BITS = 24  # what a float of the vote holds exactly
 _HALF = 1 << _HALF_BITS

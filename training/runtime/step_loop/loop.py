@@ -16,24 +16,30 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.health.heartbeat import HeartbeatWriter, Phase
-from training.injection.inside import WorkerInjector
-from training.recovery.protocol import Ending, Paused
-from training.recovery.repair import SkippedBatch, Vote
-from training.runtime.context import WorkerContext
-from training.runtime.errors import AbnormalStretch, WorkerError
-from training.runtime.program import MicroBatch, Training
-from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.random_numbers import seed_step
-from training.runtime.state.restore import from_first
-from training.runtime.step_loop.batches import checked
-from training.runtime.step_loop.loss_share import DivisionCheck
-from training.runtime.step_loop.rank_recovery import RankRecovery, RankState
-from training.runtime.step_loop.save_clock import SaveClock
-from training.runtime.step_loop.skipping import SkippedData, skipped_batch
-from training.runtime.step_loop.step import Comparison, Limits, Step, StepContext, StepRequests
-from training.runtime.step_loop.step_records import StepRecords
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.injection.inside import WorkerInjector
+from perdure.training.recovery.protocol import Ending, Paused
+from perdure.training.recovery.repair import SkippedBatch, Vote
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.errors import AbnormalStretch, WorkerError
+from perdure.training.runtime.program import MicroBatch, Training
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.runtime.state.random_numbers import seed_step
+from perdure.training.runtime.state.restore import from_first
+from perdure.training.runtime.step_loop.batches import checked
+from perdure.training.runtime.step_loop.loss_share import DivisionCheck
+from perdure.training.runtime.step_loop.rank_recovery import RankRecovery, RankState
+from perdure.training.runtime.step_loop.save_clock import SaveClock
+from perdure.training.runtime.step_loop.skipping import SkippedData, skipped_batch
+from perdure.training.runtime.step_loop.step import (
+    Comparison,
+    Limits,
+    Step,
+    StepContext,
+    StepRequests,
+)
+from perdure.training.runtime.step_loop.step_records import StepRecords
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 

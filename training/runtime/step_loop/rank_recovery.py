@@ -17,20 +17,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from storage.errors import StorageError
-from training.device import Healing, healing_of
-from training.diagnosis.exits import EXIT_RESTART_ME
-from training.health.heartbeat import HeartbeatWriter, Phase
-from training.injection.inside import WorkerInjector
-from training.masking import masked_text, secret_values
-from training.recovery.protocol import (
+from perdure.storage.errors import StorageError
+from perdure.training.device import Healing, healing_of
+from perdure.training.diagnosis.exits import EXIT_RESTART_ME
+from perdure.training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.injection.inside import WorkerInjector
+from perdure.training.masking import masked_text, secret_values
+from perdure.training.recovery.protocol import (
     GenerationReport,
     LastSaved,
     Trains,
     WorkerFault,
     WorkerFaultKind,
 )
-from training.recovery.repair import (
+from perdure.training.recovery.repair import (
     RankReport,
     RepairMode,
     RepairPlan,
@@ -38,8 +38,8 @@ from training.recovery.repair import (
     StepPhase,
     Vote,
 )
-from training.runtime.context import WorkerContext
-from training.runtime.errors import (
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.errors import (
     GivenUp,
     NumericAnomaly,
     RecoverableError,
@@ -47,15 +47,20 @@ from training.runtime.errors import (
     WorkerError,
     classify,
 )
-from training.runtime.process_group.attempt_groups import AttemptGroups
-from training.runtime.process_group.reconfigurable import default_group
-from training.runtime.program import Loader, MicroBatch, Training
-from training.runtime.state.checkpointer import Checkpointer
-from training.runtime.state.live import Snapshots
-from training.runtime.state.transfer import local_part, receive_header, receive_tensors, send_state
-from training.runtime.step_loop.step import Step
-from training.runtime.step_loop.step_records import StepRecords
-from training.runtime.step_loop.wrappers import reset
+from perdure.training.runtime.process_group.attempt_groups import AttemptGroups
+from perdure.training.runtime.process_group.reconfigurable import default_group
+from perdure.training.runtime.program import Loader, MicroBatch, Training
+from perdure.training.runtime.state.checkpointer import Checkpointer
+from perdure.training.runtime.state.live import Snapshots
+from perdure.training.runtime.state.transfer import (
+    local_part,
+    receive_header,
+    receive_tensors,
+    send_state,
+)
+from perdure.training.runtime.step_loop.step import Step
+from perdure.training.runtime.step_loop.step_records import StepRecords
+from perdure.training.runtime.step_loop.wrappers import reset
 
 _log = logging.getLogger("perdure.runtime")
 

@@ -9,8 +9,8 @@ import math
 import time
 from collections.abc import Callable
 
-from training.runtime.program import Loader
-from training.specs.recovery import CheckpointSpec
+from perdure.training.runtime.program import Loader
+from perdure.training.specs.recovery import CheckpointSpec
 
 
 class SaveClock:

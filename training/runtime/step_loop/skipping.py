@@ -20,10 +20,10 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from storage.errors import StorageError
-from storage.objects import ObjectStore
-from training.recovery.repair import SkippedBatch, Vote
-from training.runtime.step_loop.step import Limits
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.recovery.repair import SkippedBatch, Vote
+from perdure.training.runtime.step_loop.step import Limits
 
 _log = logging.getLogger("perdure.runtime")
 

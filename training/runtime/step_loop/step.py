@@ -21,15 +21,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from training.health.heartbeat import HeartbeatWriter
-from training.injection.inside import WorkerInjector
-from training.recovery.consistency import Cause, find_difference, is_due
-from training.recovery.repair import StepPhase, Vote
-from training.runtime.errors import NotApplied, NumericAnomaly, RanksDiffer, SilentCorruption
-from training.runtime.program import MicroBatch, Training
-from training.runtime.step_loop.batches import on_device
-from training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
-from training.runtime.step_loop.loss_share import DivisionCheck
+from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.injection.inside import WorkerInjector
+from perdure.training.recovery.consistency import Cause, find_difference, is_due
+from perdure.training.recovery.repair import StepPhase, Vote
+from perdure.training.runtime.errors import (
+    NotApplied,
+    NumericAnomaly,
+    RanksDiffer,
+    SilentCorruption,
+)
+from perdure.training.runtime.program import MicroBatch, Training
+from perdure.training.runtime.step_loop.batches import on_device
+from perdure.training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
+from perdure.training.runtime.step_loop.loss_share import DivisionCheck
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from training.journal.attempt_log import AttemptLog, Follower
-from training.journal.events import (
+from perdure.training.journal.attempt_log import AttemptLog, Follower
+from perdure.training.journal.events import (
     STEP,
     BatchSkipped,
     CheckpointCommitted,
     ProgramNotice,
     StepRecord,
 )
-from training.journal.steps import UnsavedSteps, metrics_prefix
-from training.recovery.repair import SkippedBatch, Vote
-from training.runtime.context import WorkerContext
-from training.runtime.program import Training
+from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
+from perdure.training.recovery.repair import SkippedBatch, Vote
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.program import Training
 
 _log = logging.getLogger("perdure.runtime")
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from training.runtime.process_group.generations import Generations
-from training.runtime.program import Training
+from perdure.training.runtime.process_group.generations import Generations
+from perdure.training.runtime.program import Training
 
 
 def reset(training: Training, generations: Generations) -> None:

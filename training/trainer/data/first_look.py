@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from training.specs.data import DataSpec
-from training.trainer.data.corpus import (
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.corpus import (
     BLOCK_CHARS,
     CorpusError,
     SourceFile,
     find_sources,
     iterate_documents,
 )
-from training.trainer.data.tokenizer import Tokenizer
+from perdure.training.trainer.data.tokenizer import Tokenizer
 
 NUM_FILES = 64  # of a corpus, evenly chosen
 HEAD_CHARS = 64 * 1024

@@ -30,7 +30,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
-from training.trainer.data.manifest import CorpusManifest
+from perdure.training.trainer.data.manifest import CorpusManifest
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -394,7 +394,7 @@ def _warm_fork_server() -> None:
     Plain fork is no option: by the first step the trainer has device contexts, communication
     threads and registered memory, none of which survives a fork.
     """
-    multiprocessing.set_forkserver_preload(["torch", "training.trainer.data.loader"])
+    multiprocessing.set_forkserver_preload(["torch", "perdure.training.trainer.data.loader"])
     multiprocessing.forkserver.ensure_running()
 
 

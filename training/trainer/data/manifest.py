@@ -15,9 +15,9 @@ import numpy as np
 import xxhash
 from pydantic import Field, ValidationError, model_validator
 
-from storage.errors import Corrupt
-from storage.frozen_model import FrozenModel
-from storage.objects import ObjectStore
+from perdure.storage.errors import Corrupt
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.objects import ObjectStore
 
 FORMAT_VERSION = 1  # also part of every fingerprint
 MAX_UINT16_VOCAB = 65536

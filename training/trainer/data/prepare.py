@@ -19,19 +19,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from storage.errors import Corrupt, NotFound
-from storage.frozen_model import FrozenModel
-from storage.objects import ObjectStore, check_key
-from training.specs.data import DataSpec
-from training.trainer.data.corpus import (
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.objects import ObjectStore, check_key
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.corpus import (
     BLOCK_CHARS,
     CorpusError,
     SourceFile,
     find_sources,
     iterate_documents,
 )
-from training.trainer.data.first_look import num_strange, strange_text
-from training.trainer.data.manifest import (
+from perdure.training.trainer.data.first_look import num_strange, strange_text
+from perdure.training.trainer.data.manifest import (
     DTYPES,
     FORMAT_VERSION,
     CorpusManifest,
@@ -42,8 +42,8 @@ from training.trainer.data.manifest import (
     hash_file,
     load_manifest,
 )
-from training.trainer.data.shard_cache import ShardCache
-from training.trainer.data.tokenizer import Tokenizer
+from perdure.training.trainer.data.shard_cache import ShardCache
+from perdure.training.trainer.data.tokenizer import Tokenizer
 
 ENCODE_BATCH_CHARS = 2 * 1024 * 1024
 HASH_RANGE = 1 << 64

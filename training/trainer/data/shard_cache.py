@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from storage.errors import Corrupt, NotFound
-from storage.objects import ObjectInfo, ObjectStore
-from training.trainer.data.manifest import Shard, hash_object
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.objects import ObjectInfo, ObjectStore
+from perdure.training.trainer.data.manifest import Shard, hash_object
 
 
 class ShardCache:

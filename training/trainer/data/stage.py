@@ -20,10 +20,10 @@ from pathlib import Path
 
 import xxhash
 
-from storage.errors import Corrupt, NotFound
-from storage.objects import ObjectStore
-from training.files import write_whole
-from training.trainer.data.manifest import CHUNK_BYTES, CorpusManifest, Shard, hash_file
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.objects import ObjectStore
+from perdure.training.files import write_whole
+from perdure.training.trainer.data.manifest import CHUNK_BYTES, CorpusManifest, Shard, hash_file
 
 RECORD_NAME = "verified.json"
 LOCK_NAME = ".lock"

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from training.specs.data import TokenizerSpec
-from training.trainer.data.manifest import hash_bytes
+from perdure.training.specs.data import TokenizerSpec
+from perdure.training.trainer.data.manifest import hash_bytes
 
 NUM_BYTES = 256
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "[SEP]", "<|eos|>", "<|im_end|>")

@@ -6,8 +6,8 @@ import socket
 
 from kubernetes import client
 
-from training.engines.kubernetes.api import Api
-from training.engines.kubernetes.fault_feed import FaultFeed
+from perdure.training.engines.kubernetes.api import Api
+from perdure.training.engines.kubernetes.fault_feed import FaultFeed
 
 
 def test_an_api_server_that_is_away_is_one_warning_for_all_nodes(caplog):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from training.engines.kubernetes.image_checks import PullSecrets, check_image
-from training.engines.kubernetes.image_registry import Answer, Credential, Presence
-from training.wire.node import CheckOutcome
+from perdure.training.engines.kubernetes.image_checks import PullSecrets, check_image
+from perdure.training.engines.kubernetes.image_registry import Answer, Credential, Presence
+from perdure.training.wire.node import CheckOutcome
 
 IMAGE = "registry.example.com/team/perdure:1"
 FAILED, SKIPPED, OK = CheckOutcome.FAILED, CheckOutcome.SKIPPED, CheckOutcome.OK

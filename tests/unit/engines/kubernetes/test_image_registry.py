@@ -12,8 +12,8 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from training.engines.kubernetes.image_name import image_name
-from training.engines.kubernetes.image_registry import (
+from perdure.training.engines.kubernetes.image_name import image_name
+from perdure.training.engines.kubernetes.image_registry import (
     MANIFESTS,
     THREAD_NAME,
     TOKEN_LIMIT_BYTES,

@@ -7,11 +7,11 @@ import logging
 
 import pytest
 
-from training.diagnosis.classify import diagnose
-from training.diagnosis.evidence import Evidence, NodeOutput
-from training.engines.kubernetes import mindcluster
-from training.engines.kubernetes.fault_feed import taken_out, texts_of
-from training.recovery.faults import FaultClass, RecoverableBy
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, NodeOutput
+from perdure.training.engines.kubernetes import mindcluster
+from perdure.training.engines.kubernetes.fault_feed import taken_out, texts_of
+from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 NODE = "n1"
 CONFIG_MAP = "mindx-dl-deviceinfo-n1"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from perdure.training.engines.base import Placement
+from perdure.training.engines.kubernetes import objects
+from perdure.training.engines.kubernetes.objects import Owner, PodPlan
+from perdure.training.job import Job
+from perdure.training.journal.records import Member
+from perdure.training.specs.engine import KubernetesEngineSpec
 from tests.jobs import small_job
-from training.engines.base import Placement
-from training.engines.kubernetes import objects
-from training.engines.kubernetes.objects import Owner, PodPlan
-from training.job import Job
-from training.journal.records import Member
-from training.specs.engine import KubernetesEngineSpec
 
 OWNER = Owner("perdure-a", "uid-1")
 
@@ -39,7 +39,7 @@ def container(document):
 
 def test_a_pod_runs_one_agent_that_nothing_restarts_and_belongs_to_the_run():
     document = pod(job())
-    assert container(document)["command"][:3] == ["python3", "-m", "training.agent"]
+    assert container(document)["command"][:3] == ["python3", "-m", "perdure.training.agent"]
     assert document["spec"]["restartPolicy"] == "Never"
     assert document["spec"]["automountServiceAccountToken"] is False
     assert document["metadata"]["ownerReferences"] == [OWNER.reference]

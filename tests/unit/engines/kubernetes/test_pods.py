@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from training.engines.kubernetes import pods
-from training.engines.kubernetes.objects import AGENT, MEMBER, SCHEDULE_CNT
-from training.recovery.faults import FaultClass
+from perdure.training.engines.kubernetes import pods
+from perdure.training.engines.kubernetes.objects import AGENT, MEMBER, SCHEDULE_CNT
+from perdure.training.recovery.faults import FaultClass
 
 UNSCHEDULABLE = (
     "0/3 nodes are available: 1 node(s) were unschedulable, 2 Insufficient huawei.com/Ascend910."

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from training.engines.kubernetes.image_name import image_name
-from training.engines.kubernetes.pull_secrets import KIND, OLD_KIND, credentials_of
+from perdure.training.engines.kubernetes.image_name import image_name
+from perdure.training.engines.kubernetes.pull_secrets import KIND, OLD_KIND, credentials_of
 
 
 def secret(auths: Any) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.engines.kubernetes.rights import rights_of
-from training.specs.engine import KubernetesEngineSpec
+from perdure.training.engines.kubernetes.rights import rights_of
+from perdure.training.specs.engine import KubernetesEngineSpec
 
 
 def needed(*, in_cluster: bool = True, **section) -> set[str]:

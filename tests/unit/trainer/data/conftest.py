@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from storage.local import LocalStore
-from training.specs.data import DataSpec
-from training.trainer.data.manifest import CorpusManifest
-from training.trainer.data.prepare import prepare
-from training.trainer.data.stage import stage
-from training.trainer.data.tokenizer import ByteTokenizer
+from perdure.storage.local import LocalStore
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.manifest import CorpusManifest
+from perdure.training.trainer.data.prepare import prepare
+from perdure.training.trainer.data.stage import stage
+from perdure.training.trainer.data.tokenizer import ByteTokenizer
 
 Write = Callable[[str, str | bytes], Path]
 

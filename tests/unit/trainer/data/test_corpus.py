@@ -11,9 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.corpus import (
+    BLOCK_CHARS,
+    CorpusError,
+    find_sources,
+    iterate_documents,
+)
 from tests.unit.trainer.data.conftest import Write
-from training.specs.data import DataSpec
-from training.trainer.data.corpus import BLOCK_CHARS, CorpusError, find_sources, iterate_documents
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,

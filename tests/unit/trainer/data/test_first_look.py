@@ -8,18 +8,18 @@ import random
 
 import pytest
 
-from storage.local import LocalStore
-from training.specs.data import DataSpec
-from training.trainer.data.corpus import CorpusError, find_sources
-from training.trainer.data.first_look import (
+from perdure.storage.local import LocalStore
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.corpus import CorpusError, find_sources
+from perdure.training.trainer.data.first_look import (
     HEAD_CHARS,
     NUM_FILES,
     TooFewTokens,
     check_enough,
     strange_files,
 )
-from training.trainer.data.prepare import prepare
-from training.trainer.data.tokenizer import ByteTokenizer
+from perdure.training.trainer.data.prepare import prepare
+from perdure.training.trainer.data.tokenizer import ByteTokenizer
 
 NOISE = random.Random(7).randbytes(1 << 20)  # noqa: S311 the same in every run
 TEXT = "it is text, with an \u00e9 and a\ttab\n" * 200

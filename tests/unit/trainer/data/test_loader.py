@@ -17,8 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.trainer.data.loader import ResumableLoader, SampleOrder, TokenDataset, permute
-from training.trainer.data.manifest import CorpusManifest
+from perdure.training.trainer.data.loader import ResumableLoader, SampleOrder, TokenDataset, permute
+from perdure.training.trainer.data.manifest import CorpusManifest
 
 MakeDataset = Callable[..., tuple[tuple[Path, ...], CorpusManifest]]
 
@@ -28,8 +28,8 @@ BATCH = 8
 TRAINER = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
-from training.trainer.data.loader import ResumableLoader, TokenDataset
-from training.trainer.data.manifest import CorpusManifest
+from perdure.training.trainer.data.loader import ResumableLoader, TokenDataset
+from perdure.training.trainer.data.manifest import CorpusManifest
 
 def main():
     manifest = CorpusManifest.model_validate_json(Path(sys.argv[1]).read_bytes())

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.errors import Corrupt, NotFound
-from storage.local import LocalStore
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.local import LocalStore
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.corpus import CorpusError
+from perdure.training.trainer.data.manifest import CorpusManifest, load_manifest
+from perdure.training.trainer.data.prepare import PrepareResult, prepare
+from perdure.training.trainer.data.tokenizer import ByteTokenizer
 from tests.unit.trainer.data.conftest import RecordingStore, Write
-from training.specs.data import DataSpec
-from training.trainer.data.corpus import CorpusError
-from training.trainer.data.manifest import CorpusManifest, load_manifest
-from training.trainer.data.prepare import PrepareResult, prepare
-from training.trainer.data.tokenizer import ByteTokenizer
 
 NUM_FILES = 6
 KILLED = 17
@@ -25,10 +25,10 @@ KILLED = 17
 WRITER = """
 import os, sys
 from pathlib import Path
-from storage.local import LocalStore
-from training.trainer.data.prepare import prepare
-from training.specs.data import DataSpec
-from training.trainer.data.tokenizer import ByteTokenizer
+from perdure.storage.local import LocalStore
+from perdure.training.trainer.data.prepare import prepare
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.tokenizer import ByteTokenizer
 
 class Dying(LocalStore):
     left = int(sys.argv[3])

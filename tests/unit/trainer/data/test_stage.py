@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import Corrupt, NotFound
-from storage.local import LocalStore
+from perdure.storage.errors import Corrupt, NotFound
+from perdure.storage.local import LocalStore
+from perdure.training.specs.data import DataSpec
+from perdure.training.trainer.data.manifest import CorpusManifest
+from perdure.training.trainer.data.prepare import prepare
+from perdure.training.trainer.data.stage import StageResult, stage
+from perdure.training.trainer.data.tokenizer import ByteTokenizer
 from tests.unit.trainer.data.conftest import Write
-from training.specs.data import DataSpec
-from training.trainer.data.manifest import CorpusManifest
-from training.trainer.data.prepare import prepare
-from training.trainer.data.stage import StageResult, stage
-from training.trainer.data.tokenizer import ByteTokenizer
 
 MakeManifest = Callable[[LocalStore], CorpusManifest]
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from training.specs.data import TokenizerSpec
-from training.trainer.data.tokenizer import ByteTokenizer, open_tokenizer
+from perdure.training.specs.data import TokenizerSpec
+from perdure.training.trainer.data.tokenizer import ByteTokenizer, open_tokenizer
 
 
 def save(path: Path, vocabulary: dict[str, int]) -> TokenizerSpec:
