@@ -1,8 +1,8 @@
 """The checkpoints of a run: which may be removed, and which tiers of this machine hold them.
 
 Which attempt may be reading or writing comes from the run's ledger and fence;
-`perdure.storage.collect` decides. Ages are differences of two times of the store. Times are seconds, steps completed
-optimizer steps.
+`perdure.storage.collect` decides. Ages are differences of two times of the store. Times are
+seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations

@@ -157,8 +157,9 @@ def test_deployments_of_the_cluster_are_of_flows_that_are_there_and_of_pools_tha
 
     document = yaml.safe_load((ROOT / cluster.DEPLOYMENTS).read_text(encoding="utf-8"))
     for one in document["deployments"]:
-        path, _, function = one["entrypoint"].partition(":")
-        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8")
+        module, _, function = one["entrypoint"].rpartition(".")
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        assert f"def {function}(" in path.read_text(encoding="utf-8")
         assert one["work_pool"]["name"] in (cluster.RUNS_POOL, cluster.KEEPER_POOL)
     assert len(document["deployments"]) == 6
     worker, keeper = named("Deployment", "perdure-worker"), named("Deployment", "perdure-keeper")
