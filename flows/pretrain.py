@@ -41,9 +41,9 @@ from perdure.training.engines.base import Placement
 from perdure.training.errors import AlreadySupervised, RunConflict
 from perdure.training.files import home_folder
 from perdure.training.reporting.summary import final_message
-from perdure.training.supervisor.finishing import Verdict
+from perdure.training.supervisor.finishing import AttemptResult
 from perdure.training.supervisor.run_identity import begin_store, completed_before
-from perdure.training.supervisor.runbook import RunSteps, conduct
+from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.trainer.data.prepare import DataOutcome
 
 # Without a default, a flow run without a job would crash before the flow can say what is wrong, and
@@ -106,7 +106,7 @@ def _supervise(supervision: Supervision) -> State[Any]:
         run, job = supervision.run, supervision.job
         if run.is_complete:
             return Completed(message=completed_before(job, run.history))
-        end = conduct(TaskSteps(supervision), log=supervision.logger)
+        end = run_to_completion(TaskSteps(supervision), log=supervision.logger)
         if supervision.retry_delay.was_cut_short:
             supervision.close_own()  # Prefect has set the placement to Crashed (3.8.8)
         # A picture that fails changes no outcome.
@@ -148,7 +148,7 @@ class TaskSteps(RunSteps):
         return data_of(named(self.supervision, placement, return_state=True))
 
     @override
-    def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
+    def train(self, placement: Placement, data_manifest_key: str | None) -> AttemptResult:
         history, number = self.run.history, placement.number
         name = f"placement {number} on {','.join(placement.nodes)}"
         if history.open_attempt is None and history.attempts_in(number):

@@ -10,7 +10,7 @@ from perdure.console import AsJson, JobFile, Overrides, print_json, warn
 from perdure.training.config.job import load_job
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import Platform
-from perdure.training.platforms.printing import EntryPlace, Printed
+from perdure.training.platforms.printing import EntryPlace, ExportedPolicy
 from perdure.training.platforms.settings import shown
 from perdure.training.supervisor.policy_export import export_policy
 
@@ -51,7 +51,7 @@ def export(
     print("\n\n".join(_section(place, entries) for place, entries in printed.by_place().items()))
 
 
-def _document(platform: str, printed: Printed) -> dict[str, Any]:
+def _document(platform: str, printed: ExportedPolicy) -> dict[str, Any]:
     return {
         "platform": platform,
         "entries": dict(printed.entries),

@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Paused, Running
 
 from perdure.storage.objects import ObjectStore
-from perdure.training.wire.requests import is_pause_wanted, take_back, write_control
+from perdure.training.wire.requests import clear_requests, is_pause_wanted, write_control
 
 
 class ServedFlowRun:
@@ -107,7 +107,7 @@ class PauseLink:
         if not (state.is_running() or state.is_scheduled() or state.is_pending()):
             return  # cancelled, or failed by the server: the ranks do not go on because of that
         if not self._is_resuming:  # or a next pause may be requested already
-            take_back(self._store, self._run_id)
+            clear_requests(self._store, self._run_id)
         self._paused, self._is_resuming = None, False
         # Another process may be Running under our name already when we look.
         rescheduled = before.state_details.pause_reschedule

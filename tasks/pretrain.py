@@ -29,7 +29,7 @@ from perdure.training.recovery.rungs import RUNGS, restarts_in_a_row
 from perdure.training.reporting.action_items import waits_for_node
 from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.exit_zero import good_end_text
-from perdure.training.supervisor.finishing import Verdict
+from perdure.training.supervisor.finishing import AttemptResult
 from perdure.training.supervisor.watch import EndKind
 from perdure.training.trainer.size import num_parameters
 from perdure.training.wire.node import CheckOutcome
@@ -113,13 +113,13 @@ def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State
 
     Must be a plain function: Prefect 3.8.8 takes anything else for "never retry".
     """
-    return isinstance(state.data, Verdict) and state.data.restarts_in_place
+    return isinstance(state.data, AttemptResult) and state.data.restarts_in_place
 
 
 def publish_decision(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> None:
     """Publish what broke an attempt and what answers it: log, fault report, events."""
     verdict: Any = data_of(state)
-    if not isinstance(verdict, Verdict):
+    if not isinstance(verdict, AttemptResult):
         return  # the task itself raised: nothing was decided
     # Prefect gives a hook no arguments of its task (3.8.8).
     supervision: Supervision = this_task_run.parameters["supervision"]
@@ -127,7 +127,9 @@ def publish_decision(_task: Task[..., Any], _task_run: TaskRun, state: State[Any
 
 
 @task(name="train", cache_policy=NO_CACHE, retry_condition_fn=may_restart_in_place)
-def train(supervision: Supervision, placement: Placement, data_manifest_key: str | None) -> Verdict:
+def train(
+    supervision: Supervision, placement: Placement, data_manifest_key: str | None
+) -> AttemptResult:
     """Train on one placement; a retry of this task is an in-place restart.
 
     Its retries and their delay are the job's restart policy, see `restart_options`.
@@ -157,7 +159,7 @@ def train(supervision: Supervision, placement: Placement, data_manifest_key: str
 @task(name="attempt", cache_policy=NO_CACHE, on_failure=[publish_decision])
 def attempt(
     supervision: Supervision, placement: Placement, data_manifest_key: str | None
-) -> Verdict:
+) -> AttemptResult:
     """One start of the training processes, or the living one adopted, watched to its end."""
     adopted = supervision.run.refresh().open_attempt is not None
     supervision.story.show("watching an adopted attempt" if adopted else "starting processes")
@@ -171,7 +173,7 @@ def attempt(
     return _state_of(verdict)
 
 
-def _state_of(verdict: Verdict) -> Verdict:
+def _state_of(verdict: AttemptResult) -> AttemptResult:
     if verdict.kind is EndKind.COMPLETED:
         steps = f"trained to step {verdict.step}" if verdict.step is not None else None
         return completed(verdict, good_end_text(steps, verdict.notes))
@@ -182,7 +184,7 @@ def _state_of(verdict: Verdict) -> Verdict:
     return failed(verdict, _state_text(verdict), name=RUNGS[verdict.decision.rung].state_name)
 
 
-def _state_text(verdict: Verdict) -> str:
+def _state_text(verdict: AttemptResult) -> str:
     assert verdict.fault is not None  # noqa: S101 a decision answers a fault
     assert verdict.decision is not None  # noqa: S101 likewise
     step = f" at step {verdict.step}" if verdict.step is not None else ""

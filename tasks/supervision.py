@@ -43,7 +43,7 @@ from perdure.training.journal.ledger import RENEW_S
 from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.store_outage import StoreOutage
-from perdure.training.wire.requests import is_pause_wanted, take_back
+from perdure.training.wire.requests import clear_requests, is_pause_wanted
 
 CONTROL_PERIOD_S = 3.0
 POLL_ENDS_S = 10.0  # a few requests of 5 s at most; the end of the flow does not wait for more
@@ -296,7 +296,7 @@ class Supervision:
                     raise
                 time.sleep(HANDOVER_POLL_S)
         if resumed:
-            take_back(self.run.store, self.job.run_id)
+            clear_requests(self.run.store, self.job.run_id)
         elif is_pause_wanted(self.run.store, self.job.run_id):
             self.logger.warning(
                 "run %s is paused on request: its ranks wait for `perdure resume %s`",

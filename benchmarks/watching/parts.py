@@ -16,7 +16,7 @@ from statistics import median
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import StepRecord
 from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
-from perdure.training.telemetry.alerts import HealthPoints, RankSample, RunSample
+from perdure.training.telemetry.alerts import AlertMonitor, RankSample, RunSample
 from perdure.training.telemetry.sampling import Sampler
 
 STEPS = 2000
@@ -72,7 +72,7 @@ def _cpu_s(act: Callable[[], object]) -> float:
 
 def _look_s(num_ranks: int) -> float:
     """Of one look at every rank."""
-    watch = HealthPoints(WatchSpec())
+    watch = AlertMonitor(WatchSpec())
     looks = [
         RunSample(
             at_s=float(number),

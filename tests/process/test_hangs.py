@@ -16,7 +16,7 @@ import pytest
 from perdure.storage.address import open_store
 from perdure.training.config.job import parse_job
 from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
-from perdure.training.journal.events import AlertRaised, HealthPoint
+from perdure.training.journal.events import AlertKind, AlertRaised
 from perdure.training.liveness.stalled_rank import FACTOR
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
@@ -59,7 +59,7 @@ class Freezer(Stopper):
     def __call__(self, run: Run, progress: Progress) -> None:
         super().__call__(run, progress)
         alerts = [one for one in progress.events if isinstance(one, AlertRaised)]
-        if self.continued_s is None and any(one.point is HealthPoint.HANG for one in alerts):
+        if self.continued_s is None and any(one.point is AlertKind.HANG for one in alerts):
             (worker,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
             assert worker.status() == psutil.STATUS_STOPPED
             os.kill(worker.pid, signal.SIGCONT)
@@ -284,7 +284,7 @@ def test_a_hang_that_is_only_reported_ends_nothing_and_is_over_when_the_rank_goe
     assert freezer.continued_s is not None
     assert played.ended == "completed"
     (attempt,) = played.history.attempts
-    (alert,) = [one for one in attempt.alerts if one.began.point is HealthPoint.HANG]
+    (alert,) = [one for one in attempt.alerts if one.began.point is AlertKind.HANG]
     assert alert.began.rank == 2
     assert "stopped by a signal" in alert.began.text
     assert alert.ended is not None

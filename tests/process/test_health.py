@@ -14,7 +14,7 @@ import pytest
 from perdure.training.config.drill import DrillFault, DrillKind
 from perdure.training.drill.driver import LIMIT_S, RunDriver, RunOutcome
 from perdure.training.journal.attempt_view import Alert
-from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.events import AlertKind
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.telemetry.alerts import LATENCY_HOLD_S
@@ -34,7 +34,7 @@ def play(home: Path, name: str, *, limit_s: float = LIMIT_S, **changes: Any) -> 
     return played
 
 
-def alerts(played: RunOutcome, point: HealthPoint) -> list[Alert]:
+def alerts(played: RunOutcome, point: AlertKind) -> list[Alert]:
     """The alerts about one point."""
     found = [alert for view in played.history.attempts for alert in view.alerts]
     return [alert for alert in found if alert.began.point is point]
@@ -62,14 +62,14 @@ def left(home) -> RunOutcome:
 
 @pytest.mark.long
 def test_a_rank_that_is_later_than_the_others_is_named(left):
-    (alert,) = alerts(left, HealthPoint.STRAGGLER)
+    (alert,) = alerts(left, AlertKind.STRAGGLER)
     assert (alert.began.rank, alert.began.node) == (3, "node-1")
     assert alert.began.value > 0.3
 
 
 @pytest.mark.long
 def test_steps_that_take_longer_than_before_raise_an_alert(left):
-    alert = alerts(left, HealthPoint.STEP_SLOW)[0]
+    alert = alerts(left, AlertKind.STEP_SLOW)[0]
     assert alert.began.value > alert.began.limit
     assert alert.began.step is not None
     assert alert.began.step >= 20, "the rank was slow from then on"
@@ -77,7 +77,7 @@ def test_steps_that_take_longer_than_before_raise_an_alert(left):
 
 @pytest.mark.long
 def test_a_node_that_holds_the_others_up_is_left_after_the_next_checkpoint(left):
-    (alert,) = alerts(left, HealthPoint.STRAGGLER)
+    (alert,) = alerts(left, AlertKind.STRAGGLER)
     first, second = left.history.attempts
     assert first.ended is not None
     assert first.decision is not None
@@ -124,7 +124,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
         watch={"isolate_fail_slow": True},
         checkpoint={"every_steps": 10},
     )
-    assert len(alerts(played, HealthPoint.STRAGGLER)) == 2
+    assert len(alerts(played, AlertKind.STRAGGLER)) == 2
     (view,) = played.history.attempts
     assert [one.began.decision.rung for one in view.recoveries] == [Rung.NODE_REPLACE]
 
@@ -132,7 +132,7 @@ def test_a_rank_that_is_slow_wherever_it_runs_costs_one_node_at_most(home):
 @pytest.mark.long
 def test_a_rank_that_waits_for_its_data_is_named(home):
     played = play(home, "starving", steps=110, faults="starve:1:1:0.2")
-    (alert,) = alerts(played, HealthPoint.DATA_STARVED)
+    (alert,) = alerts(played, AlertKind.DATA_STARVED)
     assert (alert.began.rank, alert.began.node) == (1, "node-0")
     assert alert.began.value > 0.5
 
@@ -188,43 +188,43 @@ def unhealthy(home, tmp_path_factory) -> RunOutcome:
 
 
 def test_a_device_that_its_driver_reports_unhealthy_raises_an_alert(unhealthy):
-    found = alerts(unhealthy, HealthPoint.DEVICE_UNHEALTHY)
+    found = alerts(unhealthy, AlertKind.DEVICE_UNHEALTHY)
     assert {alert.began.node for alert in found} == {"node-0", "node-1"}
     assert "Alarm, codes A4025021, 8C03A000, 8C084E00" in found[0].began.text
 
 
 def test_a_disk_that_fills_raises_an_alert(unhealthy):
-    found = alerts(unhealthy, HealthPoint.DISK_FILLING)
+    found = alerts(unhealthy, AlertKind.DISK_FILLING)
     assert {alert.began.node for alert in found} == {"node-0", "node-1"}
     assert all(alert.began.value < alert.began.limit for alert in found)
 
 
 def test_a_port_without_a_link_raises_an_alert(unhealthy):
-    found = alerts(unhealthy, HealthPoint.LINK_DOWN)
+    found = alerts(unhealthy, AlertKind.LINK_DOWN)
     assert {alert.began.node for alert in found} == {"node-0", "node-1"}
 
 
 def test_a_device_whose_memory_is_nearly_full_raises_an_alert(unhealthy):
-    found = alerts(unhealthy, HealthPoint.MEMORY_HIGH)
+    found = alerts(unhealthy, AlertKind.MEMORY_HIGH)
     assert {alert.began.node for alert in found} == {"node-0", "node-1"}
     assert {round(alert.began.value) for alert in found} == {98}
 
 
 def test_a_device_that_is_hardly_used_while_ranks_train_raises_an_alert_after_a_while(unhealthy):
-    found = alerts(unhealthy, HealthPoint.UTILISATION_LOW)
+    found = alerts(unhealthy, AlertKind.UTILISATION_LOW)
     assert {alert.began.node for alert in found} == {"node-0", "node-1"}
     began_s = unhealthy.history.attempts[0].started.at_s
     assert min(alert.began.at_s for alert in found) - began_s >= 2
 
 
 def test_a_collective_over_its_limit_raises_an_alert(unhealthy):
-    (alert,) = alerts(unhealthy, HealthPoint.LATENCY_HIGH)
+    (alert,) = alerts(unhealthy, AlertKind.LATENCY_HIGH)
     assert alert.began.value > alert.began.limit == 0.001
 
 
 def test_a_loss_that_jumps_raises_an_alert_with_its_step(unhealthy):
     assert len(unhealthy.fired_s[0]) == 1
-    (alert,) = alerts(unhealthy, HealthPoint.LOSS_ABNORMAL)
+    (alert,) = alerts(unhealthy, AlertKind.LOSS_ABNORMAL)
     assert alert.began.step == JUMP_STEP
     assert alert.began.value > 2 * unhealthy.curve[JUMP_STEP - 1][0]
 
@@ -239,7 +239,7 @@ def test_a_checkpoint_that_gets_old_raises_an_alert(home):
         restart={"hang_timeout_s": 200},
         checkpoint={"every_steps": 5},
     )
-    (alert,) = alerts(played, HealthPoint.CHECKPOINT_OLD)
+    (alert,) = alerts(played, AlertKind.CHECKPOINT_OLD)
     assert 60 < alert.began.value < 75
 
 

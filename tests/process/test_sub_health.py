@@ -8,7 +8,7 @@ from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import drill_job
-from perdure.training.journal.records import Placed
+from perdure.training.journal.records import PlacementCreated
 from perdure.training.recovery.rungs import Rung
 from tests.process.harness import assert_as_undisturbed
 
@@ -40,7 +40,7 @@ def undisturbed(play) -> RunOutcome:
     return play("whole")
 
 
-def nodes_of(placed: Placed) -> set[str]:
+def nodes_of(placed: PlacementCreated) -> set[str]:
     return {member.node for member in placed.members}
 
 

@@ -36,7 +36,11 @@ from perdure.training.agent.log_collection import Collector, evidence_of, read_l
 from perdure.training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from perdure.training.agent.sampler import Sampling
 from perdure.training.agent.workers import WorkerGroup
-from perdure.training.commands.checkpoint_watch import before_start, have_resumed, saved_reply
+from perdure.training.commands.checkpoint_watch import (
+    fetch_resume_checkpoint,
+    path_variables,
+    saved_reply,
+)
 from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
 from perdure.training.files import write_whole
@@ -60,9 +64,9 @@ from perdure.training.wire.agent import (
     AgentStatus,
     AssignOrder,
     CheckOrder,
+    ClockQuery,
     CoordinatorEnd,
     EvidenceQuery,
-    GreetQuery,
     HangReport,
     KillOrder,
     MetricsQuery,
@@ -228,7 +232,7 @@ class Agent:
             case LogsQuery():
                 logs = self._group.logs(order.tail_bytes) if self._group is not None else ()
                 reply = AgentReply(logs=logs)
-            case GreetQuery():
+            case ClockQuery():
                 reply = AgentReply(at_s=time.time(), port=free_port(self._config.host))
             case CollectOrder():
                 collected = self._collector.collect(order, self._order, self._group)
@@ -302,8 +306,8 @@ class Agent:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
         try:
             stage_data(order, self._folder)
-            known = before_start(self._config.node, order.variables)
-            have_resumed(order, self._config.member, known)
+            known = path_variables(self._config.node, order.variables)
+            fetch_resume_checkpoint(order, self._config.member, known)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
             sources = job_of(order).env_from

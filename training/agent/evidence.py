@@ -28,7 +28,7 @@ from perdure.training.telemetry.sampling import (
     link_commands,
 )
 from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool
-from perdure.training.wire.agent import NodeText
+from perdure.training.wire.agent import NodeLog
 
 ASCEND_PATH = "ASCEND_PROCESS_LOG_PATH"
 MAX_DEVICE_LOGS = 4
@@ -37,7 +37,7 @@ HEALTH_DEADLINE_S = 20.0
 NO_ANSWER = "the driver's tool gives no answer"
 
 
-def without_secrets(texts: Iterable[NodeText], secrets: Collection[str]) -> tuple[NodeText, ...]:
+def without_secrets(texts: Iterable[NodeLog], secrets: Collection[str]) -> tuple[NodeLog, ...]:
     """The same texts, with every occurrence of a secret replaced."""
     return tuple(one.model_copy(update={"text": masked_text(one.text, secrets)}) for one in texts)
 
@@ -54,7 +54,7 @@ def ascend_folder(log_folder: Path, log_name: str, *, own: str | None = None, of
     return Path(own, of, log_name) if own else log_folder / f"{log_name}.ascend"
 
 
-def device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeText]:
+def device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeLog]:
     """The ends of the newest device logs of each rank; links are not followed.
 
     Args:
@@ -68,7 +68,7 @@ def device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator
                 text = tail(path, tail_bytes)
             except OSError:
                 continue  # rotated away meanwhile
-            yield NodeText(name=str(path), rank=rank, text=text)
+            yield NodeLog(name=str(path), rank=rank, text=text)
 
 
 def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
@@ -81,7 +81,7 @@ def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
             yield status.st_mtime, path
 
 
-def device_health(devices: Sequence[int]) -> Iterator[NodeText]:
+def device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
     """What the driver's tools report, where they are installed: the table, then each device.
 
     One that hangs ends the queries, and so does `HEALTH_DEADLINE_S` for all of them together.
@@ -113,13 +113,13 @@ def _commands(chip: Chip) -> Iterator[Sequence[str]]:
 
 def output_of(
     command: Sequence[str], device: int | None, *, timeout_s: float | None = None
-) -> NodeText:
+) -> NodeLog:
     """What a program prints, or that it gives no answer in time (`COMMAND_TIMEOUT_S`)."""
     try:
         text = vendor_tools.ask(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
     except NoAnswer as error:
         text = f"{NO_ANSWER}: {error}"
-    return NodeText(name=" ".join(command), device=device, text=text)
+    return NodeLog(name=" ".join(command), device=device, text=text)
 
 
 def tail(path: Path, tail_bytes: int) -> str:
@@ -145,20 +145,20 @@ _STATES = {
 }
 
 
-def stacks_of(targets: Sequence[StacksTarget]) -> Sequence[NodeText]:
+def stacks_of(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
     """The stacks of each process, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         return list(pool.map(lambda one: _stacks(one, deadline_s), targets))
 
 
-def _stacks(target: StacksTarget, deadline_s: float) -> NodeText:
+def _stacks(target: StacksTarget, deadline_s: float) -> NodeLog:
     state = process_state(target.pid)
     text = _spied(target, is_stopped=state in "Tt", deadline_s=deadline_s)
     if text is None:
         text = _own(target) if state not in "TtZ" else None
     stacks = text if text is not None else NO_STACKS
-    return NodeText(
+    return NodeLog(
         name=target.name or f"stacks of rank {target.rank}",
         rank=target.rank,
         device=target.device,

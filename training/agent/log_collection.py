@@ -33,7 +33,7 @@ from perdure.training.agent.evidence import device_health, device_logs, stacks_o
 from perdure.training.agent.workers import STREAMS, WorkerGroup
 from perdure.training.config.job import Job
 from perdure.training.masking import masked, secret_values
-from perdure.training.wire.agent import AgentConfig, NodeText, StartOrder
+from perdure.training.wire.agent import AgentConfig, NodeLog, StartOrder
 from perdure.training.wire.logs import (
     Collected,
     CollectedFile,
@@ -133,7 +133,7 @@ def _read(
     return raw, start + end
 
 
-def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeText, ...]:
+def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
     """Device logs, and the output of the driver's tools; asks these one by one.
 
     Args:
@@ -148,7 +148,7 @@ def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeText, ...]:
     return without_secrets(texts, group.secrets)
 
 
-def worker_stacks(group: WorkerGroup) -> tuple[NodeText, ...]:
+def worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
     """The stack of every thread of the workers; runs other programs."""
     # The command lines of the processes are among them.
     return without_secrets(stacks_of(group.stacks_targets()), group.secrets)

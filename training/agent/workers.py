@@ -32,7 +32,7 @@ from perdure.training.agent.worker_process import (
     status_of_rank,
 )
 from perdure.training.commands.arguments import fill_in, for_arguments
-from perdure.training.commands.checkpoint_watch import SavedWatch
+from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher
 from perdure.training.commands.leftovers import LeftRunning
 from perdure.training.commands.progress import ShownSteps
 from perdure.training.commands.ranks import CommandRanks
@@ -100,7 +100,7 @@ class WorkerGroup:
     retries: RetryLogs = field(default_factory=RetryLogs)
     left: LeftRunning = field(default_factory=LeftRunning)
     shown: ShownSteps | None = None
-    saved: SavedWatch | None = None
+    saved: CommandCheckpointWatcher | None = None
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
     _command: CommandRanks | None = None
@@ -142,7 +142,7 @@ class WorkerGroup:
             self._output = MaskedOutput(self.folder, self.secrets)
         streams = (self.log_path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
         self.shown = ShownSteps.of(self.order, self.folder, tuple(streams))
-        self.saved = SavedWatch.of(self.order, self.config.member, self._environment)
+        self.saved = CommandCheckpointWatcher.of(self.order, self.config.member, self._environment)
         joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
             self._workers.append(self._start(local_rank, **joins))

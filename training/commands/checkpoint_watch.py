@@ -44,7 +44,7 @@ _log = logging.getLogger("perdure.agent")
 
 
 @dataclass(slots=True)
-class SavedWatch:
+class CommandCheckpointWatcher:
     """Looks at what the command of one attempt saves.
 
     Attributes:
@@ -100,7 +100,7 @@ class SavedWatch:
         """Look every few seconds from now on, until `finish`."""
         threading.Thread(target=self._follow, daemon=True).start()
         if self.spec.upload:
-            keep_storing(
+            upload_periodically(
                 self.upload, open_store,
                 what="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
             )  # fmt: skip
@@ -247,7 +247,7 @@ class SavedWatch:
             pause_s = max(LOOK_S, (time.monotonic() - began_s) / LOOK_SHARE)
 
 
-def have_resumed(order: StartOrder, member: int, variables: Mapping[str, str]) -> None:
+def fetch_resume_checkpoint(order: StartOrder, member: int, variables: Mapping[str, str]) -> None:
     """Have the checkpoint on this node from which its command goes on, where the store keeps them.
 
     Args:
@@ -296,7 +296,7 @@ def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:
 def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
     """What a supervisor is told that asks this node for them."""
     try:
-        root = root_of(query.spec, query.cwd, before_start(node, query.variables))
+        root = root_of(query.spec, query.cwd, path_variables(node, query.variables))
         if query.is_in_parts:
             return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
         found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
@@ -316,7 +316,7 @@ def _told_parts(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoin
             )  # fmt: skip
 
 
-def before_start(node: str, variables: Mapping[str, str]) -> dict[str, str]:
+def path_variables(node: str, variables: Mapping[str, str]) -> dict[str, str]:
     """What a path may name where no attempt has set the variables of its processes yet."""
     return {**os.environ, "PERDURE_NODE": node, **variables}
 
@@ -346,7 +346,7 @@ def told(saved: Saved) -> SavedCheckpoint:
     )
 
 
-def keep_storing(
+def upload_periodically(
     put: Callable[[ObjectStore], None],
     open_store: Callable[[], ObjectStore],
     *,

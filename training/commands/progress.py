@@ -31,7 +31,7 @@ from pydantic import Field
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore
-from perdure.training.commands.checkpoint_watch import keep_storing
+from perdure.training.commands.checkpoint_watch import upload_periodically
 from perdure.training.config.command import ProgressKind, ProgressSpec
 from perdure.training.journal import attempt_log
 from perdure.training.journal.attempt_log import AttemptLog
@@ -339,7 +339,7 @@ class ShownSteps:
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
         """Follow it from now on, until `finish`."""
         threading.Thread(target=self._follow, daemon=True).start()
-        keep_storing(
+        upload_periodically(
             self.keep, open_store,
             what="step records are", every_s=KEEP_S, is_over=self._is_over,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from perdure.training.diagnosis.cause import (
     is_unnamed,
     rank_candidates,
 )
-from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd, first_failed
+from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, FalseSuccess, first_failed
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
@@ -345,7 +345,9 @@ def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause
     return _explained_by_output(end, found, evidence)
 
 
-def _not_well(end: WorkerEnd, bad: BadEnd, found: Finding | None, evidence: Evidence) -> _Cause:
+def _not_well(
+    end: WorkerEnd, bad: FalseSuccess, found: Finding | None, evidence: Evidence
+) -> _Cause:
     """A worker whose exit code says that nothing is wrong."""
     if bad.fault_class is FaultClass.UNKNOWN:
         why = "The command ended without an error before its target."

@@ -164,7 +164,7 @@ _OWN_WISH = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class BadEnd:
+class FalseSuccess:
     """Why exit code 0 is no good end.
 
     Attributes:
@@ -224,23 +224,23 @@ def early_end(step: int, target: int) -> str | None:
     )
 
 
-def short_end(counts: Iterable[Count | None]) -> BadEnd | None:
+def short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
     """The end of a program by whose counts it has not reached its target."""
     for count in counts:
         if count is not None and count.is_short:
-            return BadEnd(
+            return FalseSuccess(
                 f"exit code 0 at {count.name} {count.step} of {count.target}", FaultClass.UNKNOWN
             )
     return None
 
 
-def left_end(processes: Sequence[str]) -> BadEnd:
+def left_end(processes: Sequence[str]) -> FalseSuccess:
     """The end of a script that did not wait for the training that it had started.
 
     Args:
         processes: that were still running, for people; at least one.
     """
-    return BadEnd(
+    return FalseSuccess(
         f"exit code 0 while {_listed(processes)} was still running",
         FaultClass.LAUNCH_MISCONFIGURED,
         why=LEFT_WHY,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.training.diagnosis.ending import BadEnd
+from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.liveness.culprit import RankProgress
 from perdure.training.recovery.faults import FaultClass
@@ -39,7 +39,7 @@ class WorkerEnd:
     log: str = ""
     stopped: bool = False
     log_path: str | None = None
-    bad_end: BadEnd | None = None
+    bad_end: FalseSuccess | None = None
 
     @property
     def has_failed(self) -> bool:

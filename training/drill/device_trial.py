@@ -168,7 +168,7 @@ class _Trying:
         generations.enter(number)
         if number > 1:
             self.healing.clean((), is_damaged=False)
-        generations.let_go()
+        generations.release_retired()
         own = torch.full((1,), self.task.rank + 1.0, device=self.device)
         dist.all_reduce(own)
         size = self.task.size

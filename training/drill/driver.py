@@ -27,7 +27,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.supervisor.run import Run
-from perdure.training.supervisor.runbook import RunSteps, conduct
+from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.wire.requests import write_control
 
@@ -110,7 +110,7 @@ class RunDriver:
 
         on_progress = {} if hook is None else {"on_progress": partial(hook, run)}
         try:
-            end = conduct(RunSteps(run, is_late, **on_progress), log=LOG)
+            end = run_to_completion(RunSteps(run, is_late, **on_progress), log=LOG)
         # Ctrl-C, SIGTERM and Prefect's cancellation, too: no process is to be left.
         except BaseException:
             with suppress(EngineError):  # what came first is of use

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from perdure.training.agent.control import AgentClient
-from perdure.training.engines.base import Contact
+from perdure.training.engines.base import AgentEndpoint
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import AgentReply, Order
 from perdure.training.wire.transport import FanOut, TimedLine
@@ -30,7 +30,7 @@ class AgentCalls:
         self._epoch = epoch
         self._fan_out = FanOut()
 
-    def client(self, contact: Contact) -> AgentClient:
+    def client(self, contact: AgentEndpoint) -> AgentClient:
         """Calls one agent.
 
         Raises:
@@ -41,7 +41,7 @@ class AgentCalls:
         host, port = contact.address
         return AgentClient(host, port, contact.token, self._epoch)
 
-    def send(self, contact: Contact, order: Order, *, timeout_s: float) -> Future[TimedLine]:
+    def send(self, contact: AgentEndpoint, order: Order, *, timeout_s: float) -> Future[TimedLine]:
         """Send an order; what its future has, `received` reads.
 
         Raises:
@@ -51,7 +51,7 @@ class AgentCalls:
         request = client.request(order)
         return self._fan_out.call(client.host, client.port, request, timeout_s=timeout_s)
 
-    def received(self, contact: Contact, order: Order, sent: Future[TimedLine]) -> AgentReply:
+    def received(self, contact: AgentEndpoint, order: Order, sent: Future[TimedLine]) -> AgentReply:
         """The reply to an order that was sent; waits for it.
 
         Raises:
@@ -66,7 +66,7 @@ class AgentCalls:
         return client.reply(order, line)
 
     def call_all(
-        self, contacts: Mapping[K, Contact], orders: Mapping[K, Order], *, timeout_s: float
+        self, contacts: Mapping[K, AgentEndpoint], orders: Mapping[K, Order], *, timeout_s: float
     ) -> dict[K, Answer]:
         """Call agents all at once. What each answered, or why it did not."""
         answers: dict[K, Answer] = {}

@@ -18,7 +18,7 @@ from perdure.training.environment import variables_of
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
 from perdure.training.recovery.rungs import Rung
-from perdure.training.wire.agent import AgentConfig, AgentReply, AgentStatus, NodeText
+from perdure.training.wire.agent import AgentConfig, AgentReply, AgentStatus, NodeLog
 
 ANY_NODE = ""  # of a member whose node the engine chooses
 
@@ -70,7 +70,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class ClockProbe:
     """What a member answered when it was greeted.
 
     Attributes:
@@ -97,7 +97,7 @@ class Greeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Contact:
+class AgentEndpoint:
     """How the agent in a container is reached.
 
     Attributes:
@@ -179,7 +179,7 @@ class Engine(Protocol):
         """
         ...
 
-    def standing_by(self) -> Mapping[str, Contact]:
+    def standing_by(self) -> Mapping[str, AgentEndpoint]:
         """The containers that no member has taken yet, by names of the engine's own."""
         ...
 
@@ -191,15 +191,15 @@ class Engine(Protocol):
         """Find the containers of a placement made earlier. Indices of the members that live."""
         ...
 
-    def contacts(self) -> Mapping[int, Contact]:
+    def contacts(self) -> Mapping[int, AgentEndpoint]:
         """The containers of the placement that was submitted or adopted last, by member."""
         ...
 
-    def inventory(self) -> Mapping[int, Contact]:
+    def inventory(self) -> Mapping[int, AgentEndpoint]:
         """The containers that the run has, whoever made them and for whichever placement."""
         ...
 
-    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:
         """What the platform reports of the placement's nodes, with their names.
 
         Args:
@@ -250,7 +250,7 @@ def agent_config(
     )
 
 
-def bound(placement: Placement, contacts: Mapping[int, Contact]) -> Placement:
+def bound(placement: Placement, contacts: Mapping[int, AgentEndpoint]) -> Placement:
     """The placement with the nodes that its containers are on."""
     members = tuple(
         member.model_copy(update={"node": contacts[member.index].node})

@@ -19,9 +19,9 @@ from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.agent_calls import AgentCalls
 from perdure.training.engines.base import (
     ANY_NODE,
-    Contact,
+    AgentEndpoint,
+    ClockProbe,
     Engine,
-    Greeting,
     Placement,
     Snapshot,
     bound,
@@ -37,11 +37,11 @@ from perdure.training.wire.agent import (
     AgentReply,
     AgentStatus,
     CheckOrder,
+    ClockQuery,
     EvidenceQuery,
-    GreetQuery,
     KillOrder,
     MetricsQuery,
-    NodeText,
+    NodeLog,
     NoticeOrder,
     Order,
     RejoinOrder,
@@ -194,20 +194,20 @@ class Fleet:
         self._retire(self._engine.inventory, None, grace_s)
         self._engine.end()
 
-    def greet(self) -> dict[int, Greeting]:
+    def greet(self) -> dict[int, ClockProbe]:
         """The members that answer, by their index; the checks report the others."""
         contacts = self._engine.contacts()
         sent = {
-            index: self._calls.send(contact, GreetQuery(), timeout_s=GREET_TIMEOUT_S)
+            index: self._calls.send(contact, ClockQuery(), timeout_s=GREET_TIMEOUT_S)
             for index, contact in self._heard(contacts).items()
         }
-        found: dict[int, Greeting] = {}
+        found: dict[int, ClockProbe] = {}
         for index, answer in sent.items():
             node, host = contacts[index].node, contacts[index].host
             with suppress(AgentUnreachable, EngineError):
-                reply = self._calls.received(contacts[index], GreetQuery(), answer)
+                reply = self._calls.received(contacts[index], ClockQuery(), answer)
                 times = answer.result()
-                found[index] = Greeting.of(
+                found[index] = ClockProbe.of(
                     node, host, reply, sent_s=times.sent_s, answered_s=times.answered_s
                 )
         return found
@@ -299,7 +299,7 @@ class Fleet:
         return first.token if first is not None else ""
 
     def _rendezvous(
-        self, order: StartOrder, first: Contact, *, resumes: RecoveryBegan | None = None
+        self, order: StartOrder, first: AgentEndpoint, *, resumes: RecoveryBegan | None = None
     ) -> AgentReply:
         """Have the first member open the attempt's rendezvous, once."""
         rendezvous = RendezvousOrder(
@@ -310,7 +310,7 @@ class Fleet:
         )
         return self._calls.client(first).call(rendezvous, timeout_s=RENDEZVOUS_TIMEOUT_S)
 
-    def _filled(self, order: StartOrder, contacts: Mapping[int, Contact]) -> StartOrder:
+    def _filled(self, order: StartOrder, contacts: Mapping[int, AgentEndpoint]) -> StartOrder:
         """The order with the attempt's rendezvous and its hosts."""
         first = contacts[0]
         reply = self._rendezvous(order, first)
@@ -322,7 +322,7 @@ class Fleet:
         }
         return order.model_copy(update={**placed, **opened})
 
-    def _rank_table(self, contacts: Mapping[int, Contact]) -> str | None:
+    def _rank_table(self, contacts: Mapping[int, AgentEndpoint]) -> str | None:
         query = query_of(self._job)
         if query is None:
             return None
@@ -347,7 +347,7 @@ class Fleet:
             self._asked.clear()  # answers that nobody has taken would be those of the next look
             raise
 
-    def _snapshot(self, contacts: Mapping[int, Contact]) -> Snapshot:
+    def _snapshot(self, contacts: Mapping[int, AgentEndpoint]) -> Snapshot:
         agents: dict[int, AgentStatus] = {}
         lost: list[str] = []
         unanswered_nodes: list[str] = []
@@ -366,7 +366,7 @@ class Fleet:
             self._logging_member = shown[0]
         return Snapshot(agents, tuple(lost), tuple(unanswered_nodes))
 
-    def _look(self, contacts: Mapping[int, Contact]) -> None:
+    def _look(self, contacts: Mapping[int, AgentEndpoint]) -> None:
         """Ask everybody who has not been asked yet, and wait for the answers a little."""
         living = {c.address: c for c in contacts.values() if c.address is not None}
         self._asked = {at: one for at, one in self._asked.items() if at in living}
@@ -375,7 +375,7 @@ class Fleet:
                 self._asked[at] = self._calls.send(contact, StatusQuery(), timeout_s=CALL_TIMEOUT_S)
         concurrent.futures.wait(self._asked.values(), timeout=LOOK_TIMEOUT_S)
 
-    def _answer(self, index: int, contact: Contact) -> AgentStatus | None:
+    def _answer(self, index: int, contact: AgentEndpoint) -> AgentStatus | None:
         """What a member answered to the look, None while it has not."""
         if contact.address is None or not self._asked[contact.address].done():
             return None
@@ -451,7 +451,7 @@ class Fleet:
             return "", offset
         return reply.text or "", reply.offset if reply.offset is not None else offset
 
-    def _owes_answer(self, index: int, contact: Contact) -> bool:
+    def _owes_answer(self, index: int, contact: AgentEndpoint) -> bool:
         asked = self._asked.get(contact.address) if contact.address is not None else None
         return index in self._silent or (asked is not None and not asked.done())
 
@@ -483,7 +483,7 @@ class Fleet:
             raise EngineError("no node says which checkpoints the command has")
         return found
 
-    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeText]]:
+    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeLog]]:
         """What the nodes know beside what workers print.
 
         Device logs and the output of the driver's tools, of the containers that answer; and what
@@ -496,11 +496,11 @@ class Fleet:
         of_agents = self._texts(EvidenceQuery(tail_bytes=tail_bytes))
         return [*of_agents, *self._engine.texts(since_s)]
 
-    def stacks(self) -> Sequence[tuple[str, NodeText]]:
+    def stacks(self) -> Sequence[tuple[str, NodeLog]]:
         """The stack of every thread of the workers, of the containers that answer."""
         return self._texts(StacksQuery())
 
-    def _texts(self, query: EvidenceQuery | StacksQuery) -> Sequence[tuple[str, NodeText]]:
+    def _texts(self, query: EvidenceQuery | StacksQuery) -> Sequence[tuple[str, NodeLog]]:
         replies = self._ask_all(query, timeout_s=EVIDENCE_TIMEOUT_S)
         return [(node, text) for node, reply in replies for text in reply.texts]
 
@@ -525,7 +525,7 @@ class Fleet:
 
     def _retire(
         self,
-        known: Callable[[], Mapping[int, Contact]],
+        known: Callable[[], Mapping[int, AgentEndpoint]],
         members: Collection[int] | None,
         grace_s: float,
     ) -> None:
@@ -545,7 +545,7 @@ class Fleet:
 
     def _replies(
         self,
-        contacts: Mapping[int, Contact],
+        contacts: Mapping[int, AgentEndpoint],
         order: Order,
         *,
         timeout_s: float,
@@ -571,7 +571,11 @@ class Fleet:
         return replies
 
     def _call_all(
-        self, contacts: Mapping[int, Contact], orders: Mapping[int, Order], *, timeout_s: float
+        self,
+        contacts: Mapping[int, AgentEndpoint],
+        orders: Mapping[int, Order],
+        *,
+        timeout_s: float,
     ) -> Iterator[tuple[int, AgentReply | AgentUnreachable | EngineError]]:
         """Call members all at once. What each answered, or why it did not."""
         answers = self._calls.call_all(self._heard(contacts), orders, timeout_s=timeout_s)
@@ -579,7 +583,7 @@ class Fleet:
             silent = AgentUnreachable(f"the agent of {contact.node} is gone, or silent")
             yield index, answers.get(index, silent)
 
-    def _heard(self, contacts: Mapping[int, Contact]) -> dict[int, Contact]:
+    def _heard(self, contacts: Mapping[int, AgentEndpoint]) -> dict[int, AgentEndpoint]:
         """Those that have an agent; one that is lost would keep a recovery waiting."""
         return {
             index: contact

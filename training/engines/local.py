@@ -26,7 +26,7 @@ from perdure.training.agent.control import ADDRESS_FILE
 from perdure.training.agent.preparation import node_folder
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import Contact, Placement, agent_config
+from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
 from perdure.training.engines.local_devices import devices_of_node
 from perdure.training.errors import EngineError
 from perdure.training.files import last_line, private_folder, write_whole
@@ -35,7 +35,7 @@ from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER, is_alive, kill_container
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.wire.agent import NO_MEMBER, AgentAddress, NodeText
+from perdure.training.wire.agent import NO_MEMBER, AgentAddress, NodeLog
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
@@ -73,11 +73,11 @@ class Container(FrozenModel):
             return None
         return address if is_alive(address.pid, address.process_started_s) else None
 
-    def contact(self) -> Contact:
+    def contact(self) -> AgentEndpoint:
         """How its agent is reached."""
         address = self.address()
         at = (address.host, address.port) if address is not None else None
-        return Contact(
+        return AgentEndpoint(
             self.node,
             self.token,
             at,
@@ -174,12 +174,12 @@ class LocalEngine:
         self._save(placement.number)
         self._spawn(container)
 
-    def standing_by(self) -> Mapping[str, Contact]:
+    def standing_by(self) -> Mapping[str, AgentEndpoint]:
         """The containers that no member has taken yet, by node."""
         self._reap()
         return {node: self._with_loss(one) for node, one in self._standing_by.items()}
 
-    def _with_loss(self, container: Container) -> Contact:
+    def _with_loss(self, container: Container) -> AgentEndpoint:
         """How it is reached; of one that is not, whether it is still about to start."""
         contact = container.contact()
         is_starting = container.folder in self._processes and not container.was_up
@@ -203,17 +203,17 @@ class LocalEngine:
             return frozenset()
         return frozenset(i for i, c in self._containers.items() if c.address() is not None)
 
-    def contacts(self) -> Mapping[int, Contact]:
+    def contacts(self) -> Mapping[int, AgentEndpoint]:
         """The containers of the placement that was submitted or adopted last."""
         self._reap()  # or an agent of ours that has ended would still be a process
         return {index: container.contact() for index, container in self._containers.items()}
 
-    def inventory(self) -> Mapping[int, Contact]:
+    def inventory(self) -> Mapping[int, AgentEndpoint]:
         """The containers that the run has on this machine."""
         self._load()
         return self.contacts()
 
-    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:  # noqa: ARG002 the seam's
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:  # noqa: ARG002 the seam's
         """None: there is no platform that would report of its nodes."""
         return []
 

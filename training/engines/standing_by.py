@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from perdure.training.config.drill import Victim
 from perdure.training.engines.agent_calls import AgentCalls
-from perdure.training.engines.base import Contact, Engine, Placement
+from perdure.training.engines.base import AgentEndpoint, Engine, Placement
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import AgentReply, AssignOrder, KillOrder, Order, StatusQuery
 from perdure.training.wire.transport import TimedLine
@@ -38,7 +38,7 @@ class StandingBy:
         """Whether the way to their agents works: if it does not, their silence says nothing."""
         return self._engine.sees_agents
 
-    def contacts(self) -> Mapping[str, Contact]:
+    def contacts(self) -> Mapping[str, AgentEndpoint]:
         """The containers, by their names."""
         return self._engine.standing_by()
 
@@ -72,7 +72,7 @@ class StandingBy:
         """
         return self._calls.received(self._contact(name), order, sent)
 
-    def _contact(self, name: str) -> Contact:
+    def _contact(self, name: str) -> AgentEndpoint:
         contact = self.contacts().get(name)
         if contact is None:
             raise AgentUnreachable(f"no container {name} stands by")

@@ -72,7 +72,7 @@ class CheckpointCommitted:
     kind: Literal["checkpoint"] = "checkpoint"
 
 
-class HealthPoint(StrEnum):
+class AlertKind(StrEnum):
     """What is monitored; each alert is about one of them."""
 
     UTILISATION_LOW = "utilisation_low"
@@ -100,7 +100,7 @@ class AlertRaised(AttemptEvent):
     """
 
     kind: Literal["alert_raised"] = "alert_raised"
-    point: HealthPoint
+    point: AlertKind
     text: str
     value: float
     limit: float

@@ -14,20 +14,20 @@ from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
+    AttemptEventRecorded,
     AttemptStarted,
-    CheckpointSeen,
+    CheckpointRecorded,
     DataReady,
-    Decided,
-    EventSeen,
+    DecisionMade,
     FirstStep,
     NodeRefused,
     NodeReleased,
-    Placed,
+    PlacementCreated,
     RunCreated,
     RunEnded,
     RungFailed,
     RunReopened,
-    SupervisorTook,
+    SupervisorAcquired,
 )
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Decision, Recovery
@@ -73,12 +73,12 @@ class RunHistory:
     epoch: int = 0
     job: dict[str, Any] | None = None
     created_s: float = 0.0
-    supervisor: SupervisorTook | None = None
+    supervisor: SupervisorAcquired | None = None
     flow_runs: list[str] = field(default_factory=list)
     data: list[DataReady] = field(default_factory=list)
-    placements: list[Placed] = field(default_factory=list)
+    placements: list[PlacementCreated] = field(default_factory=list)
     attempts: list[AttemptView] = field(default_factory=list)
-    checkpoints: list[CheckpointSeen] = field(default_factory=list)
+    checkpoints: list[CheckpointRecorded] = field(default_factory=list)
     ended: RunEnded | None = None
     budgets_from: int = 0
     cwd: str | None = None
@@ -97,7 +97,7 @@ class RunHistory:
         return max((seen.step for seen in self.checkpoints), default=0)
 
     @property
-    def placement(self) -> Placed | None:
+    def placement(self) -> PlacementCreated | None:
         """The placement in effect."""
         return self.placements[-1] if self.placements else None
 
@@ -289,9 +289,9 @@ def replay(records: Sequence[AnyRecord]) -> RunHistory:
 
 def _keep_time(history: RunHistory, record: AnyRecord) -> None:
     match record:
-        case SupervisorTook() if history.job is not None:
+        case SupervisorAcquired() if history.job is not None:
             history.unattended.append((history.updated_s, record.at_s))
-        case Placed() | RungFailed() if record.waited_s > 0:
+        case PlacementCreated() | RungFailed() if record.waited_s > 0:
             history.waits.append((record.at_s - record.waited_s, record.at_s))
         case RunEnded():
             history.ends.append(record.at_s)
@@ -304,7 +304,9 @@ def _keep_time(history: RunHistory, record: AnyRecord) -> None:
 
 def _is_of_every_start(record: AnyRecord) -> bool:
     """Whether a supervisor writes it each time it starts, whatever becomes of it."""
-    return isinstance(record, SupervisorTook) or (isinstance(record, DataReady) and record.skipped)
+    return isinstance(record, SupervisorAcquired) or (
+        isinstance(record, DataReady) and record.skipped
+    )
 
 
 def _apply(history: RunHistory, record: AnyRecord) -> None:
@@ -312,20 +314,20 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case RunCreated():
             history.job, history.created_s = record.job, record.at_s
             history.cwd = record.cwd
-        case SupervisorTook():
+        case SupervisorAcquired():
             _take_over(history, record)
         case DataReady():
             history.data.append(record)
-        case Placed():
+        case PlacementCreated():
             _place(history, record)
         case NodeRefused() | NodeReleased():
             _keep_out_or_let_in(history, record)
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
-        case FirstStep() | AttemptEnded() | Decided() | RungFailed() | EventSeen():
+        case FirstStep() | AttemptEnded() | DecisionMade() | RungFailed() | AttemptEventRecorded():
             _update_attempt(history, record)
-        case CheckpointSeen():
+        case CheckpointRecorded():
             history.checkpoints.append(record)
         case RunEnded() | RunReopened():
             _end_or_reopen(history, record)
@@ -333,7 +335,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
             assert_never(record)
 
 
-def _place(history: RunHistory, record: Placed) -> None:
+def _place(history: RunHistory, record: PlacementCreated) -> None:
     # Tried again, or the engine has chosen the nodes meanwhile, or a member has moved: still the
     # same placement.
     if history.placement is not None and history.placement.placement == record.placement:
@@ -344,7 +346,7 @@ def _place(history: RunHistory, record: Placed) -> None:
         history.attempts[-1] = replace(view, members=record.members)
 
 
-def _take_over(history: RunHistory, record: SupervisorTook) -> None:
+def _take_over(history: RunHistory, record: SupervisorAcquired) -> None:
     history.supervisor = record
     if record.flow_run is not None and record.flow_run not in history.flow_runs:
         history.flow_runs.append(record.flow_run)
@@ -371,7 +373,8 @@ def _keep_out_or_let_in(history: RunHistory, record: NodeRefused | NodeReleased)
 
 
 def _update_attempt(
-    history: RunHistory, record: FirstStep | AttemptEnded | Decided | RungFailed | EventSeen
+    history: RunHistory,
+    record: FirstStep | AttemptEnded | DecisionMade | RungFailed | AttemptEventRecorded,
 ) -> None:
     key = (record.placement, record.attempt)
     index = next((i for i, view in enumerate(history.attempts) if view.key == key), None)
@@ -383,7 +386,7 @@ def _update_attempt(
             view = replace(view, first_step=record)
         case AttemptEnded():
             view = replace(view, ended=record)
-        case Decided():
+        case DecisionMade():
             view = replace(view, decision=record.decision)
             if record.decision.isolate is not None:
                 why = _why_isolated(view, record.decision)
@@ -391,13 +394,13 @@ def _update_attempt(
         case RungFailed():
             # The decision is superseded: the ladder is asked again.
             view = replace(view, failed_rungs=(*view.failed_rungs, record.rung), decision=None)
-        case EventSeen():
+        case AttemptEventRecorded():
             view = replace(view, events=(*view.events, record.event))
             _isolate_within(history, record)
     history.attempts[index] = view
 
 
-def _isolate_within(history: RunHistory, record: EventSeen) -> None:
+def _isolate_within(history: RunHistory, record: AttemptEventRecorded) -> None:
     """Keep a node out that was left while the attempt went on."""
     event = record.event
     if isinstance(event, RecoveryBegan) and event.decision.isolate is not None:

@@ -25,7 +25,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore
 from perdure.training.errors import AlreadySupervised
 from perdure.training.journal.history import RunHistory, replay
-from perdure.training.journal.records import RECORD, AnyRecord, SupervisorTook
+from perdure.training.journal.records import RECORD, AnyRecord, SupervisorAcquired
 from perdure.training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
@@ -114,7 +114,7 @@ class Ledger:
             # In this order: a lease that comes between the two is seen by the second.
             self._refuse_if_just_taken(history, identity)
             self._refuse_if_alive(identity)
-            record = SupervisorTook(
+            record = SupervisorAcquired(
                 at_s=self._clock(),
                 epoch=history.epoch + 1,
                 supervisor=identity.supervisor,

@@ -38,7 +38,7 @@ class RunCreated(Record):
     cwd: str | None = None
 
 
-class SupervisorTook(Record):
+class SupervisorAcquired(Record):
     """A supervisor took the run; its epoch is higher than every one before.
 
     Attributes:
@@ -78,7 +78,7 @@ class Member(FrozenModel):
     schedule_cnt: int
 
 
-class Placed(Record):
+class PlacementCreated(Record):
     """A new placement: the gang of containers of the next attempts.
 
     Attributes:
@@ -160,7 +160,7 @@ class AttemptEnded(AttemptRecord):
     notes: tuple[str, ...] = ()
 
 
-class Decided(AttemptRecord):
+class DecisionMade(AttemptRecord):
     """The decision about a fault; written before the action starts."""
 
     kind: Literal["decided"] = "decided"
@@ -180,7 +180,7 @@ class RungFailed(AttemptRecord):
     waited_s: float = 0.0
 
 
-class CheckpointSeen(AttemptRecord):
+class CheckpointRecorded(AttemptRecord):
     """A checkpoint that an attempt committed.
 
     Attributes:
@@ -196,7 +196,7 @@ class CheckpointSeen(AttemptRecord):
     written_s: float | None = None
 
 
-class EventSeen(AttemptRecord):
+class AttemptEventRecorded(AttemptRecord):
     """An event of an attempt, copied from its log.
 
     The event has a time of its own; `at_s` is when the supervisor read it.
@@ -229,18 +229,18 @@ class RunReopened(Record):
 
 AnyRecord = Annotated[
     RunCreated
-    | SupervisorTook
+    | SupervisorAcquired
     | DataReady
-    | Placed
+    | PlacementCreated
     | NodeRefused
     | NodeReleased
     | AttemptStarted
     | FirstStep
     | AttemptEnded
-    | Decided
+    | DecisionMade
     | RungFailed
-    | CheckpointSeen
-    | EventSeen
+    | CheckpointRecorded
+    | AttemptEventRecorded
     | RunEnded
     | RunReopened,
     Field(discriminator="kind"),

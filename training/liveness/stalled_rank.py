@@ -23,7 +23,7 @@ _Position = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class RankOnTheWay:
+class StartingRank:
     """One look at one rank.
 
     Attributes:
@@ -95,7 +95,7 @@ class _Overtaken:
     cpu_s: float
     io_bytes: int
 
-    def note_activity(self, one: RankOnTheWay, *, now_s: float) -> None:
+    def note_activity(self, one: StartingRank, *, now_s: float) -> None:
         """Count from now on: it has done something."""
         self.idle_since_s, self.cpu_s, self.io_bytes = now_s, one.cpu_s, one.io_bytes
 
@@ -118,7 +118,7 @@ class LeftBehindDetector:
     _first_pids: dict[int, int] = field(default_factory=dict)
     _overtaken: dict[int, _Overtaken] = field(default_factory=dict)
 
-    def judge(self, ranks: Sequence[RankOnTheWay], *, now_s: float) -> LeftBehind | None:
+    def judge(self, ranks: Sequence[StartingRank], *, now_s: float) -> LeftBehind | None:
         """Take in a look at all ranks that live; the one that is latest beyond its limit."""
         for one in ranks:
             self._first_pids.setdefault(one.rank, one.pid)
@@ -138,8 +138,8 @@ class LeftBehindDetector:
 
     def _note_overtaken(
         self,
-        ranks: Sequence[RankOnTheWay],
-        under_way: Sequence[RankOnTheWay],
+        ranks: Sequence[StartingRank],
+        under_way: Sequence[StartingRank],
         *,
         now_s: float,
     ) -> None:
@@ -156,7 +156,7 @@ class LeftBehindDetector:
                 known.note_activity(one, now_s=now_s)
             self._overtaken[one.rank] = known
 
-    def _late(self, one: RankOnTheWay, *, now_s: float) -> LeftBehind | None:
+    def _late(self, one: StartingRank, *, now_s: float) -> LeftBehind | None:
         overtaken = self._overtaken.get(one.rank)
         if overtaken is None:
             return None

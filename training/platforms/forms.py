@@ -55,7 +55,7 @@ class Platform(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class PlatformEntry:
     """One entry that is understood.
 
     Attributes:
@@ -181,74 +181,74 @@ _SUB_HEALTHY_GOES_ON = "the job goes on where it is; only later placements avoid
 _RESTART_POLICIES = ("Never", "Always", "OnFailure", "ExitCode")
 _POLICY_OF_KUBELET = "containers are started again by the ladder, never by the kubelet"
 
-FORMS: Mapping[str, Form] = {
-    "fault-tolerance/job-retry-num": Form(
+FORMS: Mapping[str, PlatformEntry] = {
+    "fault-tolerance/job-retry-num": PlatformEntry(
         Platform.MODELARTS, "1 to 128", "max_restarts", _count("max_restarts")
     ),
-    "fault-tolerance/job-unconditional-retry": Form(
+    "fault-tolerance/job-unconditional-retry": PlatformEntry(
         Platform.MODELARTS, "true, false", "unconditional",
         _choice("unconditional", words=_TRUE_FALSE),
     ),
-    "fault-tolerance/hang-retry": Form(
+    "fault-tolerance/hang-retry": PlatformEntry(
         Platform.MODELARTS, "true, false", "hang", _choice("hang", words=_TRUE_FALSE)
     ),
-    "fault-tolerance/pod-retry-num": Form(
+    "fault-tolerance/pod-retry-num": PlatformEntry(
         Platform.MODELARTS, "1 to 128", "pod_retries", _count("pod_retries")
     ),
-    "fault-tolerance/hccl_op_retry": Form(
+    "fault-tolerance/hccl_op_retry": PlatformEntry(
         Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must be the same",
         _choice("operator_retry", words=_TRUE_FALSE),
     ),
-    GRACE: Form(Platform.MODELARTS, "-1 to 86400", "failover_grace_s", read_grace),
-    "MS_ENABLE_TFT": Form(
+    GRACE: PlatformEntry(Platform.MODELARTS, "-1 to 86400", "failover_grace_s", read_grace),
+    "MS_ENABLE_TFT": PlatformEntry(
         Platform.MINDFORMERS, "a list of switches, below", "the fields below", read_tft
     ),
-    SKIP: Form(
+    SKIP: PlatformEntry(
         Platform.MINDFORMERS, "True, False", "data_skipping",
         _choice("data_skipping", words=YAML_BOOL),
     ),
-    MONITOR_ON: Form(
+    MONITOR_ON: PlatformEntry(
         Platform.MINDFORMERS, "True, False", "what the next three need", read_switch
     ),
-    CHECK: Form(Platform.MINDFORMERS, "True, False", "numeric_retry", read_switch),
-    THRESHOLD: Form(
+    CHECK: PlatformEntry(Platform.MINDFORMERS, "True, False", "numeric_retry", read_switch),
+    THRESHOLD: PlatformEntry(
         Platform.MINDFORMERS, "a number above 0", "abnormal_grad_norm; default: 3.0",
         read_threshold,
     ),
-    COUNT: Form(
+    COUNT: PlatformEntry(
         Platform.MINDFORMERS, f"1 to {MAX_COUNT}", "max_skipped_in_a_row", read_count
     ),
-    "HIGH_AVAILABILITY": Form(
+    "HIGH_AVAILABILITY": PlatformEntry(
         Platform.MINDSPEED, "comma list: " + ", ".join(_AVAILABILITY),
         "end_of_life_checkpoint; retry: memory_retry, collective_retry; recover: process_replace, "
         "node_replace",
         _read_availability,
     ),
-    "recover-strategy": Form(
+    "recover-strategy": PlatformEntry(
         Platform.MINDCLUSTER, "comma list: " + ", ".join(_STRATEGIES),
         "memory_retry, collective_retry, process_replace, node_replace, process_in_place, "
         "end_of_life_checkpoint",
         _read_strategies,
     ),
-    "fault-scheduling": Form(
+    "fault-scheduling": PlatformEntry(
         Platform.MINDCLUSTER, "grace, force, off",
         "off: unconditional=false, pod_retries=0", _read_scheduling,
     ),
-    "fault-retry-times": Form(
+    "fault-retry-times": PlatformEntry(
         Platform.MINDCLUSTER, "0 to 100", "unconditional, max_restarts", _read_retry_times
     ),
-    "pod-rescheduling": Form(
+    "pod-rescheduling": PlatformEntry(
         Platform.MINDCLUSTER, "on, off", "pod_retries: 128 or 0",
         _choice("pod_retries", words={"on": True, "off": False}),
     ),
-    "subHealthyStrategy": Form(
+    "subHealthyStrategy": PlatformEntry(
         Platform.MINDCLUSTER, "ignore, graceExit, forceExit, hotSwitch", "-",
         _fact(
             Fact.SUB_HEALTHY, ("ignore", "graceExit", "forceExit", "hotSwitch"),
             dict.fromkeys(("graceExit", "forceExit", "hotSwitch"), _SUB_HEALTHY_GOES_ON),
         ),
     ),
-    "restartPolicy": Form(
+    "restartPolicy": PlatformEntry(
         Platform.MINDCLUSTER, ", ".join(_RESTART_POLICIES), "-",
         _fact(
             Fact.RESTART_POLICY, _RESTART_POLICIES,

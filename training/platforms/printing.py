@@ -51,7 +51,7 @@ _PLACES: Mapping[str, EntryPlace] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
+class ExportedPolicy:
     """A policy as a platform's entries.
 
     Attributes:
@@ -76,7 +76,7 @@ class Printed:
 
 def print_platform(
     policy: Policy, platform: Platform, *, others: Mapping[str, Value] | None = None
-) -> Printed:
+) -> ExportedPolicy:
     """The entries for `platform`, and what they cannot hold.
 
     Args:
@@ -102,7 +102,7 @@ def print_platform(
     for name, value in others.items():
         if read.get(name) != value:
             warnings.append(f"{name}={shown(value)}: {platform} has no entry for it")
-    return Printed(entries, tuple(warnings), without_entry)
+    return ExportedPolicy(entries, tuple(warnings), without_entry)
 
 
 def _others(policy: Policy, platform: Platform, others: Mapping[str, Value]) -> Entries:

@@ -18,7 +18,7 @@ MAX_WHY = 160
 
 
 @dataclass(frozen=True, slots=True)
-class NeedsYou:
+class ActionItems:
     """What needs a person, as the UI shows it.
 
     Attributes:
@@ -87,7 +87,7 @@ def attention(
     *,
     spares: Sequence[str] | None,
     warm: Sequence[str] = (),
-) -> NeedsYou:
+) -> ActionItems:
     """What needs a person now.
 
     Args:
@@ -102,7 +102,7 @@ def attention(
     left = " ".join(filter(None, (_spares_text(spares, _num_spares(history)), _warm_text(warm))))
     if not needs:
         body = f"Nothing needs you: no node is isolated and no alert is open.\n\n{left}\n"
-        return NeedsYou("Nothing needs you", body)
+        return ActionItems("Nothing needs you", body)
     # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
     listing = "".join(
         f"### {text(one.what)}\n\nSince {one.since} UTC: {text(one.why)}\n\n"
@@ -111,7 +111,7 @@ def attention(
     )
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
-    return NeedsYou(title, f"{listing}{left}\n", tuple(needs))
+    return ActionItems(title, f"{listing}{left}\n", tuple(needs))
 
 
 def _num_spares(history: RunHistory) -> int:

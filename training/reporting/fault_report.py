@@ -30,7 +30,7 @@ from perdure.training.reporting.markdown import (
     text,
 )
 from perdure.training.reporting.rows import RECOVERING, event_text, outcome_of
-from perdure.training.wire.agent import NodeText
+from perdure.training.wire.agent import NodeLog
 from perdure.training.wire.logs import logs_prefix
 
 QUESTIONS = (
@@ -347,7 +347,7 @@ def _sentence(words: str) -> str:
 
 HANG_REPORT = "hang.txt"
 
-Stacks = Iterable[tuple[str, NodeText]]
+Stacks = Iterable[tuple[str, NodeLog]]
 
 
 def save_hang_report(

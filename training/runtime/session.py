@@ -42,7 +42,7 @@ from perdure.training.runtime.context import (
     compare_layouts,
     fitting_layout,
 )
-from perdure.training.runtime.process_group.attempt_groups import AttemptGroups
+from perdure.training.runtime.process_group.attempt_groups import RankMembership
 from perdure.training.runtime.program import Loader, Scheduler, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.live import Snapshots, damage
@@ -91,11 +91,11 @@ class Session:
         if self._groups is not None and self._groups.connections is not None:
             self._groups.connections.on_begin = self._faults.on_collective
 
-    def _join_groups(self) -> AttemptGroups | None:
+    def _join_groups(self) -> RankMembership | None:
         """Take part in the process groups of the attempt; None: without a coordinator."""
         context = self.context
         if context.coordinator is not None:
-            return AttemptGroups(context, context.coordinator, self.device, self._heartbeat)
+            return RankMembership(context, context.coordinator, self.device, self._heartbeat)
         dist.init_process_group(
             backend_of(self.device),
             rank=context.rank,

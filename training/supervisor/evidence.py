@@ -11,7 +11,7 @@ from perdure.training.journal.events import StepRecord
 from perdure.training.journal.time_account import SeenStep
 from perdure.training.liveness.culprit import RankProgress
 from perdure.training.liveness.heartbeat import Phase
-from perdure.training.supervisor.exit_zero import CommandEnds, bad_end_of_session
+from perdure.training.supervisor.exit_zero import CommandExitCheck, bad_end_of_session
 from perdure.training.wire.agent import AgentStatus, HangReport
 from perdure.training.wire.logs import WorkerLog
 
@@ -42,7 +42,7 @@ def outputs_of(fleet: Fleet, *, started_s: float) -> Iterator[NodeOutput]:
 def ends_of(
     statuses: Sequence[AgentStatus],
     logs: dict[int, list[WorkerLog]],
-    command_ends: CommandEnds | None,
+    command_ends: CommandExitCheck | None,
 ) -> Iterator[WorkerEnd]:
     """How each worker has ended."""
     bad = command_ends.bad if command_ends is not None else {}

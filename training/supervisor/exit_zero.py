@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from perdure.training.diagnosis.ending import (
     UNSEEN_NOTE,
-    BadEnd,
     Count,
+    FalseSuccess,
     Output,
     count_in,
     crash_in,
@@ -45,11 +45,11 @@ def is_done(worker: WorkerStatus) -> bool:
     return worker.exit_code == EXIT_DONE or ended_badly
 
 
-def bad_end_of_session(worker: WorkerStatus) -> BadEnd | None:
+def bad_end_of_session(worker: WorkerStatus) -> FalseSuccess | None:
     """What its agent says about a session program that exited with 0."""
     if not worker.ended_early:
         return None
-    return BadEnd(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)
+    return FalseSuccess(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)
 
 
 def good_end_text(reached: str | None, notes: Sequence[str]) -> str:
@@ -63,7 +63,7 @@ def good_end_text(reached: str | None, notes: Sequence[str]) -> str:
 
 
 @dataclass(slots=True)
-class CommandEnds:
+class CommandExitCheck:
     """What shows that a command that exited with 0 has not ended well.
 
     Attributes:
@@ -73,7 +73,7 @@ class CommandEnds:
     """
 
     target: int | None = None
-    bad: dict[int, BadEnd] = field(default_factory=dict)
+    bad: dict[int, FalseSuccess] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _judged: set[int] = field(default_factory=set)
     _steps: list[int] = field(default_factory=list)
@@ -118,7 +118,7 @@ class CommandEnds:
             outputs = [Output(log.text, log.written_s) for log in logs.get(worker.rank, ())]
             crash = crash_in(outputs)
             if crash is not None:
-                self.bad[worker.rank] = BadEnd(crash)
+                self.bad[worker.rank] = FalseSuccess(crash)
         if by_itself and not self.bad:
             self._judge_left([worker.rank for worker in by_itself], logs)
         if is_last and by_itself and not self.bad:

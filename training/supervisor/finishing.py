@@ -28,7 +28,7 @@ from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.records import Decided, RungFailed
+from perdure.training.journal.records import DecisionMade, RungFailed
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.healing import Act, ActDone, HealPlan, hardware_fault
 from perdure.training.recovery.ladder import decide
@@ -163,7 +163,7 @@ class Decider:
         history = self.writer.refresh()
         healthy = num_healthy(self.job, self.fleet.nodes(), history.isolated)
         decision = self._ask(fault, history, healthy=healthy, no_replica=no_replica_of(self.job))
-        self.writer.append(view, Decided, decision=decision)
+        self.writer.append(view, DecisionMade, decision=decision)
         self.writer.refresh()
         return decision
 
@@ -267,7 +267,7 @@ def fault_of(view: AttemptView) -> Fault:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verdict:
+class AttemptResult:
     """How an attempt ended and, if it failed, what is to be done."""
 
     kind: EndKind
@@ -289,7 +289,7 @@ class Verdict:
         return self.decision is not None and self.decision.rung in RESTARTS_IN_PLACE
 
 
-class Concluder:
+class AttemptFinisher:
     """Concludes the attempts of one run.
 
     Args:
@@ -311,14 +311,14 @@ class Concluder:
 
     def conclude(
         self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
-    ) -> Verdict:
+    ) -> AttemptResult:
         """Diagnose, decide, put both on record, and heal where the answer is to stay."""
         diagnosis = self.record_end(view, end)
         if diagnosis is None:
-            return Verdict(end.kind, *view.key, end.last_step, notes=end.notes)
+            return AttemptResult(end.kind, *view.key, end.last_step, notes=end.notes)
         fault = diagnosis.fault
         decision, healed = self._healer.answer(view, fault, stop_wanted=stop_wanted)
-        return Verdict(end.kind, *view.key, end.last_step, fault, decision, healed)
+        return AttemptResult(end.kind, *view.key, end.last_step, fault, decision, healed)
 
     def record_end(self, view: AttemptView, end: AttemptEnd) -> Diagnosis | None:
         """Put the end of an attempt on record, with what broke it, if something did."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from perdure.training.config.watch import WatchSpec
 from perdure.training.diagnosis.evidence import SlowNode
 from perdure.training.journal.attempt_view import AttemptView
-from perdure.training.journal.events import AlertCleared, AlertRaised, HealthPoint, StepRecord
+from perdure.training.journal.events import AlertCleared, AlertKind, AlertRaised, StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.watch import Progress
 from perdure.training.telemetry.alerts import (
-    Condition,
-    HealthPoints,
+    AlertCondition,
+    AlertMonitor,
     Key,
     RankSample,
     RunSample,
@@ -41,8 +41,8 @@ class AttemptHealth:
     """
 
     spec: WatchSpec
-    hang_of: Callable[[Collection[AgentStatus]], Condition | None] = lambda _statuses: None
-    _watch: HealthPoints = field(init=False)
+    hang_of: Callable[[Collection[AgentStatus]], AlertCondition | None] = lambda _statuses: None
+    _watch: AlertMonitor = field(init=False)
     _raised: dict[Key, AlertRaised] = field(default_factory=dict)
     _count: int = 0
     _looked_s: float = 0.0
@@ -50,7 +50,7 @@ class AttemptHealth:
 
     def __post_init__(self) -> None:
         """Begin with nothing out of its limits."""
-        self._watch = HealthPoints(self.spec)
+        self._watch = AlertMonitor(self.spec)
 
     def adopt(self, view: AttemptView) -> None:
         """Go on with the alerts that are on record: another supervisor raised them."""
@@ -109,14 +109,14 @@ class AttemptHealth:
         for alert in self._raised.values():
             # What the rank does wherever it is costs one node at most.
             if (
-                alert.point is HealthPoint.STRAGGLER
+                alert.point is AlertKind.STRAGGLER
                 and alert.node in nodes
                 and not _was_slow_elsewhere(alert, history)
             ):
                 return alert
         return None
 
-    def _note(self, one: Condition, now_s: float) -> AlertRaised:
+    def _note(self, one: AlertCondition, now_s: float) -> AlertRaised:
         self._count += 1
         note = AlertRaised(
             at_s=now_s,

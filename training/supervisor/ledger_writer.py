@@ -21,9 +21,9 @@ from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
+    AttemptEventRecorded,
     AttemptStarted,
-    CheckpointSeen,
-    EventSeen,
+    CheckpointRecorded,
     FirstStep,
 )
 from perdure.training.supervisor.watch import AttemptEnd, Progress
@@ -96,7 +96,7 @@ class LedgerWriter:
         for event in events:
             if (event.kind, event.number) not in known:
                 known.add((event.kind, event.number))
-                self.append(view, EventSeen, event=event)
+                self.append(view, AttemptEventRecorded, event=event)
                 fresh.append(event)
         if fresh:
             self.refresh()
@@ -110,7 +110,7 @@ class LedgerWriter:
         if (*view.key, step) not in known:
             own = {"path", "size_bytes", "written_s"}
             where = saved.model_dump(include=own) if saved is not None else {}
-            self.append(view, CheckpointSeen, step=step, **where)
+            self.append(view, CheckpointRecorded, step=step, **where)
             self.refresh()
 
     def missed_checkpoints(self, view: AttemptView) -> None:

@@ -22,14 +22,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from perdure.training.engines.base import Greeting, Placement, plan, plan_replacement
+from perdure.training.engines.base import ClockProbe, Placement, plan, plan_replacement
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError, NoCapacity
 from perdure.training.journal.attempt_view import AttemptView
-from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.events import AlertKind
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
-from perdure.training.journal.records import NodeRefused, Placed
+from perdure.training.journal.records import NodeRefused, PlacementCreated
 from perdure.training.node_checks.verdict import CheckVerdict, verdict_of
 from perdure.training.recovery.chips import ChipLevel, chip_fact
 from perdure.training.recovery.faults import Fault
@@ -43,8 +43,8 @@ from perdure.training.wire.node import Check, CheckOutcome
 # Alerts about a machine; the others are about the program, the store or all ranks.
 OF_MACHINES = frozenset(
     {
-        *(HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN, HealthPoint.LINK_RETRIED),
-        HealthPoint.STRAGGLER,
+        *(AlertKind.DEVICE_UNHEALTHY, AlertKind.LINK_DOWN, AlertKind.LINK_RETRIED),
+        AlertKind.STRAGGLER,
     }
 )
 
@@ -326,7 +326,7 @@ class Placer:
             verb = "uses" if node in placement.nodes else "does without"
             _log.warning(f"placement {placement.number} {verb} {node}, which is sub-healthy: {why}")
         self._writer.ledger.append(
-            Placed,
+            PlacementCreated,
             placement=placement.number,
             members=placement.members,
             avoid=placement.avoid,
@@ -355,7 +355,7 @@ class Placer:
         return verdict
 
     def _check_orders(
-        self, placement: Placement, history: RunHistory, greetings: Mapping[int, Greeting]
+        self, placement: Placement, history: RunHistory, greetings: Mapping[int, ClockProbe]
     ) -> dict[int, CheckOrder]:
         kept = _kept_members(history, placement)
         first = greetings.get(0) if self._job.preflight.gang else None
@@ -382,7 +382,7 @@ class Placer:
             timeout_s=self._job.preflight.limit_s,
         )
 
-    def _check_clocks(self, greetings: Mapping[int, Greeting]) -> Iterator[Check]:
+    def _check_clocks(self, greetings: Mapping[int, ClockProbe]) -> Iterator[Check]:
         """Compare clocks with the supervisor's: they order the logs of several nodes."""
         limit_s = self._job.preflight.clock_skew_s
         for greeting in greetings.values():

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.config.job import Job
 from perdure.training.platforms.forms import Platform
-from perdure.training.platforms.printing import Printed, print_platform
+from perdure.training.platforms.printing import ExportedPolicy, print_platform
 from perdure.training.platforms.settings import POLICY_FIELDS, Value
 
 
-def export_policy(job: Job, platform: Platform) -> Printed:
+def export_policy(job: Job, platform: Platform) -> ExportedPolicy:
     """The entries of `platform` that come closest to a job's policy, and what they cannot hold."""
     spec = job.restart
     others = dict(_departures(spec))

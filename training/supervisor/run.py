@@ -27,7 +27,7 @@ from perdure.training.engines.registry import make_fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_view import AttemptView
-from perdure.training.journal.events import AlertRaised, HealthPoint
+from perdure.training.journal.events import AlertKind, AlertRaised
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity, Ledger
 from perdure.training.journal.records import DataReady, RunCreated, RunEnded
@@ -36,8 +36,14 @@ from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.checkpoints import NewestSave, resumption
 from perdure.training.supervisor.evidence import progress_of
-from perdure.training.supervisor.exit_zero import CommandEnds
-from perdure.training.supervisor.finishing import Concluder, Decider, Healer, Verdict, recoveries_of
+from perdure.training.supervisor.exit_zero import CommandExitCheck
+from perdure.training.supervisor.finishing import (
+    AttemptFinisher,
+    AttemptResult,
+    Decider,
+    Healer,
+    recoveries_of,
+)
 from perdure.training.supervisor.health_watch import AttemptHealth, PeriodicRestart
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
@@ -51,7 +57,7 @@ from perdure.training.supervisor.run_identity import (
     refuse_lost_ledger,
     refuse_other_job,
 )
-from perdure.training.supervisor.stall_check import GangCheck
+from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import (
@@ -65,7 +71,7 @@ from perdure.training.supervisor.watch import (
 )
 from perdure.training.trainer.data.prepare import DataOutcome
 from perdure.training.wire.agent import AgentState, SavedCheckpoint, StartOrder
-from perdure.training.wire.requests import is_cancel_wanted, take_back
+from perdure.training.wire.requests import clear_requests, is_cancel_wanted
 
 _log = logging.getLogger("perdure.supervisor")
 REJOIN_S = 120.0  # of ranks without a coordinator: until its node is seen to be lost, and after
@@ -210,8 +216,8 @@ class Run:
         return Placer(self._healer, identity=self._identity, home=self._home)
 
     @property
-    def _concluder(self) -> Concluder:
-        return Concluder(self.job, self.fleet, self._writer, self._healer, self.store)
+    def _concluder(self) -> AttemptFinisher:
+        return AttemptFinisher(self.job, self.fleet, self._writer, self._healer, self.store)
 
     def observer(self) -> AttemptObserver | None:
         """Observes the open attempt without taking the run; None when there is none."""
@@ -243,13 +249,13 @@ class Run:
             duration_s=outcome.duration_s,
         )
 
-    def pending_end(self) -> Verdict | None:
+    def pending_end(self) -> AttemptResult | None:
         """The verdict of an attempt that ended the run, when its end is not on record yet."""
         view = self.refresh().unended
         if view is None or view.ended is None:
             return None
         ended = view.ended
-        return Verdict(EndKind(ended.outcome), *view.key, ended.to_step, notes=ended.notes)
+        return AttemptResult(EndKind(ended.outcome), *view.key, ended.to_step, notes=ended.notes)
 
     def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
         """The placement of the next attempt: the living one, or a new one.
@@ -294,14 +300,14 @@ class Run:
         data_manifest_key: str | None,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
-    ) -> Verdict:
+    ) -> AttemptResult:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
         compile_beside()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
         if view is None:
             view = self._writer.begin_attempt(placement.number)
-        gang = GangCheck(self.job, view.started.at_s)
+        gang = StallCheck(self.job, view.started.at_s)
         health = AttemptHealth(self.job.watch, gang.hang_of)
         health.adopt(view)
         periodic = PeriodicRestart(self.job.restart.every_s, view.started.at_s)
@@ -375,7 +381,7 @@ class Run:
             restart_wanted=restart_wanted,
             held_up_by=held_up_by,
             moving=moving,
-            command_ends=CommandEnds(job.target_step) if job.worker.is_command else None,
+            command_ends=CommandExitCheck(job.target_step) if job.worker.is_command else None,
         )
 
     def end(self, outcome: str, message: str) -> None:
@@ -398,7 +404,7 @@ class Run:
             self._writer.missed_checkpoints(view)
             self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
-        take_back(self.checkpoints.store, self.job.run_id)
+        clear_requests(self.checkpoints.store, self.job.run_id)
         # Last: a supervisor that dies above is followed by one that does all of it again.
         self.ledger.append(
             RunEnded,
@@ -442,11 +448,11 @@ class Run:
         while time.monotonic() < until_s and not stop_wanted():
             time.sleep(min(1.0, until_s - time.monotonic()))
 
-    def stopped(self) -> Verdict:
+    def stopped(self) -> AttemptResult:
         """The verdict where a stop was requested between two attempts: none is started."""
         view = self.history.attempts[-1]
         assert view.ended is not None  # noqa: S101 the caller saw it end
-        return Verdict(EndKind.STOPPED, *view.key, view.ended.to_step)
+        return AttemptResult(EndKind.STOPPED, *view.key, view.ended.to_step)
 
     def _already_started(self, view: AttemptView) -> bool:
         """Whether every agent has begun this attempt: it is adopted, not started again."""
@@ -522,7 +528,7 @@ class Run:
         # A supervisor that adopts an attempt reads its log from the beginning.
         recorded = self._writer.progress(view, progress)
         alerts = health.look(progress, view, self.history)
-        if any(isinstance(one, AlertRaised) and one.point is HealthPoint.HANG for one in alerts):
+        if any(isinstance(one, AlertRaised) and one.point is AlertKind.HANG for one in alerts):
             self._report_hang(view, progress)
         progress.events = [*recorded, *self._writer.record_events(view, alerts)]
         then(progress)

@@ -19,7 +19,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.exit_zero import good_end_text
-from perdure.training.supervisor.finishing import Verdict
+from perdure.training.supervisor.finishing import AttemptResult
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome, prepare
@@ -73,7 +73,7 @@ class RunSteps:
         """
         return self.run.check(placement).is_passed
 
-    def train(self, placement: Placement, data_manifest_key: str | None) -> Verdict:
+    def train(self, placement: Placement, data_manifest_key: str | None) -> AttemptResult:
         """Run at least one attempt on a placement. How the last one ended."""
         self.run.wait_to_restart(placement, self.stop_wanted)
         return self.run.attempt(
@@ -84,7 +84,7 @@ class RunSteps:
         )
 
 
-def conduct(steps: RunSteps, *, log: Log) -> RunEnd:
+def run_to_completion(steps: RunSteps, *, log: Log) -> RunEnd:
     """Bring a run that was taken from where its ledger stops to its end, and record that end.
 
     Args:
@@ -143,7 +143,7 @@ def _place(steps: RunSteps) -> Placement:
             return placement
 
 
-def _end_after(verdict: Verdict) -> RunEnd:
+def _end_after(verdict: AttemptResult) -> RunEnd:
     match verdict.kind:
         case EndKind.COMPLETED:
             step = verdict.step

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from perdure.training.config.job import Job
 from perdure.training.config.watch import HangAction
 from perdure.training.diagnosis.evidence import SilentRank
-from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.events import AlertKind
 from perdure.training.liveness.culprit import standstill_of
 from perdure.training.liveness.hang_limits import MIN_LIMIT_S, SilentOutputDetector
 from perdure.training.liveness.heartbeat import Phase
-from perdure.training.liveness.stalled_rank import LeftBehindDetector, RankOnTheWay
+from perdure.training.liveness.stalled_rank import LeftBehindDetector, StartingRank
 from perdure.training.supervisor.evidence import progress_of, silent_of
-from perdure.training.telemetry.alerts import Condition
+from perdure.training.telemetry.alerts import AlertCondition
 from perdure.training.wire.agent import AgentState, AgentStatus
 
 
@@ -58,7 +58,7 @@ PERIOD_S = 1.0
 
 
 @dataclass(slots=True)
-class GangCheck:
+class StallCheck:
     """Compares the ranks of one attempt.
 
     Attributes:
@@ -88,7 +88,7 @@ class GangCheck:
             return None
         return self._silent(statuses)
 
-    def hang_of(self, statuses: Collection[AgentStatus]) -> Condition | None:
+    def hang_of(self, statuses: Collection[AgentStatus]) -> AlertCondition | None:
         """The hang that is only to be reported, if there is one."""
         if self.job.watch.hang_action is not HangAction.ALERT:
             return None
@@ -100,8 +100,8 @@ class GangCheck:
         missing = standstill.missing if standstill is not None else ()
         line = f"{one.line}; {standstill.line}" if standstill is not None and missing else one.line
         culprit = missing[0] if len(missing) == 1 else None
-        return Condition(
-            HealthPoint.HANG,
+        return AlertCondition(
+            AlertKind.HANG,
             line,
             one.silent_s,
             one.limit_s,
@@ -120,7 +120,7 @@ class GangCheck:
             return None
         self._looked_s = now_s
         nodes: dict[int, str] = {}
-        ranks: list[RankOnTheWay] = []
+        ranks: list[StartingRank] = []
         for status in statuses:
             for one in _ranks(status):
                 nodes[one.rank] = status.node
@@ -136,12 +136,12 @@ class GangCheck:
         return SilentRank(found.rank, nodes[found.rank], found.late_s, found.limit_s, phase, why)
 
 
-def _ranks(status: AgentStatus) -> Iterator[RankOnTheWay]:
+def _ranks(status: AgentStatus) -> Iterator[StartingRank]:
     for worker in status.workers:
         pulse = worker.pulse
         if pulse is None or worker.exit_code is not None or worker.is_recovering:
             continue
-        yield RankOnTheWay(
+        yield StartingRank(
             rank=worker.rank,
             pid=worker.pid,
             phase=Phase[(worker.phase or Phase.START.name).upper()],

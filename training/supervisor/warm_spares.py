@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from perdure.training.config.job import Job
-from perdure.training.engines.base import ANY_NODE, Contact, Placement
+from perdure.training.engines.base import ANY_NODE, AgentEndpoint, Placement
 from perdure.training.engines.fleet import SILENT_AGENT_S, Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
@@ -142,7 +142,7 @@ class WarmSpares:
         free = sorted((one for one in nodes if one not in taken), key=placement.last.__contains__)
         return free[0] if free else None
 
-    def _look_at(self, name: str, contact: Contact, number: int, now_s: float) -> None:
+    def _look_at(self, name: str, contact: AgentEndpoint, number: int, now_s: float) -> None:
         one = self._known[name]
         if contact.address is not None and one.up_s is None:
             one.up_s = now_s
@@ -157,7 +157,7 @@ class WarmSpares:
         elif now_s - one.asked_s >= (ASK_S if self._is_done(one, now_s) else LOOK_S):
             self._ask(name, one, now_s)
 
-    def _why_end(self, one: _Spare, contact: Contact, number: int, now_s: float) -> str:
+    def _why_end(self, one: _Spare, contact: AgentEndpoint, number: int, now_s: float) -> str:
         """Why it is not to stand by any longer; empty: it may."""
         if number >= self._wanted:
             return "the job asks for fewer"
@@ -185,7 +185,7 @@ class WarmSpares:
         one.asked_s = now_s
         one.asked = order, self._standing_by.ask(name, order, timeout_s=timeout_s)
 
-    def _take_answer(self, name: str, contact: Contact, now_s: float) -> None:
+    def _take_answer(self, name: str, contact: AgentEndpoint, now_s: float) -> None:
         one = self._known[name]
         assert one.asked is not None  # noqa: S101 the caller looked
         (order, sent), one.asked = one.asked, None
@@ -203,7 +203,9 @@ class WarmSpares:
             one.is_told, self._retry_s = True, RETRY_S
             _log.info("%s stands by, ready to take a member", contact.node)
 
-    def _judge(self, name: str, contact: Contact, checks: Sequence[Check], now_s: float) -> None:
+    def _judge(
+        self, name: str, contact: AgentEndpoint, checks: Sequence[Check], now_s: float
+    ) -> None:
         verdict = verdict_of(checks)
         why = "; ".join(verdict.refused.values())
         if why:
@@ -215,7 +217,7 @@ class WarmSpares:
         for text in verdict.common:
             _log.warning("checked on %s, which stands by: %s", contact.node, text)
 
-    def _end(self, name: str, contact: Contact, why: str, now_s: float) -> None:
+    def _end(self, name: str, contact: AgentEndpoint, why: str, now_s: float) -> None:
         self._known.pop(name)
         self._standing_by.end([name])
         node = contact.node or "a node that is not known yet"

@@ -29,11 +29,11 @@ from perdure.training.supervisor.evidence import (
     silent_of,
     step_of,
 )
-from perdure.training.supervisor.exit_zero import CommandEnds, is_done, was_stopped
+from perdure.training.supervisor.exit_zero import CommandExitCheck, is_done, was_stopped
 from perdure.training.wire.agent import (
     AgentState,
     AgentStatus,
-    NodeText,
+    NodeLog,
     SavedCheckpoint,
     WorkerStatus,
 )
@@ -71,7 +71,7 @@ class AttemptEnd:
     proc_start_cnt: dict[str, int]
     last_step: int | None
     stepped_s: float | None = None
-    stacks: tuple[tuple[str, NodeText], ...] = ()
+    stacks: tuple[tuple[str, NodeLog], ...] = ()
     lived_s: float | None = None
     notes: tuple[str, ...] = ()
 
@@ -178,7 +178,7 @@ class _Noticed:
     snapshot: Snapshot
     refusal: str | None = None
     slow: SlowNode | None = None
-    stacks: tuple[tuple[str, NodeText], ...] = ()
+    stacks: tuple[tuple[str, NodeLog], ...] = ()
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
 
@@ -228,7 +228,7 @@ class AttemptWatch:
         on_progress: Callable[[Progress], None],
         restart_wanted: Callable[[], bool] = lambda: False,
         held_up_by: Callable[[Statuses], HeldUpBy | None] = lambda _statuses: None,
-        command_ends: CommandEnds | None = None,
+        command_ends: CommandExitCheck | None = None,
         moving: Callable[[Snapshot, Progress], frozenset[str]] = lambda _look, _seen: frozenset(),
     ) -> None:
         self._fleet = fleet

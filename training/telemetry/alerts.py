@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, median, pstdev
 
 from perdure.training.config.watch import WatchSpec
-from perdure.training.journal.events import AlertRaised, HealthPoint, StepRecord
+from perdure.training.journal.events import AlertKind, AlertRaised, StepRecord
 from perdure.training.wire.node import NodeSample
 
-Key = tuple[HealthPoint, str | None, int | None]
+Key = tuple[AlertKind, str | None, int | None]
 
 LOSS_WINDOW = 50
 MIN_STEPS = 10  # before their mean is worth a comparison
@@ -31,7 +31,7 @@ MIN_WINDOW_STEPS = 5
 MIN_CHECKPOINT_AGE_S = 60.0
 CLEAR_S = 30.0
 # A rank that steps again hangs no more; what wavers has to stay inside its limits for a while.
-_CLEAR_S = {HealthPoint.HANG: 3.0}
+_CLEAR_S = {AlertKind.HANG: 3.0}
 # How long a point has to be out of its limits; what is not here is raised at once. A window of
 # ranks' waiting is itself some seconds long.
 HOLD_WINDOWS = 3
@@ -59,14 +59,14 @@ class RankSample:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class AlertCondition:
     """A point that is out of its limits.
 
     Attributes:
         holds_s: how long it has to stay so until it is raised.
     """
 
-    point: HealthPoint
+    point: AlertKind
     text: str
     value: float
     limit: float
@@ -96,13 +96,13 @@ class RunSample:
     ranks: Sequence[RankSample] = ()
     steps: Sequence[StepRecord] = ()
     commits_s: Sequence[float] = ()
-    hang: Condition | None = None
+    hang: AlertCondition | None = None
     retries: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
-def key_of(about: Condition | AlertRaised) -> Key:
+def key_of(about: AlertCondition | AlertRaised) -> Key:
     """What it is about; a straggler stays one when the rank does, a hang whoever reports it."""
-    if about.point is HealthPoint.HANG:
+    if about.point is AlertKind.HANG:
         return about.point, None, None
     return about.point, about.node, about.rank if about.rank is not None else about.device
 
@@ -111,12 +111,12 @@ def key_of(about: Condition | AlertRaised) -> Key:
 class Changes:
     """What a sample has changed."""
 
-    raised: tuple[Condition, ...] = ()
+    raised: tuple[AlertCondition, ...] = ()
     cleared: tuple[Key, ...] = ()
 
 
 @dataclass(slots=True)
-class HealthPoints:
+class AlertMonitor:
     """Remembers what is out of its limits since when.
 
     Attributes:
@@ -134,7 +134,7 @@ class HealthPoints:
     _window: tuple[float, dict[int, RankSample]] | None = None
     _late: dict[int, int] = field(default_factory=dict)
     _starved: dict[int, int] = field(default_factory=dict)
-    _of_window: tuple[Condition, ...] = ()
+    _of_window: tuple[AlertCondition, ...] = ()
 
     def update(self, run: RunSample) -> Changes:
         """Compare a new sample of the run with the limits."""
@@ -157,7 +157,7 @@ class HealthPoints:
     def _is_over(self, key: Key, now_s: float) -> bool:
         return now_s - self._seen_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
 
-    def _conditions(self, run: RunSample) -> Iterator[Condition]:
+    def _conditions(self, run: RunSample) -> Iterator[AlertCondition]:
         if run.hang is not None:
             yield run.hang
         trains = any(rank.phase == "step" for rank in run.ranks)
@@ -173,7 +173,7 @@ class HealthPoints:
         else:
             yield from (one for one in self._of_window if key_of(one) in self.open)
 
-    def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[Condition]:
+    def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
         for one in steps:
             yield from self._of_loss(one)
             if one.step_s > 0:
@@ -188,9 +188,9 @@ class HealthPoints:
         limit_s = self.spec.step_slow_ratio * usual_s
         if now_s > limit_s:
             text = f"steps take {now_s:.3g} s, {usual_s:.3g} s before"
-            yield Condition(HealthPoint.STEP_SLOW, text, now_s, limit_s, step=self._step)
+            yield AlertCondition(AlertKind.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
-    def _of_loss(self, one: StepRecord) -> Iterator[Condition]:
+    def _of_loss(self, one: StepRecord) -> Iterator[AlertCondition]:
         if one.loss is None:
             return
         losses, limit = self._losses, math.inf
@@ -202,7 +202,7 @@ class HealthPoints:
             return
         text = f"loss {one.loss:.4g} at step {one.step}, {mean:.4g} on average before"
         value = one.loss if math.isfinite(one.loss) else -1.0  # JSON knows no NaN
-        yield Condition(HealthPoint.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=one.step)
+        yield AlertCondition(AlertKind.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=one.step)
 
     def _take_window(self, run: RunSample) -> bool:
         """Compare the ranks over some seconds and steps; whether a window has ended."""
@@ -224,7 +224,7 @@ class HealthPoints:
 
     def _of_stragglers(
         self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
-    ) -> Iterator[Condition]:
+    ) -> Iterator[AlertCondition]:
         """The rank that waits least for the others, when they wait for it."""
         if len(ranks) < 2:
             return
@@ -238,13 +238,11 @@ class HealthPoints:
                 f"rank {last} on {ranks[last].node} is later than the others by "
                 f"{behind:.0%} of every step"
             )
-            yield _about(
-                HealthPoint.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last]
-            )
+            yield _about(AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last])
 
     def _of_data(
         self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
-    ) -> Iterator[Condition]:
+    ) -> Iterator[AlertCondition]:
         """Ranks that wait for their loader; of many the one that waits longest."""
         shares = {rank: (one.data_s - before[rank].data_s) / took_s for rank, one in ranks.items()}
         worst = max(shares, key=lambda rank: shares[rank])
@@ -257,11 +255,13 @@ class HealthPoints:
                 f"rank {worst} on {ranks[worst].node} waits for data {shares[worst]:.0%} of the "
                 f"time; {many} of {len(shares)} ranks do so too often"
             )
-            yield _about(HealthPoint.DATA_STARVED, text, shares[worst], limit, ranks[worst])
+            yield _about(AlertKind.DATA_STARVED, text, shares[worst], limit, ranks[worst])
 
 
-def _about(point: HealthPoint, text: str, value: float, limit: float, one: RankSample) -> Condition:
-    return Condition(
+def _about(
+    point: AlertKind, text: str, value: float, limit: float, one: RankSample
+) -> AlertCondition:
+    return AlertCondition(
         point, text, value, limit, node=one.node, rank=one.rank, device=one.device, step=one.step
     )
 
@@ -275,46 +275,48 @@ def _same_lives(before: Mapping[int, RankSample], now: Mapping[int, RankSample])
 
 def _of_devices(
     spec: WatchSpec, node: str, sample: NodeSample, *, trains: bool
-) -> Iterator[Condition]:
+) -> Iterator[AlertCondition]:
     for one in sample.devices:
         used, full = one.utilisation_percent, one.memory_percent
         where = f"device {one.index} on {node}"
         if trains and used is not None and used < spec.utilisation_low_percent:
-            yield Condition(
-                HealthPoint.UTILISATION_LOW, f"{where} is used {used:.0f} %", used,
+            yield AlertCondition(
+                AlertKind.UTILISATION_LOW, f"{where} is used {used:.0f} %", used,
                 spec.utilisation_low_percent, node=node, device=one.index, holds_s=spec.low_for_s,
             )  # fmt: skip
         if full is not None and full > spec.memory_high_percent:
-            yield Condition(
-                HealthPoint.MEMORY_HIGH, f"memory of {where} is {full:.0f} % full", full,
+            yield AlertCondition(
+                AlertKind.MEMORY_HIGH, f"memory of {where} is {full:.0f} % full", full,
                 spec.memory_high_percent, node=node, device=one.index,
             )  # fmt: skip
         if one.is_ill:
             codes = f", codes {', '.join(one.error_codes)}" if one.error_codes else ""
-            yield Condition(
-                HealthPoint.DEVICE_UNHEALTHY, f"health of {where} is {one.health}{codes}", 1.0, 0.0,
+            yield AlertCondition(
+                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {one.health}{codes}", 1.0, 0.0,
                 node=node, device=one.index,
             )  # fmt: skip
         if one.link_is_up is False:
-            yield Condition(
-                HealthPoint.LINK_DOWN, f"the network port of {where} is down", 1.0, 0.0,
+            yield AlertCondition(
+                AlertKind.LINK_DOWN, f"the network port of {where} is down", 1.0, 0.0,
                 node=node, device=one.index,
             )  # fmt: skip
 
 
-def _of_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[Condition]:
+def _of_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertCondition]:
     """Stays for the whole attempt: a link that broke once is worth another look."""
     for (node, rank), count in retries.items():
         times = "once" if count == 1 else f"{count} times"
         text = f"HCCL sent an operator of rank {rank} on {node} again, successfully, {times}"
-        yield Condition(HealthPoint.LINK_RETRIED, text, float(count), 0.0, node=node, rank=rank)
+        yield AlertCondition(AlertKind.LINK_RETRIED, text, float(count), 0.0, node=node, rank=rank)
 
 
-def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[Condition]:
+def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCondition]:
     free = sample.host.disk_free_percent
     if free is not None and free < spec.disk_free_low_percent:
         text = f"{free:.1f} % of the disk of {node} is free"
-        yield Condition(HealthPoint.DISK_FILLING, text, free, spec.disk_free_low_percent, node=node)
+        yield AlertCondition(
+            AlertKind.DISK_FILLING, text, free, spec.disk_free_low_percent, node=node
+        )
 
 
 def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
@@ -327,7 +329,7 @@ def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], lis
     return list(steps_s), []
 
 
-def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[Condition]:
+def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
     """The vote's time at the rank that came last to it, which waited for no other."""
     voted = [one.latency_s for one in ranks if one.latency_s > 0]
     if len(voted) < len(ranks) or not voted:
@@ -335,12 +337,12 @@ def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[Condit
     value_ms = 1000 * min(voted)
     if value_ms > spec.latency_high_ms:
         text = f"the smallest collective of a step takes {value_ms:.0f} ms"
-        yield Condition(
-            HealthPoint.LATENCY_HIGH, text, value_ms, spec.latency_high_ms, holds_s=LATENCY_HOLD_S
+        yield AlertCondition(
+            AlertKind.LATENCY_HIGH, text, value_ms, spec.latency_high_ms, holds_s=LATENCY_HOLD_S
         )
 
 
-def _of_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[Condition]:
+def _of_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[AlertCondition]:
     between = [b - a for a, b in zip(run.commits_s, run.commits_s[1:], strict=False)]
     if not between:
         return
@@ -348,4 +350,4 @@ def _of_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[Condition]:
     limit_s = max(MIN_CHECKPOINT_AGE_S, spec.checkpoint_age_ratio * usual_s)
     if age_s > limit_s:
         text = f"the newest checkpoint is {age_s:.0f} s old, {usual_s:.0f} s are usual"
-        yield Condition(HealthPoint.CHECKPOINT_OLD, text, age_s, limit_s)
+        yield AlertCondition(AlertKind.CHECKPOINT_OLD, text, age_s, limit_s)

@@ -209,7 +209,7 @@ class StacksQuery(FrozenModel):
     op: Literal["stacks"] = "stacks"
 
 
-class GreetQuery(FrozenModel):
+class ClockQuery(FrozenModel):
     """Ask for the node's clock, and for a port of it that is free."""
 
     op: Literal["greet"] = "greet"
@@ -309,7 +309,7 @@ Order = Annotated[
     | EvidenceQuery
     | StacksQuery
     | CollectOrder
-    | GreetQuery
+    | ClockQuery
     | DevicesQuery
     | CheckOrder
     | SavedQuery
@@ -553,7 +553,7 @@ class AgentStatus(FrozenModel):
         return self.state in (AgentState.ENDED, AgentState.IDLE)
 
 
-class NodeText(FrozenModel):
+class NodeLog(FrozenModel):
     """Text of a node that is no worker's output.
 
     Attributes:
@@ -578,7 +578,7 @@ class AgentReply(FrozenModel):
     text: str | None = None
     offset: int | None = None
     logs: tuple[WorkerLog, ...] = ()
-    texts: tuple[NodeText, ...] = ()
+    texts: tuple[NodeLog, ...] = ()
     pieces: tuple[LogPiece, ...] = ()
     checks: tuple[Check, ...] = ()
     healing: HealReply | None = None

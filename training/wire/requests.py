@@ -97,7 +97,7 @@ def write_control(
     return control
 
 
-def take_back(store: ObjectStore, run_id: str) -> None:
+def clear_requests(store: ObjectStore, run_id: str) -> None:
     """Withdraw the request.
 
     Raises:

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from perdure.training.errors import EngineError
-from perdure.training.wire.agent import AgentReply, CheckOrder, GreetQuery
+from perdure.training.wire.agent import AgentReply, CheckOrder, ClockQuery
 from perdure.training.wire.node import CheckOutcome
 from tests.unit.agent.conftest import Container, job_text
 from tests.waiting import wait_for
@@ -52,7 +52,7 @@ def checkers(container: Container) -> list[psutil.Process]:
 
 
 def test_a_node_reports_its_clock_and_a_free_port(shared):
-    reply = shared.call(GreetQuery())
+    reply = shared.call(ClockQuery())
     assert reply.at_s > 0
     assert 1024 <= reply.port <= 65535
 

@@ -13,7 +13,11 @@ import pytest
 
 from perdure.storage.local import LocalStore
 from perdure.training.commands.checkpoint_store import Save, stored_saves
-from perdure.training.commands.checkpoint_watch import SavedWatch, have_resumed, saved_reply
+from perdure.training.commands.checkpoint_watch import (
+    CommandCheckpointWatcher,
+    fetch_resume_checkpoint,
+    saved_reply,
+)
 from perdure.training.config.job import parse_job
 from perdure.training.wire.agent import SavedQuery
 from tests.jobs import job_document
@@ -21,11 +25,11 @@ from tests.unit.agent.conftest import start_order
 from tests.values import not_none
 
 
-def watch(folder: Path, **spec: Any) -> SavedWatch:
+def watch(folder: Path, **spec: Any) -> CommandCheckpointWatcher:
     where = {"kind": "glob", "path": "${OUT}/step-*.bin", "settle_s": 10.0, **spec}
     own = json.dumps(job_document(worker={"command": ["true"], "checkpoints": where}))
     order = start_order(folder, "true", is_command=True, job=own)
-    watched = not_none(SavedWatch.of(order, 0, {"OUT": str(folder)}))
+    watched = not_none(CommandCheckpointWatcher.of(order, 0, {"OUT": str(folder)}))
     watched.look()
     return watched
 
@@ -37,7 +41,7 @@ def save(folder: Path, step: int, *, age_s: float = 60.0) -> Path:
     return path
 
 
-def told(watched: SavedWatch) -> list[int]:
+def told(watched: CommandCheckpointWatcher) -> list[int]:
     watched.look()
     return [one.step for one in watched.newest]
 
@@ -132,5 +136,5 @@ def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, nam
         tmp_path, "true", is_command=True, job=json.dumps(document), num_nodes=1, attempt=2,
         resume_step=10, resume_attempt=(1, 1),
     )  # fmt: skip
-    have_resumed(order, 0, {})
+    fetch_resume_checkpoint(order, 0, {})
     assert file.read_bytes() == b"weights", "it is there, and nothing is brought"

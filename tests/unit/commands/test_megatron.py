@@ -21,7 +21,7 @@ from perdure.training.commands import checkpoint_watch as saved_checkpoints
 from perdure.training.commands import megatron as saved_parts
 from perdure.training.commands.checkpoint_layouts import Saved, find_parts
 from perdure.training.commands.checkpoint_store import Save, store_saved, stored_saves
-from perdure.training.commands.checkpoint_watch import SavedWatch, saved_reply
+from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, saved_reply
 from perdure.training.commands.megatron import make_ready
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import SavedQuery, StartOrder
@@ -332,7 +332,7 @@ def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
     assert second.told() == set()
 
 
-def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWatch:
+def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> CommandCheckpointWatcher:
     where = {"kind": "megatron", "path": str(node.root), "upload": True, **spec}
     document = job_document(
         worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$PERDURE_NODE"}},
@@ -343,7 +343,7 @@ def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> SavedWat
         node.root, "true", is_command=True, job=json.dumps(document),
         placement=placement, attempt=number,
     )  # fmt: skip
-    watched = not_none(SavedWatch.of(order, node.member, {"PERDURE_NODE": ""}))
+    watched = not_none(CommandCheckpointWatcher.of(order, node.member, {"PERDURE_NODE": ""}))
     watched.look()
     return watched
 
@@ -513,7 +513,7 @@ def test_a_part_that_was_never_seen_is_not_none_where_others_of_the_attempt_were
     assert stored_saves(store, "run") == {Save(20, FIRST): [0]}
 
 
-def at_the_end(watched: SavedWatch, store: LocalStore) -> threading.Thread:
+def at_the_end(watched: CommandCheckpointWatcher, store: LocalStore) -> threading.Thread:
     """Its node puts what it has saved last into the store, as the attempt has ended."""
     watched.finish()
     ending = threading.Thread(target=watched.upload_last, args=(store,))

@@ -9,8 +9,8 @@ from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.ending import (
     LAST_WITHIN_S,
     SHORT_CODE,
-    BadEnd,
     Count,
+    FalseSuccess,
     Output,
     again_short,
     count_in,
@@ -199,23 +199,23 @@ def test_short_is_what_the_next_step_to_be_shown_would_not_reach(count, is_short
     assert count.is_short == is_short
 
 
-def end(log: str, bad: BadEnd) -> WorkerEnd:
+def end(log: str, bad: FalseSuccess) -> WorkerEnd:
     return WorkerEnd(0, "node-0", 0, 0, 10.0, log=log, bad_end=bad)
 
 
-def cause(log: str, bad: BadEnd) -> Fault:
+def cause(log: str, bad: FalseSuccess) -> Fault:
     return diagnose(Evidence(at_s=100.0, step=40, workers=[end(log, bad)])).fault
 
 
 def test_a_hidden_crash_has_the_fault_that_its_output_shows_and_the_way_to_show_it():
-    fault = cause(STEPS + TRACEBACK + summary(), BadEnd("ChildFailedError"))
+    fault = cause(STEPS + TRACEBACK + summary(), FalseSuccess("ChildFailedError"))
     assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, RAISED)
     assert "set -o pipefail" in fault.explanation
-    killed = cause(STEPS + summary(-9), BadEnd("ChildFailedError"))
+    killed = cause(STEPS + summary(-9), FalseSuccess("ChildFailedError"))
     assert killed.fault_class is FaultClass.NATIVE_CRASH
     assert "counts no kill for memory" in killed.explanation
     assert "who sent SIGKILL" in killed.action
-    unknown = cause("odd", BadEnd("odd"))
+    unknown = cause("odd", FalseSuccess("odd"))
     assert (unknown.fault_class, unknown.evidence) == (FaultClass.UNKNOWN, "odd")
 
 
@@ -239,7 +239,7 @@ def test_who_ends_at_the_same_step_again_means_to():
     again = again_short(fault(150), fault(150))
     assert again.fault_class is FaultClass.USER_CODE_ERROR
     assert again.user_fault
-    crash = cause(TRACEBACK, BadEnd(RAISED))
+    crash = cause(TRACEBACK, FalseSuccess(RAISED))
     assert again_short(crash, crash) == crash
 
 
@@ -247,7 +247,7 @@ def test_a_session_that_exits_before_its_target_is_the_programs_fault():
     text = early_end(6, 30)
     assert text is not None
     assert "step 6 of 30" in text
-    fault = cause(STEPS, BadEnd(text, FaultClass.USER_CODE_ERROR))
+    fault = cause(STEPS, FalseSuccess(text, FaultClass.USER_CODE_ERROR))
     assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, text)
     assert early_end(30, 30) is early_end(31, 30) is None
     assert "step 0 of 30" in str(early_end(-1, 30))

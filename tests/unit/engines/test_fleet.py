@@ -14,7 +14,7 @@ import pytest
 from perdure.training.agent.control import control_server
 from perdure.training.config.drill import Victim
 from perdure.training.engines import fleet as fleet_module
-from perdure.training.engines.base import Contact, Placement
+from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.recovery.healing import HealPlan
@@ -25,7 +25,7 @@ from perdure.training.wire.agent import (
     AgentStatus,
     AssignOrder,
     KillOrder,
-    NodeText,
+    NodeLog,
     Request,
     ShownStep,
     StartOrder,
@@ -96,9 +96,9 @@ class Containers:
     capabilities = frozenset(Rung)
     poll_s = 0.0
 
-    def __init__(self, contacts: Mapping[int, Contact]) -> None:
+    def __init__(self, contacts: Mapping[int, AgentEndpoint]) -> None:
         self.now = dict(contacts)
-        self.spares: dict[str, Contact] = {}
+        self.spares: dict[str, AgentEndpoint] = {}
         self.taken: list[tuple[str, ...]] = []
         self.sees_agents = True
 
@@ -117,7 +117,7 @@ class Containers:
     def stand_by(self, placement: Placement, node: str) -> None:
         """None is made."""
 
-    def standing_by(self) -> Mapping[str, Contact]:
+    def standing_by(self) -> Mapping[str, AgentEndpoint]:
         return self.spares
 
     def dismiss(self, names: Collection[str]) -> None:
@@ -126,13 +126,13 @@ class Containers:
     def adopt(self, placement: Placement) -> frozenset[int]:
         return frozenset(self.now)
 
-    def contacts(self) -> Mapping[int, Contact]:
+    def contacts(self) -> Mapping[int, AgentEndpoint]:
         return self.now
 
     inventory = contacts
 
-    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:
-        return [(c.node, NodeText(name="platform", text=f"{since_s:g}")) for c in self.now.values()]
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:
+        return [(c.node, NodeLog(name="platform", text=f"{since_s:g}")) for c in self.now.values()]
 
     def end(self) -> None:
         self.now = {}
@@ -157,9 +157,11 @@ def black_hole() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture
 def containers(agents, black_hole) -> Containers:
-    def contact(index: int) -> Contact:
+    def contact(index: int) -> AgentEndpoint:
         at = (f"127.0.1.{index + 1}", agents.server.port)
-        return Contact(f"node-{index}", TOKEN, black_hole if index == BLACK_HOLE else at, "host")
+        return AgentEndpoint(
+            f"node-{index}", TOKEN, black_hole if index == BLACK_HOLE else at, "host"
+        )
 
     return Containers({index: contact(index) for index in range(NUM_MEMBERS)})
 
@@ -317,7 +319,7 @@ def test_an_answer_from_before_a_stop_says_nothing_after_it(fleet, containers, a
 
 def test_a_container_that_is_gone_is_lost_at_once(fleet, containers):
     gone = containers.now[5]
-    containers.now = {5: Contact(gone.node, TOKEN, None, gone.host)}
+    containers.now = {5: AgentEndpoint(gone.node, TOKEN, None, gone.host)}
     assert fleet.poll().lost == ("node-5",)
     with pytest.raises(AgentUnreachable, match="the agent of node-5 is gone"):
         fleet.heal("node-5", HEAL)
@@ -407,8 +409,8 @@ def test_a_run_that_is_no_drill_says_so_and_a_member_that_is_not_there_is_not_hi
 
 def test_what_the_platform_reports_is_known_of_nodes_without_an_agent_too(fleet, containers):
     gone = containers.now[5]
-    containers.now = {5: Contact(gone.node, TOKEN, None, gone.host)}
-    assert fleet.texts(100, since_s=7.0) == [("node-5", NodeText(name="platform", text="7"))]
+    containers.now = {5: AgentEndpoint(gone.node, TOKEN, None, gone.host)}
+    assert fleet.texts(100, since_s=7.0) == [("node-5", NodeLog(name="platform", text="7"))]
 
 
 def test_a_node_that_joins_costs_one_request_to_the_first_member_and_one_to_itself(

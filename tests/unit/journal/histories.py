@@ -7,10 +7,10 @@ from typing import Any
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import (
     AlertCleared,
+    AlertKind,
     AlertRaised,
     BatchSkipped,
     CheckpointDamaged,
-    HealthPoint,
     LedgerEvent,
     ProgramNotice,
 )
@@ -18,14 +18,14 @@ from perdure.training.journal.history import RunHistory, replay
 from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
+    AttemptEventRecorded,
     AttemptStarted,
-    Decided,
-    EventSeen,
+    DecisionMade,
     FirstStep,
     Member,
-    Placed,
+    PlacementCreated,
     RunCreated,
-    SupervisorTook,
+    SupervisorAcquired,
 )
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryBegan
@@ -82,16 +82,16 @@ SKIPPED = BatchSkipped(
 )  # fmt: skip
 NOTICED = ProgramNotice(at_s=1.5, number=1, text="divides twice")
 HOT = AlertRaised(
-    at_s=40.0, number=1, point=HealthPoint.MEMORY_HIGH, text="memory at 98 %", value=98.0,
+    at_s=40.0, number=1, point=AlertKind.MEMORY_HIGH, text="memory at 98 %", value=98.0,
     limit=95.0, node="node-1", device=3, step=20,
 )  # fmt: skip
 COOLED = AlertCleared(at_s=52.5, number=1)
 
 
-def placed(number: int = 1, num_nodes: int = 2, *, at_s: float = 0.0) -> Placed:
+def placed(number: int = 1, num_nodes: int = 2, *, at_s: float = 0.0) -> PlacementCreated:
     """A placement on the first nodes."""
     members = tuple(Member(index=n, node=f"node-{n}", schedule_cnt=1) for n in range(num_nodes))
-    return Placed(at_s=at_s, epoch=1, placement=number, members=members, avoid=())
+    return PlacementCreated(at_s=at_s, epoch=1, placement=number, members=members, avoid=())
 
 
 def started(attempt: int = 1, from_step: int = 10, *, at_s: float = 0.0) -> AttemptStarted:
@@ -113,19 +113,20 @@ def over(attempt: int = 1, outcome: str = "failed", **changes: Any) -> AttemptEn
 
 def decided(
     attempt: int = 1, rung: Rung = Rung.IN_PLACE_RESTART, isolate: str | None = None
-) -> Decided:
+) -> DecisionMade:
     decision = Decision(rung, isolate, reason_of(CRASH, rung))
-    return Decided(**NOW, placement=1, attempt=attempt, decision=decision)
+    return DecisionMade(**NOW, placement=1, attempt=attempt, decision=decision)
 
 
 def seen(*events: LedgerEvent, attempt: int = 1) -> list[AnyRecord]:
     """Records of an attempt's events."""
     return [
-        EventSeen(at_s=one.at_s, epoch=1, placement=1, attempt=attempt, event=one) for one in events
+        AttemptEventRecorded(at_s=one.at_s, epoch=1, placement=1, attempt=attempt, event=one)
+        for one in events
     ]
 
 
-TAKEN = SupervisorTook(**NOW, supervisor="a", host="h", pid=1)
+TAKEN = SupervisorAcquired(**NOW, supervisor="a", host="h", pid=1)
 BEGINNING: tuple[AnyRecord, ...] = (TAKEN, RunCreated(**NOW, job={}), placed(), started())
 END: tuple[AnyRecord, ...] = (over(), decided())
 

@@ -12,8 +12,8 @@ from perdure.training.journal.history import RunHistory, replay
 from perdure.training.journal.records import (
     RECORD,
     AnyRecord,
-    CheckpointSeen,
-    EventSeen,
+    AttemptEventRecorded,
+    CheckpointRecorded,
     NodeRefused,
     NodeReleased,
     RunEnded,
@@ -40,12 +40,12 @@ from tests.unit.journal.histories import (
 DAY_S = 86_400.0
 
 
-def seen(event: LedgerEvent, attempt: int = 1) -> EventSeen:
-    return EventSeen(**NOW, placement=1, attempt=attempt, event=event)
+def seen(event: LedgerEvent, attempt: int = 1) -> AttemptEventRecorded:
+    return AttemptEventRecorded(**NOW, placement=1, attempt=attempt, event=event)
 
 
-def committed(step: int, attempt: int = 1) -> CheckpointSeen:
-    return CheckpointSeen(**NOW, placement=1, attempt=attempt, step=step)
+def committed(step: int, attempt: int = 1) -> CheckpointRecorded:
+    return CheckpointRecorded(**NOW, placement=1, attempt=attempt, step=step)
 
 
 def failed(

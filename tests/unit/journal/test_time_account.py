@@ -16,16 +16,16 @@ from perdure.training.journal.history import RunHistory, replay
 from perdure.training.journal.records import (
     AnyRecord,
     AttemptEnded,
+    AttemptEventRecorded,
     AttemptStarted,
-    Decided,
-    EventSeen,
+    DecisionMade,
     FirstStep,
     Member,
-    Placed,
+    PlacementCreated,
     RunCreated,
     RunEnded,
     RungFailed,
-    SupervisorTook,
+    SupervisorAcquired,
 )
 from perdure.training.journal.time_account import (
     MEANING,
@@ -68,11 +68,18 @@ class Story:
         self._write(build, at_s, placement=placement, attempt=attempt, **fields)
 
     def took(self, at_s: float) -> None:
-        self._write(SupervisorTook, at_s, supervisor="a", host="h", pid=1)
+        self._write(SupervisorAcquired, at_s, supervisor="a", host="h", pid=1)
 
     def placed(self, at_s: float, *, placement: int = 1, waited_s: float = 0.0) -> None:
         members = (Member(index=0, node="node-0", schedule_cnt=1),)
-        self._write(Placed, at_s, placement=placement, members=members, avoid=(), waited_s=waited_s)
+        self._write(
+            PlacementCreated,
+            at_s,
+            placement=placement,
+            members=members,
+            avoid=(),
+            waited_s=waited_s,
+        )
         self.key = (placement, 0)
 
     def started(self, at_s: float, from_step: int = 0) -> None:
@@ -93,7 +100,9 @@ class Story:
     ) -> None:  # fmt: skip
         self._ended(at_s, "failed", fault(fault_s), noticed_s, stepped_s, to_step)
         if rung is not None:
-            self._write_of_attempt(Decided, at_s, decision=Decision(rung, None, "native_crash"))
+            self._write_of_attempt(
+                DecisionMade, at_s, decision=Decision(rung, None, "native_crash")
+            )
 
     def stopped(self, at_s: float) -> None:
         self._ended(at_s, "stopped", None, None, None)
@@ -114,7 +123,7 @@ class Story:
         )  # fmt: skip
 
     def seen(self, event) -> None:
-        self._write_of_attempt(EventSeen, event.at_s, event=event)
+        self._write_of_attempt(AttemptEventRecorded, event.at_s, event=event)
 
     def ended(self, at_s: float, outcome: str = "completed") -> None:
         self._write(RunEnded, at_s, outcome=outcome, message="")

@@ -11,13 +11,13 @@ from perdure.training.liveness.stalled_rank import (
     FACTOR,
     LeftBehind,
     LeftBehindDetector,
-    RankOnTheWay,
+    StartingRank,
 )
 from tests.values import not_none
 
 BEGAN_S = 1000.0
 LEAST_S = 60.0
-AWAY = RankOnTheWay(
+AWAY = StartingRank(
     rank=2,
     pid=102,
     phase=Phase.RESTORE,
@@ -39,7 +39,7 @@ def detector(**changes) -> LeftBehindDetector:
 
 
 def look(
-    found: LeftBehindDetector, late: RankOnTheWay, others: RankOnTheWay, at_s: float
+    found: LeftBehindDetector, late: StartingRank, others: StartingRank, at_s: float
 ) -> LeftBehind | None:
     """One look at four ranks, of which one is late."""
     ranks = [late if n == late.rank else replace(others, rank=n, pid=100 + n) for n in range(4)]

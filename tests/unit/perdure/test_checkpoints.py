@@ -18,7 +18,7 @@ from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore, shard_name
 from perdure.training.config.job import parse_job
 from perdure.training.errors import InputError
-from perdure.training.journal.records import CheckpointSeen, RunCreated
+from perdure.training.journal.records import CheckpointRecorded, RunCreated
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.run import Run
 from tests.jobs import job_document
@@ -298,7 +298,7 @@ def test_what_a_command_has_saved_itself_is_listed_with_what_is_still_there(tmp_
     run = Run(job, home=perdure_home)
     created = RunCreated(**NOW, job=document)
     saves = [
-        CheckpointSeen(
+        CheckpointRecorded(
             **NOW, placement=1, attempt=1, step=step, path=f"{out}/step-{step}.bin", size_bytes=3,
             written_s=100.0 + step,
         )

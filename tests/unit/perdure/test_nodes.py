@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.events import AlertKind
 from perdure.training.journal.records import NodeRefused
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.job_registry import remember_job
@@ -16,7 +16,7 @@ from tests.unit.journal.histories import BEGINNING, HOT, NOW, decided, over, see
 from tests.unit.perdure.commands import append, error_line, perdure
 
 ISOLATED = (over(1), decided(1, Rung.POD_RESCHEDULE, isolate="node-1"))
-SLOW = HOT.model_copy(update={"point": HealthPoint.STRAGGLER})
+SLOW = HOT.model_copy(update={"point": AlertKind.STRAGGLER})
 REFUSED = NodeRefused(**NOW, placement=1, node="node-2", why="devices: device 0: Alarm")
 
 

@@ -18,7 +18,7 @@ from perdure.storage.errors import StorageError
 from perdure.training.config.job import parse_job
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import CheckpointRestored, StepRecord
-from perdure.training.journal.records import CheckpointSeen, RunCreated, RunEnded
+from perdure.training.journal.records import CheckpointRecorded, RunCreated, RunEnded
 from perdure.training.journal.steps import metrics_prefix
 from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.observing import AttemptSnapshot
@@ -51,7 +51,7 @@ from tests.unit.journal.histories import (
 from tests.unit.perdure.commands import append, perdure, shown
 
 STEP = StepRecord(1, 2.0, 1.0, 1e-3, 12_000.0, None, 1.0, 0.5, 8, 0, 1, 1)
-SAVED = CheckpointSeen(**NOW, placement=1, attempt=1, step=10)
+SAVED = CheckpointRecorded(**NOW, placement=1, attempt=1, step=10)
 
 
 @pytest.fixture

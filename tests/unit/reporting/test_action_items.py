@@ -6,7 +6,7 @@ from perdure.training.journal.history import RunHistory, replay
 from perdure.training.journal.records import AnyRecord, RunCreated, RunEnded
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.reporting.action_items import NeedKind, NeedsYou, attention, spares_of
+from perdure.training.reporting.action_items import ActionItems, NeedKind, attention, spares_of
 from tests.unit.journal.histories import (
     BEGINNING,
     HOT,
@@ -25,7 +25,7 @@ def history_of(*records: AnyRecord) -> RunHistory:
     return replay([first, WITH_A_SPARE, *rest, *records])
 
 
-def needs(*records: AnyRecord, spares: list[str] | None) -> NeedsYou:
+def needs(*records: AnyRecord, spares: list[str] | None) -> ActionItems:
     return attention("small", history_of(*records), spares=spares)
 
 

@@ -136,7 +136,7 @@ def test_every_ranks_share_belongs_to_the_checkpoint(bench):
     assert bench.checkpoints.verify(10) == []
 
 
-def let_go(bench: Bench, client: CheckpointClient) -> None:
+def release_retired(bench: Bench, client: CheckpointClient) -> None:
     """Close a connection, and wait until the checkpoint server has noticed."""
     client.close()
     while any(slot.state is SlotState.COPYING for slot in bench.checkpoint_server._slots._all()):
@@ -145,12 +145,12 @@ def let_go(bench: Bench, client: CheckpointClient) -> None:
 
 def test_what_is_mapped_once_is_used_again(bench, client):
     first = client.reserve(0, 5000)
-    let_go(bench, client)
+    release_retired(bench, client)
     again = client.reserve(0, 4000)
     assert first is not None
     assert again is not None
     assert again.memory is first.memory
-    let_go(bench, client)
+    release_retired(bench, client)
     grown = client.reserve(0, 9000)
     assert grown is not None
     assert (grown.number, len(grown.memory)) == (first.number, 9000)

@@ -7,20 +7,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import Contact, Greeting, Placement, Snapshot
+from perdure.training.engines.base import AgentEndpoint, ClockProbe, Placement, Snapshot
 from perdure.training.errors import AgentUnreachable, NoCapacity
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.journal.records import Member
 from perdure.training.recovery.healing import Act, ActDone
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run import Run
-from perdure.training.supervisor.runbook import RunSteps, conduct
+from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import (
     AgentState,
     AgentStatus,
     CheckOrder,
-    NodeText,
+    NodeLog,
     StartOrder,
     WorkerStatus,
 )
@@ -72,7 +72,7 @@ class Cluster:
 class NothingStandsBy:
     """Of a fleet that has no room for containers that stand by."""
 
-    def contacts(self) -> Mapping[str, Contact]:
+    def contacts(self) -> Mapping[str, AgentEndpoint]:
         return {}
 
     def start(self, placement: Placement, node: str) -> None:
@@ -137,10 +137,10 @@ class FakeFleet:
             i for i, (m, _) in self.cluster.members.items() if m.node not in self.cluster.lost
         )
 
-    def greet(self) -> dict[int, Greeting]:
+    def greet(self) -> dict[int, ClockProbe]:
         self.tick("greet")
         return {
-            i: Greeting(m.node, "127.0.0.1", 1, self.cluster.clock_s, 0.0)
+            i: ClockProbe(m.node, "127.0.0.1", 1, self.cluster.clock_s, 0.0)
             for i, (m, _) in self.cluster.members.items()
         }
 
@@ -215,10 +215,10 @@ class FakeFleet:
     def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
         return []
 
-    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeText]]:
+    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeLog]]:
         return []
 
-    def stacks(self) -> Sequence[tuple[str, NodeText]]:
+    def stacks(self) -> Sequence[tuple[str, NodeLog]]:
         return []
 
     def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
@@ -241,4 +241,4 @@ class ClusterRun(Run):
 def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Take a run and bring it to its end, without Prefect."""
     if not run.take().ended_well:
-        conduct(RunSteps(run, on_progress=on_progress), log=logging.getLogger("test"))
+        run_to_completion(RunSteps(run, on_progress=on_progress), log=logging.getLogger("test"))

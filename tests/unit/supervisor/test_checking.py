@@ -8,7 +8,7 @@ from perdure.training.config.job import Job
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError
 from perdure.training.journal.records import NodeRefused
-from perdure.training.supervisor.finishing import Verdict
+from perdure.training.supervisor.finishing import AttemptResult
 from perdure.training.supervisor.runbook import RunSteps
 from perdure.training.supervisor.watch import EndKind
 from perdure.training.wire.node import Check, CheckOutcome
@@ -50,7 +50,7 @@ def one(run):
     return run()
 
 
-def attempt(one: ClusterRun, placement: Placement) -> Verdict:
+def attempt(one: ClusterRun, placement: Placement) -> AttemptResult:
     return RunSteps(one).train(placement, None)
 
 

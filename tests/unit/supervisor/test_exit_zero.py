@@ -10,7 +10,7 @@ from perdure.training.diagnosis.ending import UNSEEN_NOTE
 from perdure.training.engines.base import Snapshot
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.exit_zero import (
-    CommandEnds,
+    CommandExitCheck,
     bad_end_of_session,
     good_end_text,
     is_done,
@@ -84,8 +84,8 @@ def ends_after(
     seen: tuple[int, ...] = (),
     logs: dict[int, str] | None = None,
     is_last: bool = True,
-) -> CommandEnds:
-    ends = CommandEnds(target)
+) -> CommandExitCheck:
+    ends = CommandExitCheck(target)
     for step in seen:
         ends.note(snapshot(worker(exit_code=None), steps=(step,), state=AgentState.RUNNING))
     ends.note(last)
@@ -131,7 +131,7 @@ def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
 
 
 def test_a_node_with_processes_left_is_not_judged_yet():
-    ends = CommandEnds()
+    ends = CommandExitCheck()
     assert ends.fresh(snapshot(worker(), state=AgentState.STOPPING)) == []
     assert ends.fresh(snapshot(worker(exit_code=1))) == []
 

@@ -21,7 +21,7 @@ from perdure.training.journal.records import (
     AttemptEnded,
     AttemptStarted,
     FirstStep,
-    Placed,
+    PlacementCreated,
 )
 from perdure.training.journal.steps import metrics_prefix
 from perdure.training.supervisor.checkpoints import in_use_by, losses_of, removals
@@ -134,7 +134,7 @@ def begin(checkpoints) -> Ledger:
     """The ledger of a run whose attempt started from step 20."""
     ledger = Ledger(checkpoints.store, "run")
     ledger.take(Identity.of_this_process())
-    ledger.append(Placed, placement=1, members=placed(num_nodes=1).members, avoid=())
+    ledger.append(PlacementCreated, placement=1, members=placed(num_nodes=1).members, avoid=())
     ledger.append(AttemptStarted, placement=1, attempt=2, from_step=20)
     return ledger
 

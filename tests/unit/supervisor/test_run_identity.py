@@ -11,7 +11,7 @@ from perdure.training.errors import RunConflict
 from perdure.training.journal.history import RunHistory, replay
 from perdure.training.journal.records import (
     AnyRecord,
-    CheckpointSeen,
+    CheckpointRecorded,
     RunCreated,
     RunEnded,
     RunReopened,
@@ -46,8 +46,8 @@ def ended(job: Job, outcome: Any = "completed") -> RunEnded:
     )  # fmt: skip
 
 
-def saved(step: int) -> CheckpointSeen:
-    return CheckpointSeen(at_s=5.0, epoch=1, placement=1, attempt=1, step=step)
+def saved(step: int) -> CheckpointRecorded:
+    return CheckpointRecorded(at_s=5.0, epoch=1, placement=1, attempt=1, step=step)
 
 
 def history(job: Job, *records: AnyRecord) -> RunHistory:

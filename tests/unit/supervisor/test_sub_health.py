@@ -8,13 +8,13 @@ import pytest
 
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
-from perdure.training.journal.events import AlertCleared, HealthPoint
+from perdure.training.journal.events import AlertCleared, AlertKind
 from perdure.training.journal.history import replay
 from perdure.training.journal.records import (
     AttemptEnded,
+    AttemptEventRecorded,
     AttemptStarted,
-    Decided,
-    EventSeen,
+    DecisionMade,
     NodeReleased,
 )
 from perdure.training.recovery.faults import Fault
@@ -69,11 +69,11 @@ def test_a_link_that_was_mended_under_a_collective_leaves_its_node_sub_healthy()
 @pytest.mark.parametrize(
     ("point", "is_sub_healthy"),
     [
-        (HealthPoint.STRAGGLER, True),
-        (HealthPoint.DEVICE_UNHEALTHY, True),
-        (HealthPoint.LINK_DOWN, True),
-        (HealthPoint.MEMORY_HIGH, False),
-        (HealthPoint.DATA_STARVED, False),
+        (AlertKind.STRAGGLER, True),
+        (AlertKind.DEVICE_UNHEALTHY, True),
+        (AlertKind.LINK_DOWN, True),
+        (AlertKind.MEMORY_HIGH, False),
+        (AlertKind.DATA_STARVED, False),
     ],
     ids=str,
 )
@@ -114,13 +114,13 @@ def fail(run: ClusterRun, fault: Fault, rung: Rung, *, isolate: str | None = Non
     """An attempt on the newest placement that ends by a fault, and what answers it."""
     at = {"placement": run.place().number, "attempt": 1}
     run.ledger.append(AttemptStarted, **at, from_step=0)
-    run.ledger.append(EventSeen, **at, event=RECONNECTED)
-    run.ledger.append(EventSeen, **at, event=ended(1))
+    run.ledger.append(AttemptEventRecorded, **at, event=RECONNECTED)
+    run.ledger.append(AttemptEventRecorded, **at, event=ended(1))
     run.ledger.append(
         AttemptEnded, **at, outcome="failed", to_step=4, proc_start_cnt={}, fault=fault,
         duration_s=5.0,
     )  # fmt: skip
-    run.ledger.append(Decided, **at, decision=Decision(rung, isolate, "test"))
+    run.ledger.append(DecisionMade, **at, decision=Decision(rung, isolate, "test"))
     run.refresh()
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import ANY_NODE, Contact, Placement
+from perdure.training.engines.base import ANY_NODE, AgentEndpoint, Placement
 from perdure.training.errors import AgentUnreachable, NoCapacity
 from perdure.training.journal.history import Isolation, RunHistory
-from perdure.training.journal.records import Member, Placed
+from perdure.training.journal.records import Member, PlacementCreated
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.warm_spares import CHECK_AGAIN_S, RETRY_S, UP_S, WarmSpares
 from perdure.training.wire.agent import AgentReply, AgentState, AgentStatus, CheckOrder, Order
@@ -42,7 +42,7 @@ class Containers:
     """
 
     nodes: list[str] | None = field(default_factory=lambda: [f"node-{n}" for n in range(5)])
-    found: dict[str, Contact] = field(default_factory=dict)
+    found: dict[str, AgentEndpoint] = field(default_factory=dict)
     is_warm: bool = True
     silent: set[str] = field(default_factory=set)
     checks: dict[str, tuple[Check, ...]] = field(default_factory=dict)
@@ -54,18 +54,18 @@ class Containers:
     sees_agents: bool = True
     vanished: set[str] = field(default_factory=set)
 
-    def contacts(self) -> Mapping[str, Contact]:
+    def contacts(self) -> Mapping[str, AgentEndpoint]:
         return dict(self.found)
 
     def start(self, placement: Placement, node: str) -> None:
         if not self.room:
             raise NoCapacity("no room")
         self.avoided.append(placement.avoid)
-        self.found[f"c{len(self.avoided)}"] = Contact(node, "token", None, "host")
+        self.found[f"c{len(self.avoided)}"] = AgentEndpoint(node, "token", None, "host")
 
     def come_up(self) -> None:
         for name, one in self.found.items():
-            self.found[name] = Contact(one.node, one.token, UP, one.host)
+            self.found[name] = AgentEndpoint(one.node, one.token, UP, one.host)
 
     def end(self, names: Collection[str]) -> None:
         for name in names:
@@ -103,7 +103,7 @@ class Spares:
         self.containers, self.now_s = containers, 0.0
         self.history = RunHistory()
         self.history.placements.append(
-            Placed(at_s=0.0, epoch=1, placement=1, members=MEMBERS, avoid=())
+            PlacementCreated(at_s=0.0, epoch=1, placement=1, members=MEMBERS, avoid=())
         )
         section = {"kind": "kubernetes", "image": "i", "nodes": 2, "slots_per_node": 1, "spares": 3}
         job = small_job(folder, engine={**section, **engine})
@@ -269,7 +269,7 @@ def test_one_whose_container_is_lost_is_ended_and_said_so(spares, containers, ca
     containers.come_up()
     spares.look()
     loss = NodeLoss("node-2", FaultClass.CONTAINER_LOST, "POD_DELETED", "the pod was deleted")
-    containers.found["c1"] = Contact("node-2", "token", UP, "host", loss=loss)
+    containers.found["c1"] = AgentEndpoint("node-2", "token", UP, "host", loss=loss)
     spares.look(1.0)
     assert containers.found == {}
     assert "stood by on node-2 is ended: the pod was deleted" in caplog.text

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from perdure.training.config.watch import WatchSpec
-from perdure.training.journal.events import HealthPoint, StepRecord
+from perdure.training.journal.events import AlertKind, StepRecord
 from perdure.training.telemetry.alerts import (
     CLEAR_S,
-    Condition,
-    HealthPoints,
+    AlertCondition,
+    AlertMonitor,
     RankSample,
     RunSample,
 )
@@ -47,17 +47,17 @@ def rank(number: int, **changes: Any) -> RankSample:
 
 def raised(
     look_at: Callable[[float], RunSample], *, until_s: float, spec: WatchSpec = SPEC
-) -> list[tuple[float, Condition]]:
+) -> list[tuple[float, AlertCondition]]:
     """All changes of a run in these states, one look a second."""
-    watch, at_s = HealthPoints(spec), 0.0
-    found: list[tuple[float, Condition]] = []
+    watch, at_s = AlertMonitor(spec), 0.0
+    found: list[tuple[float, AlertCondition]] = []
     while at_s <= until_s:
         found += [(at_s, one) for one in watch.update(look_at(at_s)).raised]
         at_s += 1.0
     return found
 
 
-def points(found: Sequence[tuple[float, Condition]]) -> list[HealthPoint]:
+def points(found: Sequence[tuple[float, AlertCondition]]) -> list[AlertKind]:
     return [one.point for _, one in found]
 
 
@@ -65,17 +65,17 @@ def test_a_device_that_is_hardly_used_raises_an_alert_after_five_minutes_of_trai
     nodes = device(utilisation_percent=30.0)
     found = raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=400)
     assert [(at_s, one.point, one.value) for at_s, one in found] == [
-        (300.0, HealthPoint.UTILISATION_LOW, 30.0)
+        (300.0, AlertKind.UTILISATION_LOW, 30.0)
     ]
 
 
 @pytest.mark.parametrize(
     ("seen", "point"),
     [
-        ({"memory_percent": 95.5}, HealthPoint.MEMORY_HIGH),
-        ({"health": "Alarm", "error_codes": ("80E01801",)}, HealthPoint.DEVICE_UNHEALTHY),
-        ({"link_is_up": False}, HealthPoint.LINK_DOWN),
-        ({"link_is_up": False, "health": "OK"}, HealthPoint.LINK_DOWN),
+        ({"memory_percent": 95.5}, AlertKind.MEMORY_HIGH),
+        ({"health": "Alarm", "error_codes": ("80E01801",)}, AlertKind.DEVICE_UNHEALTHY),
+        ({"link_is_up": False}, AlertKind.LINK_DOWN),
+        ({"link_is_up": False, "health": "OK"}, AlertKind.LINK_DOWN),
     ],
 )
 def test_an_error_of_a_device_is_reported_at_once(seen, point):
@@ -86,7 +86,7 @@ def test_an_error_of_a_device_is_reported_at_once(seen, point):
 
 def test_a_device_that_is_ill_is_reported_even_when_its_port_is_down():
     found = raised(lambda s: RunSample(s, device(health="Alarm", link_is_up=False)), until_s=100)
-    assert set(points(found)) == {HealthPoint.DEVICE_UNHEALTHY, HealthPoint.LINK_DOWN}
+    assert set(points(found)) == {AlertKind.DEVICE_UNHEALTHY, AlertKind.LINK_DOWN}
 
 
 @pytest.mark.parametrize(
@@ -106,24 +106,24 @@ def test_a_device_inside_its_limits_raises_no_alert(values, phase):
 
 def test_a_filling_disk_raises_an_alert():
     found = raised(lambda s: RunSample(s, host(disk_free_percent=100.0 - s)), until_s=99)
-    assert [(at_s, one.point) for at_s, one in found] == [(91.0, HealthPoint.DISK_FILLING)]
+    assert [(at_s, one.point) for at_s, one in found] == [(91.0, AlertKind.DISK_FILLING)]
 
 
 def test_a_point_is_cleared_after_it_was_inside_its_limits_for_a_while_and_may_come_again():
-    watch = HealthPoints(SPEC)
+    watch = AlertMonitor(SPEC)
     full, free = host(disk_free_percent=1.0), host(disk_free_percent=50.0)
     assert points([(0, one) for one in watch.update(RunSample(0.0, full)).raised])
     assert watch.update(RunSample(1.0, free)).cleared == ()
     assert watch.update(RunSample(2.0, full)).raised == ()
     (key,) = watch.update(RunSample(3.0 + CLEAR_S, free)).cleared
-    assert key[0] is HealthPoint.DISK_FILLING
+    assert key[0] is AlertKind.DISK_FILLING
     assert watch.update(RunSample(100.0, full)).raised != ()
 
 
-def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[HealthPoint]:
+def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[AlertKind]:
     """The changes of steps with these losses or durations."""
-    watch = HealthPoints(SPEC)
-    found: list[Condition] = []
+    watch = AlertMonitor(SPEC)
+    found: list[AlertCondition] = []
     for number, value in enumerate(losses or times, start=1):
         loss, step_s = value if losses else 1.0, value if times else 1.0
         one = StepRecord(number, loss, 1.0, 1e-3, 1.0, None, 0.0, step_s, 0, 0, 1, 1)
@@ -148,7 +148,7 @@ WAVERING = [0.05, 0.2, 0.1, 0.07, 0.22, 0.12] * 10  # of a run that knows its te
          "small and wavers by more than its mean", "small and jumps", "falls and wavers"],
 )  # fmt: skip
 def test_a_loss_that_jumps_or_is_no_number_raises_an_alert(losses, is_abnormal):
-    assert steps(losses=losses) == [HealthPoint.LOSS_ABNORMAL] * is_abnormal
+    assert steps(losses=losses) == [AlertKind.LOSS_ABNORMAL] * is_abnormal
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_loss_that_jumps_or_is_no_number_raises_an_alert(losses, is_abnormal):
     ],
 )
 def test_steps_that_get_slow_raise_an_alert_and_one_slow_moment_does_not(times, is_slow):
-    assert steps(times=times) == [HealthPoint.STEP_SLOW] * is_slow
+    assert steps(times=times) == [AlertKind.STEP_SLOW] * is_slow
 
 
 def test_the_latency_is_that_of_the_rank_that_came_last():
@@ -173,7 +173,7 @@ def test_the_latency_is_that_of_the_rank_that_came_last():
     assert raised(lambda s: RunSample(s, ranks=slow), until_s=10) == []
     all_slow = [rank(0, latency_s=9.0), rank(1, latency_s=0.6)]
     found = raised(lambda s: RunSample(s, ranks=all_slow), until_s=10)
-    assert points(found) == [HealthPoint.LATENCY_HIGH]
+    assert points(found) == [AlertKind.LATENCY_HIGH]
     assert found[0][1].value == pytest.approx(600.0)
 
 
@@ -193,7 +193,7 @@ def gang(at_s: float, *, late: int | None = None, starved: int | None = None) ->
 
 def test_a_rank_that_is_always_later_than_the_others_raises_an_alert():
     found = raised(lambda s: gang(s, late=2), until_s=60)
-    assert points(found) == [HealthPoint.STRAGGLER]
+    assert points(found) == [AlertKind.STRAGGLER]
     one = found[0][1]
     assert (one.rank, one.node) == (2, "node-1")
     assert one.value == pytest.approx(0.5)
@@ -207,12 +207,12 @@ def test_a_rank_that_is_late_for_a_moment_is_no_straggler():
     def look(at_s: float) -> RunSample:
         return gang(at_s, late=int(at_s / 6) % 4)
 
-    assert HealthPoint.STRAGGLER not in points(raised(look, until_s=300))
+    assert AlertKind.STRAGGLER not in points(raised(look, until_s=300))
 
 
 def test_a_starving_rank_raises_an_alert():
     found = raised(lambda s: gang(s, starved=1), until_s=60)
-    assert points(found) == [HealthPoint.DATA_STARVED]
+    assert points(found) == [AlertKind.DATA_STARVED]
     assert found[0][1].rank == 1
 
 
@@ -238,7 +238,7 @@ def _renewed(ranks: Sequence[RankSample], life: int) -> list[RankSample]:
 def test_a_checkpoint_that_is_much_older_than_usual_raises_an_alert():
     commits_s = [0.0, 100.0, 200.0, 300.0]
     found = raised(lambda s: RunSample(300.0 + s, commits_s=commits_s), until_s=400)
-    assert [(at_s, one.point) for at_s, one in found] == [(301.0, HealthPoint.CHECKPOINT_OLD)]
+    assert [(at_s, one.point) for at_s, one in found] == [(301.0, AlertKind.CHECKPOINT_OLD)]
 
 
 def test_frequent_checkpoints_may_be_a_minute_old():
@@ -252,11 +252,11 @@ def test_one_commit_is_no_interval():
 
 
 def test_a_hang_is_raised_at_once_and_over_soon_after_whichever_rank_reports_it():
-    def hang(number: int) -> Condition:
-        return Condition(HealthPoint.HANG, "silent", 70.0, 60.0, node="node-0", rank=number)
+    def hang(number: int) -> AlertCondition:
+        return AlertCondition(AlertKind.HANG, "silent", 70.0, 60.0, node="node-0", rank=number)
 
-    watch = HealthPoints(SPEC)
+    watch = AlertMonitor(SPEC)
     assert watch.update(RunSample(0.0, hang=hang(1))).raised == (hang(1),)
     assert watch.update(RunSample(1.0, hang=hang(0))).raised == ()
     assert watch.update(RunSample(3.0)).cleared == ()
-    assert watch.update(RunSample(5.0)).cleared == ((HealthPoint.HANG, None, None),)
+    assert watch.update(RunSample(5.0)).cleared == ((AlertKind.HANG, None, None),)

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from perdure.training.config.watch import WatchSpec
-from perdure.training.journal.events import HealthPoint
+from perdure.training.journal.events import AlertKind
 from perdure.training.supervisor.placing import OF_MACHINES
-from perdure.training.telemetry.alerts import HealthPoints, RunSample
+from perdure.training.telemetry.alerts import AlertMonitor, RunSample
 from perdure.training.telemetry.hccl_retries import RetryLog, RetryLogs
 
 
@@ -64,10 +64,10 @@ def test_a_log_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path):
 
 
 def test_a_mended_retry_is_an_alert_of_its_node_for_the_rest_of_the_attempt():
-    points = HealthPoints(WatchSpec())
+    points = AlertMonitor(WatchSpec())
     assert points.update(RunSample(at_s=0)).raised == ()
     (raised,) = points.update(RunSample(at_s=1, retries={("node-1", 3): 1})).raised
-    assert (raised.point, raised.node, raised.rank) == (HealthPoint.LINK_RETRIED, "node-1", 3)
+    assert (raised.point, raised.node, raised.rank) == (AlertKind.LINK_RETRIED, "node-1", 3)
     assert raised.point in OF_MACHINES
     later = points.update(RunSample(at_s=1000, retries={("node-1", 3): 2}))
     assert (later.raised, later.cleared) == ((), ())

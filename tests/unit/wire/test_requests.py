@@ -10,11 +10,11 @@ from perdure.storage.errors import Corrupt
 from perdure.storage.local import LocalStore
 from perdure.training.wire.requests import (
     Control,
+    clear_requests,
     control_key,
     is_cancel_wanted,
     read_control,
     request_cancel,
-    take_back,
     write_control,
 )
 
@@ -47,7 +47,7 @@ def test_a_request_to_cancel_is_seen_until_the_run_has_ended(store):
     assert not is_cancel_wanted(store, "run")
     request_cancel(store, "run")
     assert is_cancel_wanted(store, "run")
-    take_back(store, "run")
+    clear_requests(store, "run")
     assert not is_cancel_wanted(store, "run")
 
 
@@ -60,13 +60,13 @@ def test_an_object_that_is_no_request_is_reported_as_corrupt(store, text):
 
 def test_a_request_can_be_withdrawn_even_where_it_cannot_be_read(store):
     store.put(control_key("run"), b"{")
-    take_back(store, "run")
+    clear_requests(store, "run")
     assert not read_control(store, "run").pause
 
 
 def test_withdrawing_where_there_is_no_request_writes_nothing(store):
-    take_back(store, "run")
+    clear_requests(store, "run")
     assert list(store.list("runs/")) == []
     write_control(store, "run", pause=False, clock=lambda: 5.0)
-    take_back(store, "run")
+    clear_requests(store, "run")
     assert read_control(store, "run").at_s == 5.0

@@ -19,7 +19,7 @@ from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.config.engine import KubernetesEngineSpec, Reach
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import Contact, Placement
+from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.kubernetes import objects, pods
 from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
@@ -41,7 +41,7 @@ from perdure.training.errors import EngineError
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeText
+from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeLog
 
 FORWARDED_POLL_S = 1.0  # each call is a request of its own to the API server
 POLL_S = 0.2
@@ -75,7 +75,7 @@ class KubernetesEngine:
         self._forwarder = None if self._is_direct else Forwarder(self._api, self._spec.agent_port)
         self._members: dict[int, Member] = {}  # of the placement that is there
         self._current: dict[int, str] = {}  # name of each member's pod, of those that have one
-        self._last: dict[str, Contact] = {}  # by pod, as it was when it was last there
+        self._last: dict[str, AgentEndpoint] = {}  # by pod, as it was when it was last there
         self._tokens: dict[str, str] = {}
         self._is_ours = False
         self._events: dict[str, tuple[float, Sequence[Document]]] = {}  # by pod, and when asked
@@ -181,7 +181,7 @@ class KubernetesEngine:
         finally:
             self._api.patience_s = before
 
-    def standing_by(self) -> Mapping[str, Contact]:
+    def standing_by(self) -> Mapping[str, AgentEndpoint]:
         """The pods that no member has taken yet, by name."""
         found = self._pods.objects
         return {
@@ -218,7 +218,7 @@ class KubernetesEngine:
         found = self._pods.objects
         return frozenset(index for index, name in self._current.items() if _lives(found.get(name)))
 
-    def contacts(self) -> Mapping[int, Contact]:
+    def contacts(self) -> Mapping[int, AgentEndpoint]:
         """The pods of the placement that was submitted or adopted last."""
         found = self._pods.objects
         return {
@@ -226,7 +226,7 @@ class KubernetesEngine:
             for index, member in self._members.items()
         }
 
-    def inventory(self) -> Mapping[int, Contact]:
+    def inventory(self) -> Mapping[int, AgentEndpoint]:
         """The pods that the run has, whoever made them and for whichever placement."""
         self._begin()
         self._pods.refresh()
@@ -234,7 +234,7 @@ class KubernetesEngine:
         self._learn_tokens(newest)
         return {pods.member_of(pod): self._contact(name, newest) for name, pod in newest.items()}
 
-    def texts(self, since_s: float) -> Sequence[tuple[str, NodeText]]:
+    def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:
         """What MindCluster reports since then of the nodes of the placement."""
         if self._feed is None:
             return []
@@ -289,14 +289,14 @@ class KubernetesEngine:
 
     def _contact(
         self, name: str, found: Mapping[str, Document], member: Member | None = None
-    ) -> Contact:
+    ) -> AgentEndpoint:
         """How a pod's agent is reached; asks nobody, for the API server may be away."""
         pod, token = found.get(name), self._tokens.get(name, "")
         if pod is None:
             last = self._last.get(name)
             node = last.node if last is not None else member.node if member is not None else ""
             host = last.host if last is not None else ""
-            return Contact(node, token, None, host, loss=self._with_node(pods.gone(node)))
+            return AgentEndpoint(node, token, None, host, loss=self._with_node(pods.gone(node)))
         node, host = pods.node_of(pod), pods.host_of(pod)
         loss = pods.loss_of(pod)
         if loss is not None and loss.fault_class is FaultClass.CONTAINER_LOST:
@@ -304,7 +304,7 @@ class KubernetesEngine:
         loss = self._with_node(loss) if loss is not None else None
         address = self._address(pod) if pods.is_up(pod) else None
         problem = self._cluster_nodes.problem(node)
-        contact = Contact(
+        contact = AgentEndpoint(
             node,
             token,
             address,

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from perdure.training.engines.kubernetes import mindcluster
 from perdure.training.engines.kubernetes.api import CONFIG_MAPS, Api, ApiError
 from perdure.training.engines.kubernetes.mindcluster import ReportedFault, merged
-from perdure.training.wire.agent import NodeText
+from perdure.training.wire.agent import NodeLog
 
 DEVICE_NAMESPACE = "kube-system"  # of the device plugin's documents
 CLUSTER_NAMESPACE = "mindx-dl"  # of those of noded and ClusterD
@@ -123,7 +123,7 @@ def taken_out(reports: Mapping[str, Collection[ReportedFault]]) -> dict[str, str
 
 def texts_of(
     faults: Collection[ReportedFault], *, since_s: float, chips: Sequence[int]
-) -> Iterator[NodeText]:
+) -> Iterator[NodeLog]:
     """What a diagnosis is given of a node: the faults since a moment that may be behind a failure.
 
     Args:
@@ -136,8 +136,8 @@ def texts_of(
         if fault.since_s is None or fault.since_s < since_s - 1 or not fault.is_serious:
             continue
         if fault.chip is None:
-            yield NodeText(name=f"MindCluster: {fault.part or 'node'}", text=fault.line)
+            yield NodeLog(name=f"MindCluster: {fault.part or 'node'}", text=fault.line)
         elif not chips or fault.chip in chips:
             # Devices of a container count from 0, in the order of its chips.
             device = sorted(chips).index(fault.chip) if chips else fault.chip
-            yield NodeText(name=f"MindCluster: {fault.part}", device=device, text=fault.line)
+            yield NodeLog(name=f"MindCluster: {fault.part}", device=device, text=fault.line)

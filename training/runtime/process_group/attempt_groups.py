@@ -24,7 +24,7 @@ from perdure.training.runtime.process_group.replay import (
 from perdure.training.wire.coordinator import CoordinatorAddress
 
 
-class AttemptGroups:
+class RankMembership:
     """The groups of this process; joins the current generation, or waits for one to join.
 
     Args:

@@ -406,10 +406,10 @@ class Generations:
             self._client = client
             self.current = generation
         if self.backend not in ENDED_BY_THE_DEVICE:
-            self.let_go()
+            self.release_retired()
         self.check()
 
-    def let_go(self) -> None:
+    def release_retired(self) -> None:
         """Forget the connections of former generations; of HCCL once the device works again.
 
         The destructor of a connection waits for its operations, and some of them never end: those

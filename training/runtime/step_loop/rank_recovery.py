@@ -47,7 +47,7 @@ from perdure.training.runtime.errors import (
     WorkerError,
     classify,
 )
-from perdure.training.runtime.process_group.attempt_groups import AttemptGroups
+from perdure.training.runtime.process_group.attempt_groups import RankMembership
 from perdure.training.runtime.process_group.reconfigurable import default_group
 from perdure.training.runtime.program import Loader, MicroBatch, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer
@@ -153,7 +153,7 @@ class RankRecovery:
         healing: what the device needs.
     """
 
-    groups: AttemptGroups
+    groups: RankMembership
     context: WorkerContext
     training: Training
     checkpointer: Checkpointer
@@ -267,7 +267,7 @@ class RankRecovery:
         generations.enter(generation)
         self.heartbeat.generation = generation
         self._heal(state)
-        generations.let_go()
+        generations.release_retired()
         snapshot_step = self.snapshots.step if self.snapshots is not None else None
         report = state.report(rank, snapshot_step)
         client.send(GenerationReport(generation=generation, report=report))
