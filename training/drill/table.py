@@ -235,7 +235,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-lost",
-        "SIGKILL of everything on the node of rank 2 while a container stands by",
+        "SIGKILL of everything on the node of rank 2, with a warm spare",
         Expected((Rung.NODE_REPLACE,)),
         faults=(_fault(DrillKind.NODE, 2),),
         changes=_WARM,
@@ -243,7 +243,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-lost-cold",
-        "the same while none does",
+        "the same without a warm spare",
         Expected((Rung.NODE_REPLACE,)),
         faults=(_fault(DrillKind.NODE, 2),),
         without_replicas=_RESCHEDULED,
@@ -258,7 +258,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "two-nodes-lost",
-        "SIGKILL of everything on two nodes of four at once, while two containers stand by",
+        "SIGKILL of everything on two nodes of four at once, with two warm spares",
         Expected((Rung.NODE_REPLACE, Rung.NODE_REPLACE)),
         faults=(_fault(DrillKind.NODE, 2), _fault(DrillKind.NODE, 3)),
         changes={"engine": {"warm_spares": 2}},
@@ -274,7 +274,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-rescheduled-cold",
-        "the same while no container stands by",
+        "the same without a warm spare",
         _RESCHEDULED,
         faults=(_fault(DrillKind.NODE, 2),),
         changes={"restart": {"node_replace": False}},
@@ -288,7 +288,7 @@ DRILLS: tuple[Drill, ...] = (
     ),
     Drill(
         "node-isolated",
-        "`node-rescheduled-cold` while pod rescheduling is off, too",
+        "`node-rescheduled-cold` while pod rescheduling is off as well",
         Expected((Rung.JOB_RESCHEDULE_ISOLATED,), steps_lost=_WITHOUT_A_NODE),
         faults=(_fault(DrillKind.NODE, 2),),
         changes={"restart": {"pod_retries": 0, "node_replace": False}},

@@ -37,52 +37,57 @@ RULES: Mapping[str, LadderRule] = {
         _MODELARTS,
     ),
     "a_hint_needs_no_recovery_by_itself": LadderRule(
-        "An event of severity hint asks for nothing; what it ended all the same is answered by "
-        "its class.",
+        "An event of severity hint needs no recovery. If it ended the attempt all the same, its "
+        "class decides.",
         _MODELARTS,
     ),
     "minor_and_major_chip_faults_are_healed_in_place": LadderRule(
-        "Severity minor and major heal themselves: in place comes first, whatever the class.",
+        "Faults of severity minor and major heal by themselves: recovery in place comes first, "
+        "for every class.",
         _MODELARTS,
     ),
     "a_critical_chip_fault_never_heals_in_place": LadderRule(
-        "Severity critical passes over every rung that stays on the chip.", _MODELARTS
+        "A fault of severity critical skips every rung that stays on the chip.",
+        _MODELARTS,
     ),
     "a_code_that_separates_its_chip_never_heals_in_place": LadderRule(
-        "Levels SeparateNPU and ManuallySeparateNPU pass over every rung that stays on the chip; "
-        "level RestartNPU passes over those inside the processes.",
+        "Codes of level SeparateNPU and ManuallySeparateNPU skip every rung that stays on the "
+        "chip; codes of level RestartNPU skip the rungs inside the processes.",
         _MINDCLUSTER,
     ),
     "when_healing_in_place_fails_the_node_is_isolated": LadderRule(
-        "Before processes start again the chip is checked, and reset where its level asks for it; "
-        "still ill, the restart has failed: `pod_reschedule` when enabled, else "
-        "`job_reschedule_isolated`; a code that a chip reported allows it whatever the class.",
+        "Before processes start again, the chip is checked, and reset if its level asks for it. "
+        "If the fault is still there, the restart has failed: `pod_reschedule` answers if it is "
+        "enabled, else `job_reschedule_isolated`. A code that a chip reported allows this for "
+        "every class.",
         _MODELARTS,
     ),
     "what_software_did_isolates_no_node": LadderRule(
-        "Crashes, time-outs, kernels, host memory and broken connections: in place, then "
-        "`job_reschedule`. A node is isolated on evidence that it is the node: a fault of a chip "
-        "or node, a check that failed, or the same node again and again.",
+        "Crashes, time-outs, kernels, host memory and broken connections are answered in place, "
+        "then by `job_reschedule`. A node is isolated only on evidence against it: a fault of a "
+        "chip or node, a check that failed, or repeated faults on the same node.",
         _OURS,
     ),
     "a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated": LadderRule(
-        "Deleted, evicted or preempted: `pod_reschedule` moves that member alone, and its node "
-        "stays in the job.",
+        "If a container was deleted, evicted or preempted, `pod_reschedule` moves that member "
+        "alone, and its node stays in the job.",
         _OURS,
     ),
     "the_same_node_again_and_again_is_taken_for_the_cause": LadderRule(
-        "Of the newest crashes and the like that each were recovered from, so many within 24 h on "
-        "one node that chance alone explains it in fewer than 1 of 100 cases: "
-        f"{ROWS_TEXT}.",
+        "A node counts as the cause if so many of the newest crashes and similar faults within "
+        "24 h, each recovered from, were on it that chance alone explains this in fewer than 1 of "
+        f"100 cases: {ROWS_TEXT}.",
         _OURS,
     ),
     "the_same_code_three_times_in_a_row_isolates_the_node": LadderRule(
-        "The same code 3 times in a row within 24 h, in the chip's own history: no rung that stays "
-        "on the chip.",
+        "The same code 3 times in a row within 24 h, in the chip's own history, excludes every "
+        "rung that stays on the chip.",
         _MODELARTS,
     ),
     "only_another_code_of_the_same_chip_breaks_the_row_of_three": LadderRule(
-        "A fault of another chip, another node or of software in between does not.", _MODELARTS
+        "A fault of another chip, of another node or of software in between does not break the "
+        "row.",
+        _MODELARTS,
     ),
     "a_code_may_have_a_limit_of_its_own": LadderRule(
         "With `mindcluster_frequency` on, the codes of MindCluster's tables count by their own "
@@ -90,42 +95,46 @@ RULES: Mapping[str, LadderRule] = {
         _MINDCLUSTER,
     ),
     "a_code_that_the_program_caused_never_isolates_and_only_reschedules": LadderRule(
-        "80C98002 and 80CB8002: the third time in a row `job_reschedule`, never an isolation.",
+        "80C98002 and 80CB8002: the third time in a row, `job_reschedule` answers; no node is "
+        "ever isolated for them.",
         _MODELARTS,
     ),
     "any_non_zero_exit_reschedules_when_unconditional_restart_is_on": LadderRule(
-        "`job_reschedule` answers any exit when `unconditional` is on. Off, it only follows a "
-        "`pod_reschedule` that failed, or a code that the program caused.",
+        "With `unconditional` on, `job_reschedule` answers any exit. With `unconditional` off, "
+        "it only follows a `pod_reschedule` that failed, or a code that the program caused.",
         _MODELARTS,
     ),
     "the_fourth_time_the_same_problem_comes_the_program_is_at_fault": LadderRule(
-        "After 3 `job_reschedule` in a row for the same class and code with no node or chip at "
-        "fault in between: `stop`.",
+        "`stop` follows 3 `job_reschedule` in a row for the same class and code, if no node or "
+        "chip was at fault in between.",
         _MODELARTS,
     ),
     "three_hang_restarts_in_a_row_then_stop": LadderRule(
-        "`hang_restart` 3 times in a row, then `stop`.", _MODELARTS
+        "`stop` follows 3 `hang_restart` in a row.",
+        _MODELARTS,
     ),
     "a_pod_reschedule_that_fails_becomes_a_job_reschedule": LadderRule(
-        "The node is isolated already; no isolation is asked for twice.", _MODELARTS
+        "The node is isolated already, so no second isolation is requested.",
+        _MODELARTS,
     ),
     "an_isolation_without_a_healthy_spare_reports_it": LadderRule(
-        "The reason gives how many nodes are left; the engine waits `spare_wait_s` for one.",
+        "The reason gives the number of nodes that are left, and the engine waits "
+        "`spare_wait_s` for a spare.",
         _OURS,
     ),
     "without_a_spare_the_job_goes_back_only_if_the_policy_allows": LadderRule(
-        "After the wait: `job_reschedule` when `allow_without_isolation` and `unconditional` are "
-        "on, else `stop`.",
+        "After the wait, `job_reschedule` answers if `allow_without_isolation` and "
+        "`unconditional` are on, else `stop`.",
         _OURS,
     ),
     "a_device_memory_error_climbs_from_step_to_process_to_the_last_checkpoint": LadderRule(
-        "UCE: `step_retry`, then `process_replace`, then the survivors save and it goes on in "
-        "place.",
+        "UCE: `step_retry`, then `process_replace`. After these, the survivors save, and the "
+        "job restarts in place.",
         _MINDSPORE,
     ),
     "a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it": LadderRule(
-        "With `pod_before_in_place` (RSC alone) `pod_reschedule` comes before `in_place_restart`, "
-        "where it answers the fault at all.",
+        "With `pod_before_in_place` (RSC alone), `pod_reschedule` comes before "
+        "`in_place_restart` for the faults that it answers.",
         _MINDSPORE,
     ),
     "a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it": LadderRule(
@@ -134,81 +143,96 @@ RULES: Mapping[str, LadderRule] = {
         _MINDCLUSTER,
     ),
     "a_node_that_is_lost_is_replaced_while_the_processes_of_the_others_live_on": LadderRule(
-        "`node_replace`: gone, cut off, or to be left for a chip that never heals; its member "
-        "moves to a spare, and its state comes from replicas. What may heal in place stays.",
+        "`node_replace` answers when a node is gone, cut off, or evacuated for a chip that "
+        "never heals. The node's member moves to a spare and gets its state from replicas. A "
+        "node whose fault may heal in place stays.",
         _MINDCLUSTER,
     ),
     "survivors_save_before_processes_are_lost": LadderRule(
-        "End-of-life checkpoint (TTP) before `in_place_restart` and everything above, when "
-        "`end_of_life_checkpoint` is on; not after `numeric_anomaly` and `checkpoint_corrupt`, "
-        "nor when nothing was trained.",
+        "With `end_of_life_checkpoint` on, the survivors save (TTP) before `in_place_restart` "
+        "and every higher rung. They do not save after `numeric_anomaly` and "
+        "`checkpoint_corrupt`, or when nothing was trained.",
         _MINDSPORE,
     ),
     "an_abnormal_step_is_executed_again_from_the_last_good_snapshot": LadderRule(
-        "TRE: `step_retry` for `numeric_anomaly` when `numeric_retry` is on.", _MINDSPORE
+        "TRE: `step_retry` answers `numeric_anomaly` when `numeric_retry` is on.",
+        _MINDSPORE,
     ),
     "the_same_step_abnormal_again_is_accepted_and_never_retried_a_third_time": LadderRule(
-        "The second time the step is taken as it is and recorded; asked once more, the ladder is "
-        "climbed.",
+        "The second time, the step is accepted and recorded. If it is reported once more, the "
+        "ladder continues with the next rung.",
         _MINDSPORE,
     ),
     "an_abnormal_step_that_cannot_be_accepted_costs_the_process_that_made_it": LadderRule(
-        "TRE: no number once more, or abnormal after it was accepted: `process_replace` of the "
-        "one rank whose own loss is abnormal; its state comes from a replica that went back to "
-        "the snapshot.",
+        "TRE: if a value is not a number for the second time, or abnormal after it was "
+        "accepted, `process_replace` answers for the only rank whose own loss is abnormal. Its "
+        "state comes from a replica that went back to the snapshot.",
         _OURS,
     ),
     "a_retry_that_another_fault_cut_short_was_not_made": LadderRule(
-        "What was begun and not carried out, because another fault came first and ended the "
-        "processes, is as if it had never been tried.",
+        "A retry that began but was not completed, because another fault came first and ended "
+        "the processes, does not count.",
         _OURS,
     ),
     "re_execution_of_abnormal_steps_and_data_skipping_exclude_each_other": LadderRule(
         "`numeric_retry` with `data_skipping` is a configuration error.", _MINDSPORE
     ),
     "an_operator_retry_that_fails_becomes_a_step_retry": LadderRule(
-        "HCCE: the step is executed again; so it is when the same step fails again.", _MINDSPORE
+        "HCCE: if operator retry fails, or the same step fails again after it, `step_retry` "
+        "answers.",
+        _MINDSPORE,
     ),
     "a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on": LadderRule(
-        "`operator_retry` marks the job; nothing else changes.", _MODELARTS
+        "`operator_retry` marks the job as sub-healthy and changes nothing else.",
+        _MODELARTS,
     ),
     "a_recovery_followed_by_progress_is_free": LadderRule(
         "Budgets count recoveries in a row without a newly committed step.", _OURS
     ),
     "counted_for_ever_a_rescheduling_is_never_free": LadderRule(
-        "With `count: ever` all since the run was started use up `max_restarts` and "
-        "`pod_retries`, whatever progress there was.",
+        "With `count: ever`, all reschedulings since the start of the run use up `max_restarts` "
+        "and `pod_retries`, even if the run made progress.",
         _MODELARTS,
     ),
     "what_the_user_must_fix_stops_at_once": LadderRule(
-        "`user_code_error`, `launch_misconfigured`, `version_mismatch`: no restart is burnt.",
+        "`user_code_error`, `launch_misconfigured` and `version_mismatch` stop the run without "
+        "a restart.",
         _OURS,
     ),
     "a_device_out_of_memory_twice_at_the_same_step_stops": LadderRule(
-        "The sizes are to be changed; a third try would end the same.", _OURS
+        "The user has to change the sizes, because a third try would end in the same way.",
+        _OURS,
     ),
     "what_the_evidence_leaves_to_the_user_is_tried_once": LadderRule(
-        "A class that retries help otherwise, with evidence that they will not (a full disk): "
-        "again without progress, `stop`. Not crashes and codes of chips: they are counted.",
+        "A fault is answered only once if retries usually help its class but the evidence shows "
+        "that they will not (a full disk). Without progress, the next answer is `stop`. Crashes "
+        "and codes of chips are counted instead.",
         _OURS,
     ),
     "a_full_store_is_not_filled_again": LadderRule(
-        "No room in the run's own store: `stop`, since new processes would fill it likewise.",
+        "If the run's own store has no room, the run stops, because new processes would fill "
+        "the store again.",
         _OURS,
     ),
     "an_unsupported_rung_is_skipped_and_the_decision_names_it": LadderRule(
-        "What the engine or the run's depth cannot do is listed with the decision.", _OURS
+        "The decision lists the rungs that the engine or the run's depth cannot do.",
+        _OURS,
     ),
     "a_rung_that_copies_a_state_is_not_tried_without_a_replica": LadderRule(
-        "`process_replace`, `node_replace`, and `step_retry` after `device_memory_error` copy the "
-        "state of the ranks at fault: where no other rank has it, by the parallel layout or "
-        "because all that had it ended, they are passed over and the decision says so.",
+        "`process_replace`, `node_replace`, and `step_retry` after `device_memory_error` copy "
+        "the state of the ranks at fault. If no other rank has that state, because of the "
+        "parallel layout or because every rank that had it ended, they are skipped and the "
+        "decision says so.",
         _MINDSPORE,
     ),
     "rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row": LadderRule(
-        "Each at most 3 times in a row, and only while processes of the attempt live on.", _OURS
+        "Each of these rungs answers at most 3 times in a row, and only while processes of the "
+        "attempt live on.",
+        _OURS,
     ),
     "the_climb_never_goes_down_without_progress": LadderRule(
-        "A fault that a costlier rung answered is not answered by a cheaper one.", _OURS
+        "After a costlier rung has answered a fault, no cheaper rung answers it without "
+        "progress in between.",
+        _OURS,
     ),
 }
