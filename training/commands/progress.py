@@ -68,7 +68,7 @@ class ProgressFormat(FrozenModel):
 @cache
 def formats() -> Mapping[ProgressKind, ProgressFormat]:
     """The formats that are known."""
-    text = resources.files("perdure.training.health").joinpath(FORMATS_FILE).read_text("utf-8")
+    text = (resources.files("perdure.training.commands") / FORMATS_FILE).read_text("utf-8")
     found = map(ProgressFormat.model_validate, tomllib.loads(text)["format"])
     return {one.kind: one for one in found}
 
