@@ -16,29 +16,33 @@ MIB = 1024 * KIB
 
 
 class DataSpec(FrozenModel):
-    """The corpus, its shards, and the loader's processes."""
+    """The corpus, its token shards, and the loader processes."""
 
     sources: tuple[str, ...] = Field(
         min_length=1,
         description="files, folders (searched recursively) or globs: .txt .md .rst .py .jsonl, "
-        "each plain, .gz or .zst, and .parquet",
+        "plain or compressed (.gz, .zst), and .parquet",
     )
     text_field: str = Field(
-        "text", min_length=1, description="field of a jsonl row, or parquet column, with the text"
+        "text",
+        min_length=1,
+        description="name of the JSONL field or Parquet column that holds the text",
     )
     shard_size_bytes: int = Field(
-        64 * MIB, ge=4 * KIB, description="source text per token shard, bytes"
+        64 * MIB, ge=4 * KIB, description="bytes of source text per token shard"
     )
-    num_workers: int = Field(1, ge=0, le=64, description="loader processes per rank; 0: in line")
+    num_workers: int = Field(
+        1, ge=0, le=64, description="loader processes per rank; 0: the rank loads its own batches"
+    )
     persistent_workers: bool | None = Field(
-        None, description="keep the loader processes when an epoch ends, as is the default; "
-        "false: new ones for each epoch, which read no batch ahead across its end"
+        None, description="keep the loader processes across epochs; false: start new ones for "
+        "each epoch, without reading ahead into the next; default: true"
     )  # fmt: skip
     prefetch_factor: int = Field(
         2, ge=1, le=1024, description="micro-batches that each loader process keeps ready"
     )
     shuffle: bool = Field(
-        default=True, description="a new pseudo-random order of samples each epoch"
+        default=True, description="draw a new pseudo-random order of the samples for each epoch"
     )
 
     @model_validator(mode="after")
@@ -53,13 +57,17 @@ class DataSpec(FrozenModel):
 
 
 class TokenizerSpec(FrozenModel):
-    """Which tokenizer turns the corpus into ids."""
+    """The tokenizer that turns the corpus into token ids."""
 
     kind: Literal["byte", "file"] = Field(
-        "byte", description="byte: ids are UTF-8 bytes; file: a `tokenizers` JSON file"
+        "byte",
+        description="byte: token ids are UTF-8 bytes; file: a JSON file of the "
+        "`tokenizers` library",
     )
     path: str | None = Field(
-        None, min_length=1, description="tokenizer.json, for kind=file and only for it"
+        None,
+        min_length=1,
+        description="path of tokenizer.json; required with kind=file, refused otherwise",
     )
 
     @model_validator(mode="after")

@@ -11,20 +11,24 @@ class PreflightSpec(FrozenModel):
     """Checks of nodes and gang before the first step of a placement."""
 
     nodes: bool = Field(
-        True, description="check every new node before it is used; one that fails is isolated"
+        True,
+        description="check every new node before the run uses it; a node that fails is isolated",
     )
-    gang: bool = Field(True, description="let all ranks join and all-reduce once; needs nodes=true")
+    gang: bool = Field(
+        True, description="let all ranks connect and all-reduce once; requires nodes=true"
+    )
     burn_in_s: float = Field(
         1.0, ge=0, le=3600, description="seconds of matmul with a known result on every device"
     )
     timeout_s: float = Field(
-        180.0, ge=10, le=3600, description="of all checks of a node, burn-in apart; one that is "
-        "late has failed"
+        180.0, ge=10, le=3600, description="seconds for all checks of a node, burn-in not "
+        "included; a late check counts as failed"
     )  # fmt: skip
     clock_skew_s: float = Field(
         0.5,
         gt=0,
-        description="a node's clock that is off by more is a warning; logs are compared by it",
+        description="seconds that a node's clock may be off before preflight warns; logs of "
+        "several nodes are ordered by these clocks",
     )
 
     @property

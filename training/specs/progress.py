@@ -34,7 +34,7 @@ _OF_EPOCH = {"epoch", "batch", "batches"}
 
 
 class ProgressKind(StrEnum):
-    """Programs whose lines are known; MindSpeed-LLM prints as Megatron-LM does."""
+    """Programs with a known output format; MindSpeed-LLM prints as Megatron-LM does."""
 
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
@@ -44,16 +44,15 @@ class ProgressKind(StrEnum):
 
 
 class ProgressSpec(FrozenModel):
-    """Where in its output a command shows step, loss and the like."""
+    """Format in which a command prints its step, loss and so on."""
 
-    kind: ProgressKind | None = Field(None, description="a format that is known")
+    kind: ProgressKind | None = Field(None, description="program whose output format is known")
     patterns: tuple[str, ...] = Field(
-        (), description="or regular expressions of your own, each searched in every line; named "
-        f"groups are {', '.join(GROUPS)}"
+        (), description="regular expressions of your own in place of `kind`, each searched in "
+        f"every line; named groups: {', '.join(GROUPS)}"
     )  # fmt: skip
     counts_from: Literal[0, 1] | None = Field(
-        None, description="what `patterns` find as the number of the first completed step; "
-        "default: 1"
+        None, description="number that `patterns` find for the first completed step; default: 1"
     )  # fmt: skip
 
     @field_validator("patterns")
