@@ -203,9 +203,9 @@ class RestartSpec(FrozenModel):
     )
     failover_grace_s: int = Field(
         3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
-        "that survive another one's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); -1: "
-        "no SIGKILL, except for a process that outlives the hang limit; default with ModelArts' "
-        "annotations: -1"
+        "that survive another process's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); "
+        "-1: no SIGKILL, except for a process that outlives the hang limit; default with "
+        "ModelArts' annotations: -1"
     )  # fmt: skip
     every_s: float | None = Field(
         None, ge=1, description="seconds after which the processes restart in their containers, "

@@ -13,7 +13,9 @@ import typer
 from perdure.cli import app
 
 PAGE = Path(__file__).parents[3].joinpath("docs/commands.md").read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^## (perdure [a-z ]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+SECTIONS = dict(
+    re.findall(r"^## (perdure [a-z ]+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+)
 
 
 def leaves(command: Any, name: str) -> Iterator[tuple[str, Any]]:
