@@ -80,7 +80,9 @@ def job_page() -> str:
     schema = Job.model_json_schema()
     definitions = schema["$defs"]
     sections = list(_sections(Section("", schema), definitions))
-    return "\n\n".join([INTRODUCTION, *(_section_text(one, definitions) for one in sections)])
+    return "\n\n".join(
+        [INTRODUCTION, *(_section_text(section, definitions) for section in sections)]
+    )
 
 
 def _sections(section: Section, definitions: Schema) -> Iterator[Section]:
@@ -93,11 +95,9 @@ def _sections(section: Section, definitions: Schema) -> Iterator[Section]:
 
 def _inner_sections(path: str, field: Schema, definitions: Schema) -> list[Section]:
     """The sections that a field holds: none for a plain value, two for the engines."""
-    items, values = field.get("items"), field.get("additionalProperties")
-    container = "list" if isinstance(items, dict) else "map" if isinstance(values, dict) else ""
-    content = {"list": items, "map": values}.get(container, field)
+    container, content = _content(field)
     resolved = [_resolve(choice, definitions) for choice in _choices(content)]
-    schemas = [one for one in resolved if "properties" in one]
+    schemas = [choice for choice in resolved if "properties" in choice]
     return [
         Section(
             path=path,
@@ -107,6 +107,15 @@ def _inner_sections(path: str, field: Schema, definitions: Schema) -> list[Secti
         )
         for schema in schemas
     ]
+
+
+def _content(field: Schema) -> tuple[str, Schema]:
+    """The container of a field, "list", "map" or "", and the schema of its content."""
+    for container, keyword in (("list", "items"), ("map", "additionalProperties")):
+        content = field.get(keyword)
+        if isinstance(content, dict):
+            return container, content
+    return "", field
 
 
 def _path(section: Section, name: str) -> str:
@@ -125,7 +134,8 @@ def _resolve(schema: Schema, definitions: Schema) -> Schema:
 
 def _choices(schema: Schema) -> list[Schema]:
     """The alternatives of a field, without null."""
-    return [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
+    choices = schema.get("anyOf", [schema])
+    return [choice for choice in choices if choice.get("type") != "null"]
 
 
 def _section_text(section: Section, definitions: Schema) -> str:
@@ -136,7 +146,7 @@ def _section_text(section: Section, definitions: Schema) -> str:
     required = section.schema.get("required", ())
     for name, field in section.schema["properties"].items():
         inner = _inner_sections(_path(section, name), field, definitions)
-        kind = ", ".join(f"[{_label(one)}](#{one.anchor})" for one in inner)
+        kind = ", ".join(f"[{_label(part)}](#{part.anchor})" for part in inner)
         if not inner:
             kind = _type_text(field, definitions)
         default = "required" if name in required else _default_text(field, has_sections=bool(inner))
@@ -157,11 +167,11 @@ def _default_text(field: Schema, *, has_sections: bool) -> str:
 
 def _type_text(field: Schema, definitions: Schema) -> str:
     return " or ".join(
-        _one_type(_resolve(one, definitions), definitions) for one in _choices(field)
+        _choice_text(_resolve(choice, definitions), definitions) for choice in _choices(field)
     )
 
 
-def _one_type(schema: Schema, definitions: Schema) -> str:
+def _choice_text(schema: Schema, definitions: Schema) -> str:
     if "const" in schema or "enum" in schema:
         values = schema.get("enum") or [schema["const"]]
         return ", ".join(f"`{value}`" for value in values)

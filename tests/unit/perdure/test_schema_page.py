@@ -27,7 +27,7 @@ def test_the_command_prints_the_page_or_the_schema():
 def test_every_link_of_the_page_leads_to_a_heading():
     page = job_page()
     titles = re.findall(r"^#+ (.+)$", page, flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in titles}
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     links = re.findall(r"\]\(#([^)]+)\)", page)
     assert len(links) > 20
     assert set(links) <= anchors
