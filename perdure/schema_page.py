@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 
 Schema = Mapping[str, Any]
 

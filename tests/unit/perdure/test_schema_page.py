@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from perdure.schema_page import job_page
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from tests.unit.perdure.commands import perdure
 
 PAGE = Path(__file__).parents[3] / "docs/job.md"

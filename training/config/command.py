@@ -1,0 +1,176 @@
+"""How a command's steps are read from what it prints: a known format, or patterns of the job.
+
+What is found in one line belongs together. Steps are completed optimizer steps.
+
+Where a command keeps checkpoints of its own, and how it is started again from them.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from perdure.storage.frozen_model import FrozenModel
+
+# What a named group of a pattern may be called, and what it holds.
+GROUPS = {
+    "step": "number of the step",
+    "target": "number of the last one",
+    "loss": "of the step",
+    "grad_norm": "before clipping",
+    "lr": "learning rate",
+    "step_ms": "milliseconds that a step takes",
+    "step_s": "seconds that a step takes",
+    "tokens_per_s": "of all ranks together",
+    "device_tokens_per_s": "of one device",
+    "mfu_percent": "model FLOP/s over peak FLOP/s",
+    "samples": "consumed so far",
+    "epoch": "number of the epoch",
+    "batch": "number in the epoch, where no step is printed",
+    "batches": "of an epoch",
+}
+_OF_EPOCH = {"epoch", "batch", "batches"}
+
+
+class ProgressKind(StrEnum):
+    """Programs with a known output format; MindSpeed-LLM prints as Megatron-LM does."""
+
+    MEGATRON = "megatron"
+    TRANSFORMERS = "transformers"
+    LIGHTNING = "lightning"
+    NANOGPT = "nanogpt"
+    TORCHTITAN = "torchtitan"
+
+
+class ProgressSpec(FrozenModel):
+    """Format in which a command prints its step, loss and so on."""
+
+    kind: ProgressKind | None = Field(None, description="program whose output format is known")
+    patterns: tuple[str, ...] = Field(
+        (), description="regular expressions of your own in place of `kind`, each searched in "
+        f"every line; named groups: {', '.join(GROUPS)}"
+    )  # fmt: skip
+    counts_from: Literal[0, 1] | None = Field(
+        None, description="number that `patterns` find for the first completed step; default: 1"
+    )  # fmt: skip
+
+    @field_validator("patterns")
+    @classmethod
+    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        found: set[str] = set()
+        for pattern in value:
+            found |= groups_of(pattern)
+        if value and "step" not in found and not found >= _OF_EPOCH:
+            raise ValueError(
+                f"{', '.join(map(repr, value))}: none has a group (?P<step>...), nor have they "
+                "(?P<epoch>...), (?P<batch>...) and (?P<batches>...)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.kind is None) == (not self.patterns):
+            kinds = ", ".join(ProgressKind)
+            raise ValueError(f"give either kind, one of {kinds}, or patterns of your own")
+        if self.kind is not None and self.counts_from is not None:
+            raise ValueError(f"counts_from is for patterns, kind={self.kind} has its own")
+        return self
+
+
+def groups_of(pattern: str) -> set[str]:
+    """The named groups of a pattern.
+
+    Raises:
+        ValueError: it is no regular expression, or has a group that is not known.
+    """
+    try:
+        names = set(re.compile(pattern).groupindex)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    unknown = sorted(names - GROUPS.keys())
+    if unknown:
+        raise ValueError(
+            f"{pattern!r} has the group {unknown[0]!r}, which must be one of {', '.join(GROUPS)}"
+        )
+    if not names:
+        raise ValueError(f"{pattern!r} has no named group, such as (?P<step>\\d+)")
+    return names
+
+
+class CheckpointKind(StrEnum):
+    """Checkpoint layouts of known programs; MindSpeed-LLM has that of Megatron-LM."""
+
+    MEGATRON = "megatron"
+    TRANSFORMERS = "transformers"
+    LIGHTNING = "lightning"
+    NANOGPT = "nanogpt"
+    TORCHTITAN = "torchtitan"
+    GLOB = "glob"
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether nodes with disks of their own each have a part, and not all the same."""
+        return self is CheckpointKind.MEGATRON
+
+
+class ProgramCheckpointsSpec(FrozenModel):
+    """Checkpoints that a command saves itself."""
+
+    kind: CheckpointKind = Field(
+        description="layout of the checkpoints; glob: files or folders that match a pattern"
+    )
+    path: str = Field(
+        min_length=1,
+        description="folder that the program saves to (--save, output_dir, dirpath, out_dir, "
+        "dump_folder/checkpoint); kind=glob: a pattern such as /out/step-*.pt, the last number of "
+        "a name being the step; variables are filled in as in the command",
+    )
+    settle_s: float = Field(
+        30.0, ge=0, description="kind=glob, whose layout does not mark the end of a save: seconds "
+        "without a change, while the program runs on, before a checkpoint counts as complete"
+    )  # fmt: skip
+
+    upload: bool = Field(
+        False, description="for a path on the nodes' own disks: upload each complete checkpoint "
+        "to the run's store, from every node that saved it, and copy the newest to nodes that "
+        "lack it"
+    )  # fmt: skip
+    keep: int | None = Field(
+        None, ge=2, description="number of complete checkpoints of the run to keep, the newest; "
+        "older ones are deleted; default: delete nothing, since programs usually delete their own"
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check_pattern(self) -> Self:
+        if self.kind is CheckpointKind.GLOB and "*" not in self.path:
+            raise ValueError(f"path={self.path} has no *, which kind=glob needs for the step")
+        if self.kind is CheckpointKind.GLOB and self.upload and "*" in str(Path(self.path).parent):
+            raise ValueError(
+                f"path={self.path}: upload needs one folder, a * in its last part alone"
+            )
+        return self
+
+
+class ResumeSpec(FrozenModel):
+    """Additions to a command that starts again when this run has a checkpoint."""
+
+    args: tuple[str, ...] = Field((), description="arguments to append to the command")
+    env: dict[str, str] = Field({}, description="environment variables to add")
+
+    @field_validator("env")
+    @classmethod
+    def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if name.startswith(("MA_", "VC_", "PERDURE_")):
+                raise ValueError(f"{name} is set by the node agent, choose another name")
+        return value
+
+    @model_validator(mode="after")
+    def _check_any(self) -> Self:
+        if not (self.args or self.env):
+            raise ValueError("give args or env, which are added when the command is started again")
+        return self

@@ -1,0 +1,390 @@
+"""Where a run is placed and what its worker processes are. Times are seconds."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config import pod_rules
+from perdure.training.config.command import ProgramCheckpointsSpec, ProgressSpec, ResumeSpec
+
+DEFAULT_RECIPE = "perdure.training.trainer.pretrain:main"
+SCRIPT_RECIPE = "perdure.training.runtime.script:main"  # runs worker.script
+_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
+
+
+Name = Annotated[str, AfterValidator(pod_rules.check_name)]
+
+
+class EngineSpec(FrozenModel):
+    """Settings that every engine has; the section of an engine adds its own."""
+
+    # Whether its containers are processes of the supervisor's machine, with its folders.
+    on_this_machine: ClassVar[bool] = False
+
+    kind: str = Field(description="name of the engine")
+    nodes: int = Field(2, ge=1, le=1024, description="nodes that the job trains on")
+    spares: int = Field(1, ge=0, le=64, description="additional nodes to move to after a fault")
+    warm_spares: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="spares with a warm container: started and checked, with its devices unused; "
+        "default: 1 if the job has spares",
+    )
+    slots_per_node: int = Field(2, ge=1, le=64, description="ranks (devices) per node")
+    grace_s: float = Field(
+        20.0,
+        ge=0.1,
+        le=900,
+        description="seconds between SIGTERM and SIGKILL when workers are stopped on request",
+    )
+    orphan_timeout_s: float = Field(
+        86_400.0,
+        ge=10,
+        description="seconds without a supervisor after which agents stop on their own",
+    )
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        if kind not in _sections():
+            raise ValueError(f"{kind!r} is no engine, choose {' or '.join(_sections())}")
+        return kind
+
+    @model_validator(mode="after")
+    def _check_warm_spares(self) -> Self:
+        if self.warm_spares is not None and self.warm_spares > self.spares:
+            raise ValueError(
+                f"warm_spares={self.warm_spares} is more than spares={self.spares} nodes"
+            )
+        return self
+
+    @property
+    def num_warm_spares(self) -> int:
+        """Containers that stand by."""
+        return min(1, self.spares) if self.warm_spares is None else self.warm_spares
+
+    def has_folder(self, folder: str) -> bool:  # noqa: ARG002 of some engines' sections
+        """Whether all nodes have a folder of the supervisor's machine, and may write there."""
+        return self.on_this_machine
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.slots_per_node
+
+
+class LocalEngineSpec(EngineSpec):
+    """Nodes as agent processes on this machine."""
+
+    on_this_machine: ClassVar[bool] = True
+
+    kind: Literal["local"] = Field("local", description="name of the engine")
+
+
+class Reach(StrEnum):
+    """Paths from the supervisor to the agents in the pods."""
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    PORT_FORWARD = "port_forward"
+
+
+class VolumeSpec(FrozenModel):
+    """A volume of the pods, and its mount path in the agent's container."""
+
+    name: str = Field(description="name of the volume", pattern=_LABEL)
+    mount_path: str = Field(description="absolute mount path in the container", pattern="^/")
+    source: dict[str, Any] = Field(
+        description="source of the volume, as in a pod: {hostPath: {path: "
+        "/usr/local/Ascend/driver}} or {persistentVolumeClaim: {claimName: corpus}}"
+    )
+    read_only: bool = Field(False, description="mount the volume read-only")
+    sub_path: str | None = Field(
+        None, description="folder within the volume to mount; default: its root"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name in pod_rules.OWN_VOLUMES:
+            raise ValueError(f"{name!r} is a volume of the engine's own")
+        return name
+
+    @field_validator("mount_path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if ":" in path or posixpath.normpath(path) in pod_rules.OWN_FOLDERS:
+            raise ValueError(f"{path!r} is the engine's own, or has a colon")
+        return path
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: dict[str, Any]) -> dict[str, Any]:
+        if len(source) != 1 or not all(isinstance(one, dict) for one in source.values()):
+            raise ValueError("must be one kind of volume with its fields, {hostPath: {path: ...}}")
+        return source
+
+    def holds(self, folder: str) -> bool:
+        """Whether a folder is in it that all pods share, and may write to."""
+        if self.read_only or "emptyDir" in self.source:
+            return False
+        path = posixpath.normpath(self.mount_path)
+        return posixpath.commonpath((path, posixpath.normpath(folder))) == path
+
+
+class VolcanoSpec(FrozenModel):
+    """Gang placement by Volcano: a PodGroup, and Volcano's scheduler for the pods."""
+
+    queue: Name = Field("default", description="queue of the PodGroup")
+    scheduler: Name = Field("volcano", description="schedulerName of the pods")
+
+
+class KubernetesEngineSpec(EngineSpec):
+    """Nodes as pods of a Kubernetes cluster, one pod per node."""
+
+    kind: Literal["kubernetes"] = Field("kubernetes", description="name of the engine")
+    image: str = Field(min_length=1, description="image of the pods, with Perdure installed")
+    python: str = Field("python3", description="Python interpreter of the image that has Perdure")
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="when nodes pull the image"
+    )
+    image_pull_secrets: tuple[Name, ...] = Field(
+        (), description="Secrets with the registry's credentials"
+    )
+    context: str | None = Field(
+        None,
+        description="context of the kubeconfig; default: the current context, or the "
+        "cluster that the supervisor runs in",
+    )
+    namespace: Annotated[str, AfterValidator(pod_rules.check_namespace)] | None = Field(
+        None,
+        description="namespace of the pods; default: that of the context, or of the "
+        "supervisor's pod",
+    )
+    reach: Reach = Field(
+        Reach.AUTO,
+        description="path from the supervisor to the agents: direct (pod addresses), port_forward "
+        "(through the API server), or auto (direct within the cluster, port_forward outside)",
+    )
+    agent_port: int = Field(
+        8470,
+        ge=1024,
+        le=65535,
+        description="port that agents listen on; with host_network, a port of the node",
+    )
+    place_timeout_s: float = Field(
+        600.0,
+        ge=1,
+        description="seconds for all pods to start, image pulls included; after that "
+        "the placement fails and its pods are deleted",
+    )
+    resources: dict[str, str | int] = Field(
+        {},
+        description="resources of each pod, both as requests and as limits, such as "
+        "{huawei.com/Ascend910: 8, cpu: 96, memory: 700Gi}",
+    )
+    shm_size: str | None = Field(
+        None,
+        description="size limit of /dev/shm, which counts as memory, such as 64Gi; default: "
+        "no limit",
+    )
+    node_selector: dict[str, str] = Field({}, description="labels that a node must have")
+    tolerations: tuple[dict[str, Any], ...] = Field(
+        (), description="tolerations, written as in a pod"
+    )
+    labels: dict[str, str] = Field({}, description="additional labels of the pods")
+    annotations: dict[str, str] = Field({}, description="annotations of the pods")
+    host_network: bool = Field(False, description="put the pods on their nodes' network")
+    volumes: tuple[VolumeSpec, ...] = Field((), description="additional volumes of the pods")
+    env_secrets: tuple[Name, ...] = Field(
+        (), description="Secrets whose keys become environment variables of the container"
+    )
+    storage_secret: Name | None = Field(
+        None,
+        description="Secret with the store's AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; "
+        "default: a new Secret made from the supervisor's keys",
+    )
+    service_account: Name | None = Field(
+        None, description="service account of the pods; its token is not mounted"
+    )
+    priority_class: Name | None = Field(None, description="priority class of the pods")
+    node_path: str | None = Field(
+        None,
+        pattern="^/",
+        description="folder on the node's disk for checkpoint copies that outlive the pod",
+    )
+    volcano: VolcanoSpec | None = Field(
+        None, description="placement by Volcano; default: by the cluster's own scheduler"
+    )
+    cordon: bool = Field(
+        False, description="also cordon isolated nodes; requires the right to patch nodes"
+    )
+    mindcluster: bool = Field(
+        True, description="read the faults that MindCluster's device plugin reports"
+    )
+    pod: dict[str, Any] = Field(
+        {},
+        description="fields to merge into each pod's document: maps merge recursively, lists of "
+        "named items merge by name",
+    )
+
+    @field_validator("shm_size")
+    @classmethod
+    def _check_shm_size(cls, size: str | None) -> str | None:
+        if size is not None:
+            pod_rules.check_quantity(size)
+        return size
+
+    @field_validator("resources", "node_selector", "tolerations", "labels", "annotations", "pod")
+    @classmethod
+    def _check_pod(cls, value: Any, info: ValidationInfo) -> Any:
+        _POD_CHECKS[str(info.field_name)](value)
+        return value
+
+    @field_validator("volumes")
+    @classmethod
+    def _check_volumes(cls, volumes: tuple[VolumeSpec, ...]) -> tuple[VolumeSpec, ...]:
+        sources: dict[str, dict[str, Any]] = {}
+        paths: set[str] = set()
+        for volume in volumes:
+            if sources.setdefault(volume.name, volume.source) != volume.source:
+                raise ValueError(f"volume {volume.name!r} has two sources")
+            path = posixpath.normpath(volume.mount_path)
+            if path in paths:
+                raise ValueError(f"{path!r} has two volumes")
+            paths.add(path)
+        return volumes
+
+    def has_folder(self, folder: str) -> bool:
+        """Whether a volume holds it."""
+        return any(volume.holds(folder) for volume in self.volumes)
+
+
+_POD_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "resources": pod_rules.check_resources,
+    "node_selector": pod_rules.check_labels,
+    "tolerations": pod_rules.check_tolerations,
+    "labels": pod_rules.check_own_labels,
+    "annotations": pod_rules.check_annotations,
+    "pod": pod_rules.check_overlay,
+}
+
+
+def _sections() -> dict[str, type[EngineSpec]]:
+    return {spec.model_fields["kind"].default: spec for spec in EngineSpec.__subclasses__()}
+
+
+def _of_its_kind(section: Any) -> EngineSpec:
+    # Not a discriminator: its schema (oneOf) is no part of Prefect's form (3.8.8), and its errors
+    # have the kind in the path of the field.
+    kind = section.get("kind", "local") if isinstance(section, dict) else None
+    return _sections().get(str(kind), EngineSpec).model_validate(section)
+
+
+# Every engine's section, as a union; one without a kind is local.
+AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidator(_of_its_kind)]
+
+
+class WorkerSpec(FrozenModel):
+    """The training program, at one of three depths: recipe, script with a callback, or command."""
+
+    recipe: str | None = Field(
+        None, description="session depth: module:function that each rank calls with the job"
+    )
+    command: tuple[str, ...] | None = Field(
+        None, min_length=1,
+        description="command depth: program and arguments, started as `per` says; "
+        "${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, ${MASTER_ADDR}, ${MASTER_PORT} and the like, "
+        "${NNODES}, ${NODE_RANK} and ${WORLD_SIZE} are filled in; $$ is a plain $",
+    )  # fmt: skip
+    script: tuple[str, ...] | None = Field(
+        None, min_length=1,
+        description="callback depth: a Python file and its arguments, which each rank runs as "
+        "python does; a callback of perdure.integrations takes over its loop, or training_steps "
+        "supplies the loop's steps",
+    )  # fmt: skip
+    preload: tuple[str, ...] = Field(
+        (),
+        description="scripts and recipes: modules that each node imports once, before it starts "
+        "ranks; processes of new ranks inherit them",
+    )
+    per: Literal["node", "device"] = Field(
+        "node",
+        description="commands: start once per node, for a launcher that starts its ranks itself "
+        "(torchrun), or once per device, each process with RANK, LOCAL_RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT set",
+    )
+    cwd: str | None = Field(
+        None,
+        description="folder that the workers start in; default: the folder in which the run was "
+        "first started",
+    )
+    progress: ProgressSpec | None = Field(
+        None, description="commands: how to read steps and losses from the output"
+    )
+    checkpoints: ProgramCheckpointsSpec | None = Field(
+        None, description="commands: where the program saves its checkpoints"
+    )
+    resume: ResumeSpec | None = Field(
+        None, description="commands: arguments and variables to add when the program starts again "
+        "and this run has a checkpoint; ${PERDURE_CHECKPOINT} is its path"
+    )  # fmt: skip
+
+    @field_validator("recipe")
+    @classmethod
+    def _check_recipe(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"{value!r} is not of the form module:function")
+        return value
+
+    @field_validator("preload")
+    @classmethod
+    def _check_preload(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not re.fullmatch(r"\w+(\.\w+)*", name):
+                raise ValueError(f"{name!r} is not the name of a module")
+        return value
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if self.preload and self.command is not None:
+            raise ValueError("preload is for a script or recipe: a command imports by itself")
+        given = [
+            name for name in ("recipe", "script", "command") if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other, give one")
+        if self.per == "device" and self.command is None:
+            kind = "script" if self.script is not None else "recipe"
+            raise ValueError(f"per=device is for worker.command: a {kind} is started so anyway")
+        for name in ("progress", "checkpoints", "resume"):
+            if getattr(self, name) is not None and self.command is None:
+                raise ValueError(f"{name} is for worker.command: a recipe's session does it")
+        if self.resume is not None and self.checkpoints is None:
+            raise ValueError("resume needs checkpoints, which says where the program saves")
+        return self
+
+    @property
+    def is_command(self) -> bool:
+        """Whether the program is an unchanged command (command depth)."""
+        return self.command is not None
+
+    @property
+    def is_launcher(self) -> bool:
+        """Whether the program is started once per node, and starts its ranks itself."""
+        return self.is_command and self.per == "node"
