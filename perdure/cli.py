@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
@@ -35,6 +36,7 @@ from perdure.pausing import pause, resume
 from perdure.preflight import preflight
 from perdure.run import demo, run
 from perdure.runs import named_job, run_to_observe
+from perdure.schema_page import job_page
 from perdure.status import status
 from perdure.storage.errors import StorageError
 from perdure.training.config.job import Job, load_job, load_template
@@ -75,9 +77,17 @@ def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = Fal
 
 
 @app.command()
-def schema() -> None:
-    """Print the JSON schema of a job file."""
-    print_json(Job.model_json_schema())
+def schema(
+    *,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="print the reference page docs/job.md instead")
+    ] = False,
+) -> None:
+    """Print the JSON schema of a job file: every field with its meaning, type and default."""
+    if markdown:
+        print(job_page())
+    else:
+        print_json(Job.model_json_schema())
 
 
 @app.command()

@@ -38,11 +38,11 @@ def _hint(address: str) -> str:
 
 
 class Credentials(FrozenModel):
-    """Keys of a store, where they do not come from boto3's default chain."""
+    """Keys of a store that are not in boto3's default chain."""
 
     access_key: SecretStr = Field(description="access key id")
-    secret_key: SecretStr = Field(description="secret of access_key")
-    session_token: SecretStr | None = Field(None, description="token of temporary keys")
+    secret_key: SecretStr = Field(description="secret access key")
+    session_token: SecretStr | None = Field(None, description="session token of temporary keys")
 
     @field_validator("access_key", "secret_key", "session_token")
     @classmethod
@@ -54,25 +54,27 @@ class Credentials(FrozenModel):
 
 
 class StorageSpec(FrozenModel):
-    """Where checkpoints, data and the ledger are kept; keys are not part of it."""
+    """The store of checkpoints, data and ledger; its keys are kept elsewhere."""
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")
     endpoint: str | None = Field(
-        None, description="URL of an S3-compatible store, e.g. https://obs.REGION.DOMAIN"
+        None, description="URL of an S3-compatible store, such as https://obs.REGION.DOMAIN"
     )
-    region: str | None = Field(None, description="region the requests are signed for")
+    region: str | None = Field(None, description="region that requests are signed for")
     addressing_style: AddressingStyle = Field(
         "auto",
-        description="bucket in the host name (virtual; OBS wants it), in the path (path), or "
-        "auto: path at every endpoint that is not of AWS",
+        description="place of the bucket in a URL: virtual (in the host name, as OBS requires), "
+        "path (in the path), or auto (path at every endpoint outside AWS)",
     )
-    ca_bundle: str | None = Field(None, description="file with the certificates to trust")
-    connect_timeout_s: float = Field(10.0, gt=0, description="to open a connection")
-    read_timeout_s: float = Field(60.0, gt=0, description="between two bytes of an answer")
+    ca_bundle: str | None = Field(None, description="file with the CA certificates to trust")
+    connect_timeout_s: float = Field(10.0, gt=0, description="seconds to open a connection")
+    read_timeout_s: float = Field(
+        60.0, gt=0, description="seconds to wait for the next byte of a response"
+    )
     credentials_block: str | None = Field(
         None,
-        description="name of a Prefect block that holds the keys; none: AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY, profile or instance role",
+        description="Prefect block that holds the keys; default: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, a profile, or the instance role",
     )
 
     @field_validator("address")

@@ -37,7 +37,7 @@ _OF_EPOCH = {"epoch", "batch", "batches"}
 
 
 class ProgressKind(StrEnum):
-    """Programs whose lines are known; MindSpeed-LLM prints as Megatron-LM does."""
+    """Programs with a known output format; MindSpeed-LLM prints as Megatron-LM does."""
 
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
@@ -47,16 +47,15 @@ class ProgressKind(StrEnum):
 
 
 class ProgressSpec(FrozenModel):
-    """Where in its output a command shows step, loss and the like."""
+    """Format in which a command prints its step, loss and so on."""
 
-    kind: ProgressKind | None = Field(None, description="a format that is known")
+    kind: ProgressKind | None = Field(None, description="program whose output format is known")
     patterns: tuple[str, ...] = Field(
-        (), description="or regular expressions of your own, each searched in every line; named "
-        f"groups are {', '.join(GROUPS)}"
+        (), description="regular expressions of your own in place of `kind`, each searched in "
+        f"every line; named groups: {', '.join(GROUPS)}"
     )  # fmt: skip
     counts_from: Literal[0, 1] | None = Field(
-        None, description="what `patterns` find as the number of the first completed step; "
-        "default: 1"
+        None, description="number that `patterns` find for the first completed step; default: 1"
     )  # fmt: skip
 
     @field_validator("patterns")
@@ -103,7 +102,7 @@ def groups_of(pattern: str) -> set[str]:
 
 
 class CheckpointKind(StrEnum):
-    """How a program lays out its checkpoints; MindSpeed-LLM does as Megatron-LM does."""
+    """Checkpoint layouts of known programs; MindSpeed-LLM has that of Megatron-LM."""
 
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
@@ -119,27 +118,30 @@ class CheckpointKind(StrEnum):
 
 
 class ProgramCheckpointsSpec(FrozenModel):
-    """Where a command saves."""
+    """Checkpoints that a command saves itself."""
 
-    kind: CheckpointKind = Field(description="layout; glob: files or folders of a pattern")
+    kind: CheckpointKind = Field(
+        description="layout of the checkpoints; glob: files or folders that match a pattern"
+    )
     path: str = Field(
         min_length=1,
-        description="the folder that the program is told to save to (--save, output_dir, dirpath, "
-        "out_dir, dump_folder/checkpoint); of kind glob a pattern, whose last number is the step, "
-        "such as /out/step-*.pt; variables are filled in as in the command",
+        description="folder that the program saves to (--save, output_dir, dirpath, out_dir, "
+        "dump_folder/checkpoint); kind=glob: a pattern such as /out/step-*.pt, the last number of "
+        "a name being the step; variables are filled in as in the command",
     )
     settle_s: float = Field(
-        30.0, ge=0, description="of kind glob, which leaves no last sign of a save: complete when "
-        "nothing has changed for so long while the program ran on"
+        30.0, ge=0, description="kind=glob, whose layout does not mark the end of a save: seconds "
+        "without a change, while the program runs on, before a checkpoint counts as complete"
     )  # fmt: skip
 
     upload: bool = Field(
-        False, description="put each complete one into the run's store, from every node that has "
-        "saved one, and bring the newest to nodes that lack it; for a path on the nodes' own disks"
+        False, description="for a path on the nodes' own disks: upload each complete checkpoint "
+        "to the run's store, from every node that saved it, and copy the newest to nodes that "
+        "lack it"
     )  # fmt: skip
     keep: int | None = Field(
-        None, ge=2, description="complete checkpoints of the run that are kept, the newest; older "
-        "ones are deleted; default: all, for the program itself deletes what it does not need"
+        None, ge=2, description="number of complete checkpoints of the run to keep, the newest; "
+        "older ones are deleted; default: delete nothing, since programs usually delete their own"
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -154,10 +156,10 @@ class ProgramCheckpointsSpec(FrozenModel):
 
 
 class ResumeSpec(FrozenModel):
-    """What is added when a command is started again and has a checkpoint of this run."""
+    """Additions to a command that starts again when this run has a checkpoint."""
 
-    args: tuple[str, ...] = Field((), description="arguments, behind those of the command")
-    env: dict[str, str] = Field({}, description="environment variables")
+    args: tuple[str, ...] = Field((), description="arguments to append to the command")
+    env: dict[str, str] = Field({}, description="environment variables to add")
 
     @field_validator("env")
     @classmethod

@@ -10,7 +10,7 @@ from perdure.storage.frozen_model import FrozenModel
 
 
 class DrillKind(StrEnum):
-    """What happens."""
+    """Kinds of injected faults."""
 
     KILL = "kill"  # SIGKILL to the rank's own process
     STOP = "stop"  # SIGSTOP to it
@@ -24,7 +24,7 @@ class DrillKind(StrEnum):
 
 
 class DrillPoint(StrEnum):
-    """Where in a step."""
+    """Places within a step."""
 
     START = "start"
     BACKWARD = "backward"
@@ -39,17 +39,19 @@ class DrillPoint(StrEnum):
 
 
 class DrillFault(FrozenModel):
-    """One fault, injected once in the whole run, however often its step is executed again."""
+    """A fault that is injected once per run, however often its step is executed again."""
 
-    kind: DrillKind = Field(description="what happens")
-    rank: int = Field(ge=0, description="global rank that it hits")
-    step: int = Field(ge=1, description="step in which it happens")
-    point: DrillPoint = Field(DrillPoint.BACKWARD, description="where in the step")
-    times: int = Field(1, ge=1, description="how often, each time that the step comes to its point")
+    kind: DrillKind = Field(description="kind of the fault")
+    rank: int = Field(ge=0, description="global rank that the fault hits")
+    step: int = Field(ge=1, description="step in which the fault occurs")
+    point: DrillPoint = Field(DrillPoint.BACKWARD, description="place within the step")
+    times: int = Field(
+        1, ge=1, description="number of injections, one each time the step reaches this place"
+    )
 
 
 class Victim(StrEnum):
-    """What is killed from outside: a worker, a whole node, or what it runs beside its workers."""
+    """Targets of a kill from outside: a worker, a whole node, or a process beside the workers."""
 
     RANK = "rank"
     NODE = "node"
@@ -61,13 +63,15 @@ class Victim(StrEnum):
 
 
 class Kill(FrozenModel):
-    """SIGKILL from outside, once."""
+    """A single SIGKILL from outside."""
 
-    victim: Victim = Field(description="what is killed")
+    victim: Victim = Field(description="process or node to kill")
     index: int = Field(
-        0, ge=0, description="global rank, else the member of the placement; of a spare none"
+        0,
+        ge=0,
+        description="global rank, or otherwise the member of the placement; ignored for a spare",
     )
-    step: int = Field(ge=1, description="completed step from which on it happens")
+    step: int = Field(ge=1, description="completed step after which the kill may happen")
 
     def __str__(self) -> str:
         """For reports."""
@@ -75,11 +79,11 @@ class Kill(FrozenModel):
 
 
 class DrillSpec(FrozenModel):
-    """A drill: a run with faults injected on purpose."""
+    """Faults injected on purpose."""
 
-    faults: tuple[DrillFault, ...] = Field((), description="faults, in any order")
+    faults: tuple[DrillFault, ...] = Field((), description="faults to inject, in any order")
     kills: bool = Field(
-        False, description="whether agents obey orders to kill processes; with faults they do"
+        False, description="let agents obey orders to kill processes; implied by faults"
     )
 
     @property

@@ -30,27 +30,32 @@ Name = Annotated[str, AfterValidator(pod_rules.check_name)]
 
 
 class EngineSpec(FrozenModel):
-    """What a job asks of every engine; the section of an engine names its kind and adds its own."""
+    """Settings that every engine has; the section of an engine adds its own."""
 
     # Whether its containers are processes of the supervisor's machine, with its folders.
     on_this_machine: ClassVar[bool] = False
 
-    kind: str = Field(description="engine")
-    nodes: int = Field(2, ge=1, le=1024, description="nodes the job needs")
-    spares: int = Field(1, ge=0, le=64, description="further nodes to reschedule onto")
+    kind: str = Field(description="name of the engine")
+    nodes: int = Field(2, ge=1, le=1024, description="nodes that the job trains on")
+    spares: int = Field(1, ge=0, le=64, description="additional nodes to move to after a fault")
     warm_spares: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="of the spares, those on which a container stands by, started and checked, its "
-        "devices unused; default: 1 where there is a spare",
+        description="spares with a warm container: started and checked, with its devices unused; "
+        "default: 1 if the job has spares",
     )
-    slots_per_node: int = Field(2, ge=1, le=64, description="ranks (devices) of a node")
+    slots_per_node: int = Field(2, ge=1, le=64, description="ranks (devices) per node")
     grace_s: float = Field(
-        20.0, ge=0.1, le=900, description="seconds from SIGTERM to SIGKILL when stopping workers"
+        20.0,
+        ge=0.1,
+        le=900,
+        description="seconds between SIGTERM and SIGKILL when workers are stopped on request",
     )
     orphan_timeout_s: float = Field(
-        86_400.0, ge=10, description="agents stop by themselves after this long without supervisor"
+        86_400.0,
+        ge=10,
+        description="seconds without a supervisor after which agents stop on their own",
     )
 
     @field_validator("kind")
@@ -88,11 +93,11 @@ class LocalEngineSpec(EngineSpec):
 
     on_this_machine: ClassVar[bool] = True
 
-    kind: Literal["local"] = Field("local", description="engine")
+    kind: Literal["local"] = Field("local", description="name of the engine")
 
 
 class Reach(StrEnum):
-    """How a supervisor reaches the agents in the pods."""
+    """Paths from the supervisor to the agents in the pods."""
 
     AUTO = "auto"
     DIRECT = "direct"
@@ -100,16 +105,18 @@ class Reach(StrEnum):
 
 
 class VolumeSpec(FrozenModel):
-    """A volume of the pods, and where the agent's container has it."""
+    """A volume of the pods, and its mount path in the agent's container."""
 
-    name: str = Field(description="of the volume", pattern=_LABEL)
-    mount_path: str = Field(description="absolute path in the container", pattern="^/")
+    name: str = Field(description="name of the volume", pattern=_LABEL)
+    mount_path: str = Field(description="absolute mount path in the container", pattern="^/")
     source: dict[str, Any] = Field(
-        description="as in a pod, such as {hostPath: {path: /usr/local/Ascend/driver}} or "
-        "{persistentVolumeClaim: {claimName: corpus}}"
+        description="source of the volume, as in a pod: {hostPath: {path: "
+        "/usr/local/Ascend/driver}} or {persistentVolumeClaim: {claimName: corpus}}"
     )
-    read_only: bool = Field(False, description="whether the container may not write into it")
-    sub_path: str | None = Field(None, description="folder of the volume that is mounted")
+    read_only: bool = Field(False, description="mount the volume read-only")
+    sub_path: str | None = Field(
+        None, description="folder within the volume to mount; default: its root"
+    )
 
     @field_validator("name")
     @classmethod
@@ -141,76 +148,99 @@ class VolumeSpec(FrozenModel):
 
 
 class VolcanoSpec(FrozenModel):
-    """Placement of the gang by Volcano: a PodGroup, and its scheduler for the pods."""
+    """Gang placement by Volcano: a PodGroup, and Volcano's scheduler for the pods."""
 
-    queue: Name = Field("default", description="queue that the PodGroup is in")
+    queue: Name = Field("default", description="queue of the PodGroup")
     scheduler: Name = Field("volcano", description="schedulerName of the pods")
 
 
 class KubernetesEngineSpec(EngineSpec):
-    """Nodes as pods of a Kubernetes cluster, one for each node of the job."""
+    """Nodes as pods of a Kubernetes cluster, one pod per node."""
 
-    kind: Literal["kubernetes"] = Field("kubernetes", description="engine")
-    image: str = Field(min_length=1, description="of the pods; Perdure is installed in it")
-    python: str = Field("python3", description="the image's Python that has Perdure")
+    kind: Literal["kubernetes"] = Field("kubernetes", description="name of the engine")
+    image: str = Field(min_length=1, description="image of the pods, with Perdure installed")
+    python: str = Field("python3", description="Python interpreter of the image that has Perdure")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
-        "IfNotPresent", description="when the image is fetched"
+        "IfNotPresent", description="when nodes pull the image"
     )
-    image_pull_secrets: tuple[Name, ...] = Field((), description="Secrets of the registry")
+    image_pull_secrets: tuple[Name, ...] = Field(
+        (), description="Secrets with the registry's credentials"
+    )
     context: str | None = Field(
-        None, description="of the kubeconfig; default: its current one, or the pod's own cluster"
+        None,
+        description="context of the kubeconfig; default: the current context, or the "
+        "cluster that the supervisor runs in",
     )
     namespace: Annotated[str, AfterValidator(pod_rules.check_namespace)] | None = Field(
-        None, description="of the pods; default: the context's, or that of the supervisor's pod"
+        None,
+        description="namespace of the pods; default: that of the context, or of the "
+        "supervisor's pod",
     )
     reach: Reach = Field(
         Reach.AUTO,
-        description="how the supervisor reaches agents: direct (the pods' addresses), "
-        "port_forward (through the API server), or auto: direct inside of the cluster",
+        description="path from the supervisor to the agents: direct (pod addresses), port_forward "
+        "(through the API server), or auto (direct within the cluster, port_forward outside)",
     )
     agent_port: int = Field(
-        8470, ge=1024, le=65535, description="that agents listen on; on the host's network too"
+        8470,
+        ge=1024,
+        le=65535,
+        description="port that agents listen on; with host_network, a port of the node",
     )
     place_timeout_s: float = Field(
-        600.0, ge=1, description="for all pods to run, images fetched; else none is kept"
+        600.0,
+        ge=1,
+        description="seconds for all pods to start, image pulls included; after that "
+        "the placement fails and its pods are deleted",
     )
     resources: dict[str, str | int] = Field(
         {},
-        description="of each pod, requests and limits in one, such as "
+        description="resources of each pod, both as requests and as limits, such as "
         "{huawei.com/Ascend910: 8, cpu: 96, memory: 700Gi}",
     )
     shm_size: str | None = Field(
-        None, description="limit of /dev/shm, which is memory, such as 64Gi; default: none"
+        None,
+        description="size limit of /dev/shm, which counts as memory, such as 64Gi; default: "
+        "no limit",
     )
-    node_selector: dict[str, str] = Field({}, description="labels that the nodes must have")
-    tolerations: tuple[dict[str, Any], ...] = Field((), description="as in a pod")
-    labels: dict[str, str] = Field({}, description="further labels of the pods")
+    node_selector: dict[str, str] = Field({}, description="labels that a node must have")
+    tolerations: tuple[dict[str, Any], ...] = Field(
+        (), description="tolerations, written as in a pod"
+    )
+    labels: dict[str, str] = Field({}, description="additional labels of the pods")
     annotations: dict[str, str] = Field({}, description="annotations of the pods")
-    host_network: bool = Field(False, description="whether pods are on their nodes' network")
-    volumes: tuple[VolumeSpec, ...] = Field((), description="further volumes of the pods")
+    host_network: bool = Field(False, description="put the pods on their nodes' network")
+    volumes: tuple[VolumeSpec, ...] = Field((), description="additional volumes of the pods")
     env_secrets: tuple[Name, ...] = Field(
-        (), description="Secrets whose keys become variables of the container"
+        (), description="Secrets whose keys become environment variables of the container"
     )
     storage_secret: Name | None = Field(
         None,
-        description="Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of the store; "
-        "default: one is made from the supervisor's keys",
+        description="Secret with the store's AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; "
+        "default: a new Secret made from the supervisor's keys",
     )
-    service_account: Name | None = Field(None, description="of the pods; they get no token of it")
-    priority_class: Name | None = Field(None, description="of the pods")
+    service_account: Name | None = Field(
+        None, description="service account of the pods; its token is not mounted"
+    )
+    priority_class: Name | None = Field(None, description="priority class of the pods")
     node_path: str | None = Field(
-        None, pattern="^/", description="folder of the node's disk for copies that outlive pods"
+        None,
+        pattern="^/",
+        description="folder on the node's disk for checkpoint copies that outlive the pod",
     )
-    volcano: VolcanoSpec | None = Field(None, description="placement by Volcano; default: none")
+    volcano: VolcanoSpec | None = Field(
+        None, description="placement by Volcano; default: by the cluster's own scheduler"
+    )
     cordon: bool = Field(
-        False, description="whether isolated nodes are cordoned, too; needs the right to patch them"
+        False, description="also cordon isolated nodes; requires the right to patch nodes"
     )
     mindcluster: bool = Field(
-        True, description="whether faults that MindCluster's device plugin reports are read"
+        True, description="read the faults that MindCluster's device plugin reports"
     )
     pod: dict[str, Any] = Field(
         {},
-        description="merged into each pod's document: maps deeply, lists of named things by name",
+        description="fields to merge into each pod's document: maps merge recursively, lists of "
+        "named items merge by name",
     )
 
     @field_validator("shm_size")
@@ -271,43 +301,48 @@ AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidato
 
 
 class WorkerSpec(FrozenModel):
-    """How deep the training program takes part: a recipe, a script with a callback, a command."""
+    """The training program, at one of three depths: recipe, script with a callback, or command."""
 
     recipe: str | None = Field(
-        None, description="session depth: module:function called in each rank with the job"
+        None, description="session depth: module:function that each rank calls with the job"
     )
     command: tuple[str, ...] | None = Field(
         None, min_length=1,
-        description="command depth: started as `per` says; ${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, "
-        "${MASTER_ADDR}, ${MASTER_PORT} and the like, ${NNODES}, ${NODE_RANK}, ${WORLD_SIZE} are "
-        "filled in; $$ is a plain $",
+        description="command depth: program and arguments, started as `per` says; "
+        "${MA_NUM_HOSTS}, ${VC_TASK_INDEX}, ${MASTER_ADDR}, ${MASTER_PORT} and the like, "
+        "${NNODES}, ${NODE_RANK} and ${WORLD_SIZE} are filled in; $$ is a plain $",
     )  # fmt: skip
     script: tuple[str, ...] | None = Field(
         None, min_length=1,
-        description="callback depth: a Python file and its arguments, run in each rank as python "
-        "does; a callback of perdure.integrations takes its loop over, or training_steps gives the "
-        "loop its steps",
+        description="callback depth: a Python file and its arguments, which each rank runs as "
+        "python does; a callback of perdure.integrations takes over its loop, or training_steps "
+        "supplies the loop's steps",
     )  # fmt: skip
     preload: tuple[str, ...] = Field(
         (),
-        description="of a script or recipe: modules that each node imports once, before ranks are "
-        "started, and does not import again for a rank's new process",
+        description="scripts and recipes: modules that each node imports once, before it starts "
+        "ranks; processes of new ranks inherit them",
     )
     per: Literal["node", "device"] = Field(
         "node",
-        description="of a command: started once per node, and starts its ranks itself (torchrun), "
-        "or once per device, each with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        description="commands: start once per node, for a launcher that starts its ranks itself "
+        "(torchrun), or once per device, each process with RANK, LOCAL_RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT set",
     )
-    cwd: str | None = Field(None, description="folder the workers start in; default: this one")
+    cwd: str | None = Field(
+        None,
+        description="folder that the workers start in; default: the folder in which the run was "
+        "first started",
+    )
     progress: ProgressSpec | None = Field(
-        None, description="of a command: how its steps and losses are read from what it prints"
+        None, description="commands: how to read steps and losses from the output"
     )
     checkpoints: ProgramCheckpointsSpec | None = Field(
-        None, description="of a command: where it saves checkpoints of its own"
+        None, description="commands: where the program saves its checkpoints"
     )
     resume: ResumeSpec | None = Field(
-        None, description="of a command: what is added when it is started again and has a "
-        "checkpoint of this run; ${PERDURE_CHECKPOINT} is its path"
+        None, description="commands: arguments and variables to add when the program starts again "
+        "and this run has a checkpoint; ${PERDURE_CHECKPOINT} is its path"
     )  # fmt: skip
 
     @field_validator("recipe")

@@ -76,49 +76,80 @@ OVERWRITTEN_NAMES = frozenset(
 
 
 class Job(FrozenModel):
-    """One pretraining run from step 0 to its target step."""
+    """One pretraining run, from step 0 to its target step."""
 
     run_id: str = Field(
-        description="name of the run: 1 to 63 of a-z, 0-9 and -, starting with a letter or digit",
+        description="name of the run: 1 to 63 characters of a-z, 0-9 and -, starting with a "
+        "letter or digit",
         # It is in the keys of artifacts, for which Prefect takes nothing else (3.8.8).
         pattern=NAME,
     )
-    storage: StorageSpec = Field(description="where checkpoints, data and the ledger are kept")
+    storage: StorageSpec = Field(
+        description="store of the checkpoints, the prepared data and the ledger"
+    )
     steps: int = Field(
-        1000, ge=1, description="target step; for a command in its own count, and only if given"
+        1000,
+        ge=1,
+        description="target step, where training ends; a command has a target only if "
+        "this is set, in its own count of steps",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
-    worker: WorkerSpec = Field(WorkerSpec(), description="the training program")
-    model: ModelSpec = Field(ModelSpec(), description="sizes of the reference decoder")
-    data: DataSpec | None = Field(None, description="the corpus; session jobs need it")
-    tokenizer: TokenizerSpec = Field(TokenizerSpec(), description="bytes, or a tokenizers file")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of weights, data order and dropout")
+    worker: WorkerSpec = Field(WorkerSpec(), description="training program")
+    model: ModelSpec = Field(ModelSpec(), description="sizes of the built-in decoder")
+    data: DataSpec | None = Field(None, description="corpus; the built-in trainer needs it")
+    tokenizer: TokenizerSpec = Field(
+        TokenizerSpec(),
+        description="tokenizer of the corpus: raw bytes, or a file of the `tokenizers` library",
+    )
     batch: BatchSpec = Field(BatchSpec(), description="samples per step")
-    parallelism: ParallelSpec = Field(ParallelSpec(), description="wrapping of the model")
-    precision: Precision = Field(Precision.FP32, description="fp32, bf16 or fp16")
-    optimizer: OptimizerSpec = Field(OptimizerSpec(), description="AdamW and its schedule")
-    checkpoint: CheckpointSpec = Field(CheckpointSpec(), description="save and retention policy")
-    restart: RestartSpec = Field(RestartSpec(), description="restart policy")
-    comm: CommSpec = Field(CommSpec(), description="limits and ports of the collectives")
+    parallelism: ParallelSpec = Field(
+        ParallelSpec(), description="wrapper of the model, and layout of the ranks"
+    )
+    precision: Precision = Field(
+        Precision.FP32, description="arithmetic of forward and backward: fp32, bf16 or fp16"
+    )
+    optimizer: OptimizerSpec = Field(
+        OptimizerSpec(), description="AdamW and its learning rate schedule"
+    )
+    checkpoint: CheckpointSpec = Field(
+        CheckpointSpec(), description="when to save, where to keep copies, and what to retain"
+    )
+    restart: RestartSpec = Field(
+        RestartSpec(),
+        description="restart policy: which recoveries are on, and how often each may happen",
+    )
+    comm: CommSpec = Field(
+        CommSpec(), description="time limits, ports and HCCL settings of the collectives"
+    )
     init_from: InitFromSpec | None = Field(
-        None, description="a checkpoint of another run to begin from, with other hyperparameters"
+        None, description="checkpoint of another run that supplies the initial weights"
     )
-    engine: AnyEngineSpec = Field(LocalEngineSpec(), description="where the nodes come from")
-    watch: WatchSpec = Field(WatchSpec(), description="what is watched, and when to alert")
+    engine: AnyEngineSpec = Field(
+        LocalEngineSpec(), description="source of the nodes: this machine, or a Kubernetes cluster"
+    )
+    watch: WatchSpec = Field(
+        WatchSpec(), description="hang limits, alert thresholds, log collection and metrics"
+    )
     preflight: PreflightSpec = Field(
-        PreflightSpec(), description="what is checked on nodes before they are used"
+        PreflightSpec(), description="checks of the nodes before a run uses them"
     )
-    drill: DrillSpec = Field(DrillSpec(), description="faults made on purpose")
+    drill: DrillSpec = Field(DrillSpec(), description="faults injected on purpose")
     env: dict[str, str] = Field(
-        {}, description="further environment variables of the workers; no secrets, see env_from"
+        {}, description="further environment variables of the workers; secrets belong in env_from"
     )
     env_from: dict[str, SecretSource] = Field(
-        {}, description="environment variables whose values are secret: where each is kept"
+        {},
+        description="environment variables with secret values, each with the place where its "
+        "value is kept",
     )
     log_path: str | None = Field(
         None, description="folder for the workers' logs; default: the node's scratch folder"
     )
     peak_tflops: float | None = Field(
-        None, gt=0, description="peak of one device for MFU; default: table, else measured matmul"
+        None,
+        gt=0,
+        description="peak TFLOP/s of one device, for MFU; default: from a table of "
+        "known devices, otherwise a measured matmul",
     )
 
     @field_validator("env")

@@ -20,21 +20,24 @@ from perdure.training.recovery.replicas import ParallelLayout, RankOrder
 
 
 class ModelSpec(FrozenModel):
-    """Sizes of the reference decoder (RoPE, RMSNorm, SwiGLU, tied embeddings)."""
+    """Sizes of the built-in decoder (RoPE, RMSNorm, SwiGLU, tied embeddings)."""
 
     num_layers: int = Field(4, ge=1, le=1024, description="decoder blocks")
     hidden_size: int = Field(128, ge=8, description="width of the residual stream")
-    num_heads: int = Field(4, ge=1, description="attention heads; divides hidden_size")
+    num_heads: int = Field(4, ge=1, description="attention heads; must divide hidden_size")
     num_kv_heads: int | None = Field(
         None, ge=1, description="key/value heads (grouped-query attention); default: num_heads"
     )
     ffn_size: int | None = Field(
-        None, ge=8, description="width inside the SwiGLU block; default: 8/3 of hidden_size"
+        None,
+        ge=8,
+        description="inner width of the SwiGLU block; default: 8/3 of hidden_size, "
+        "rounded up to a multiple of 32",
     )
-    seq_len: int = Field(256, ge=2, description="tokens in one sample")
+    seq_len: int = Field(256, ge=2, description="tokens per sample")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout after attention and SwiGLU")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after attention and SwiGLU")
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -77,9 +80,14 @@ class ModelSpec(FrozenModel):
 class BatchSpec(FrozenModel):
     """Samples per optimizer step; the global batch does not depend on the world size."""
 
-    global_batch_size: int = Field(8, ge=1, description="samples in one optimizer step, all ranks")
+    global_batch_size: int = Field(
+        8, ge=1, description="samples per optimizer step, over all ranks"
+    )
     micro_batch_size: int = Field(
-        2, ge=1, description="samples in one forward pass of one rank; the rest is accumulated"
+        2,
+        ge=1,
+        description="samples per forward pass of one rank; gradients accumulate over the "
+        "passes of a step",
     )
 
 
@@ -92,7 +100,7 @@ class Precision(StrEnum):
 
 
 class ParallelKind(StrEnum):
-    """How the model is spread over the ranks."""
+    """Ways to spread the model over the ranks."""
 
     DDP = "ddp"
     FSDP2 = "fsdp2"
@@ -101,19 +109,19 @@ class ParallelKind(StrEnum):
 
 
 class ParallelSpec(FrozenModel):
-    """Wrapping of the model, and how a program of your own lays it out over the ranks."""
+    """Wrapper of the model, and the layout of your own program over the ranks."""
 
     kind: ParallelKind = Field(
         ParallelKind.DDP,
-        description="ddp, fsdp2 (fully_shard), hsdp (sharded inside, replicated across), or "
-        "data_parallel (one process, several cards; ddp is better)",
+        description="ddp, fsdp2 (fully_shard), hsdp (sharded within replica groups, replicated "
+        "across them), or data_parallel (one process drives several devices; ddp is faster)",
     )
     replicas: int | None = Field(
-        None, ge=2, description="hsdp: number of replica groups; divides the world size"
+        None, ge=2, description="hsdp: number of replica groups; must divide the world size"
     )
     bucket_cap_mb: int | None = Field(
-        None, ge=1, le=4096, description="ddp: gradients that are summed at once, MB; default: "
-        "torch's, 25"
+        None, ge=1, le=4096, description="ddp: size in MB of the gradient buckets that are "
+        "reduced together; default: torch's, 25"
     )  # fmt: skip
     tensor: int = Field(1, ge=1, description="tensor-parallel size of your program")
     pipeline: int = Field(1, ge=1, description="pipeline-parallel size of your program")
@@ -123,10 +131,11 @@ class ParallelSpec(FrozenModel):
         None, ge=1, description="tensor-parallel size of the experts; default: tensor"
     )
     optimizer_weight_shard_size: int = Field(
-        1, ge=1, description="ranks of data and context parallelism that share an optimizer state"
+        1, ge=1, description="ranks of data and context parallelism that share one optimizer state"
     )
     order: RankOrder = Field(
-        RankOrder.PP_LAST, description="how your program numbers ranks, fastest axis first"
+        RankOrder.PP_LAST,
+        description="order in which your program numbers ranks, fastest axis first",
     )
 
     @model_validator(mode="after")
@@ -198,10 +207,14 @@ class OptimizerSpec(FrozenModel):
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas, each in [0, 1)")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
-    weight_decay: float = Field(0.1, ge=0, description="on matrices only, not on norms")
-    grad_clip_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices; norms have none")
+    grad_clip_norm: float = Field(
+        1.0, gt=0, description="global gradient norm above which gradients are clipped"
+    )
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr")
+    min_lr_ratio: float = Field(
+        0.1, ge=0, le=1, description="final learning rate as a fraction of lr"
+    )
 
     @model_validator(mode="after")
     def _check_betas(self) -> Self:
@@ -215,29 +228,33 @@ MIB = 1024 * KIB
 
 
 class DataSpec(FrozenModel):
-    """The corpus, its shards, and the loader's processes."""
+    """The corpus, its token shards, and the loader processes."""
 
     sources: tuple[str, ...] = Field(
         min_length=1,
         description="files, folders (searched recursively) or globs: .txt .md .rst .py .jsonl, "
-        "each plain, .gz or .zst, and .parquet",
+        "plain or compressed (.gz, .zst), and .parquet",
     )
     text_field: str = Field(
-        "text", min_length=1, description="field of a jsonl row, or parquet column, with the text"
+        "text",
+        min_length=1,
+        description="name of the JSONL field or Parquet column that holds the text",
     )
     shard_size_bytes: int = Field(
-        64 * MIB, ge=4 * KIB, description="source text per token shard, bytes"
+        64 * MIB, ge=4 * KIB, description="bytes of source text per token shard"
     )
-    num_workers: int = Field(1, ge=0, le=64, description="loader processes per rank; 0: in line")
+    num_workers: int = Field(
+        1, ge=0, le=64, description="loader processes per rank; 0: the rank loads its own batches"
+    )
     persistent_workers: bool | None = Field(
-        None, description="keep the loader processes when an epoch ends, as is the default; "
-        "false: new ones for each epoch, which read no batch ahead across its end"
+        None, description="keep the loader processes across epochs; false: start new ones for "
+        "each epoch, without reading ahead into the next; default: true"
     )  # fmt: skip
     prefetch_factor: int = Field(
         2, ge=1, le=1024, description="micro-batches that each loader process keeps ready"
     )
     shuffle: bool = Field(
-        default=True, description="a new pseudo-random order of samples each epoch"
+        default=True, description="draw a new pseudo-random order of the samples for each epoch"
     )
 
     @model_validator(mode="after")
@@ -252,13 +269,17 @@ class DataSpec(FrozenModel):
 
 
 class TokenizerSpec(FrozenModel):
-    """Which tokenizer turns the corpus into ids."""
+    """The tokenizer that turns the corpus into token ids."""
 
     kind: Literal["byte", "file"] = Field(
-        "byte", description="byte: ids are UTF-8 bytes; file: a `tokenizers` JSON file"
+        "byte",
+        description="byte: token ids are UTF-8 bytes; file: a JSON file of the "
+        "`tokenizers` library",
     )
     path: str | None = Field(
-        None, min_length=1, description="tokenizer.json, for kind=file and only for it"
+        None,
+        min_length=1,
+        description="path of tokenizer.json; required with kind=file, refused otherwise",
     )
 
     @model_validator(mode="after")

@@ -38,43 +38,49 @@ MAX_SKIPPED_IN_A_ROW = 10  # MindFormers' default of global_norm_spike_count_thr
 
 
 class CheckpointSpec(FrozenModel):
-    """When to save and what to keep. No interval given: the recommended one for the size."""
+    """When to save and which checkpoints to keep.
+
+    A job without an interval gets the recommended interval for its model size.
+    """
 
     every_steps: int | None = Field(None, ge=1, description="save every N steps")
     every_epochs: int | None = Field(None, ge=1, description="save at the end of every Nth epoch")
-    every_s: float | None = Field(None, gt=0, description="save after this many seconds")
+    every_s: float | None = Field(None, gt=0, description="save every N seconds")
     mtbf_s: float | None = Field(
-        None, gt=0, description="mean seconds between failures that is expected: save at the "
-        "Young/Daly interval, from the measured cost of a save and what the run has lived through"
+        None, gt=0, description="expected mean seconds between failures; sets the Young/Daly save "
+        "interval, together with the measured cost of a save and the failures so far"
     )  # fmt: skip
     host_memory: bool = Field(
-        True, description="saves go to memory that the node agent keeps, and from there to the "
-        "store while training goes on; needs twice a rank's share of the state per rank"
+        True, description="save to memory that the node agent holds, and upload from there while "
+        "training continues; requires twice a rank's share of the state per rank"
     )  # fmt: skip
     partner_copies: int = Field(
-        0, ge=0, le=2, description="copies of every node's saves in the memory of so many other "
-        "nodes: a lost node then costs the steps since the last save and no read from the store. "
-        "Each node needs 3 times its share of the state, and 2 times for every copy that it holds, "
-        "instead of 2 times"
+        0, ge=0, le=2, description="number of other nodes that hold a copy of each node's saves "
+        "in memory, so that recovery from a lost node costs only the steps since the last save "
+        "and reads nothing from the store. Each node needs 3 times its share of the state, plus 2 "
+        "times for every copy that it holds, instead of 2 times"
     )  # fmt: skip
     partner_mb_per_s: float | None = Field(
-        1000.0, gt=0, description="partner_copies: limit of what a node sends, in MB/s; null: none"
+        1000.0, gt=0, description="partner_copies: limit on what a node sends, in MB/s; null: none"
     )
     failure_domains: dict[str, str] = Field(
-        {}, description="partner_copies: failure domain (rack, super pod, power supply) by name of "
-        "the node; no copy is on a node of the same domain. A node without one is its own domain"
+        {}, description="partner_copies: failure domain (rack, super pod, power supply) by node "
+        "name; a node's copies lie outside its own domain. A node that is not listed is a domain "
+        "of its own"
     )  # fmt: skip
     node_disk: bool | None = Field(
-        None, description="also keep the newest saves on the node's disk; default: when the "
-        "store is not a folder itself"
+        None, description="also keep the newest saves on the node's disk; default: true unless "
+        "the store is a folder"
     )  # fmt: skip
-    keep_last: int = Field(RECOMMENDED_KEEP_LAST, ge=1, description="newest checkpoints to keep")
+    keep_last: int = Field(
+        RECOMMENDED_KEEP_LAST, ge=1, description="number of newest checkpoints to keep"
+    )
     keep_every_steps: int | None = Field(
         None, ge=1, description="also keep every checkpoint whose step is a multiple of this"
     )
     keep_best: int | None = Field(
-        None, ge=1, description="also keep this many checkpoints of the lowest training loss; "
-        "the checkpoint-retention deployment gives the others up"
+        None, ge=1, description="also keep this many checkpoints with the lowest training loss; "
+        "the checkpoint-retention deployment deletes the others"
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -130,97 +136,107 @@ def recommended_interval(num_parameters: int) -> dict[str, int]:
 
 
 class HealSpec(FrozenModel):
-    """What is done about a chip that had a fault, before processes are started on it again."""
+    """Treatment of a chip that had a fault, before processes start on it again."""
 
     check: bool = Field(
-        True, description="look at the hardware first: driver health, error counters and a short "
-        "computation; what is still ill is isolated, and the job rescheduled"
+        True, description="test the hardware before a restart: driver health, error counters and "
+        "a short computation; a chip that fails has its node isolated and the job rescheduled"
     )  # fmt: skip
     reset: bool = Field(
-        True, description="reset the chip where the level of its code asks for it, nothing else "
-        "runs on the node's chips, and the driver allows it (npu-smi set -t reset)"
+        True, description="reset the chip if the level of its fault code asks for it, no other "
+        "program uses the node's chips, and the driver allows it (npu-smi set -t reset)"
     )  # fmt: skip
     wait_s: float = Field(
-        15.0, ge=0, le=600, description="seconds that a fault gets to go by itself "
-        "(MindCluster's WaitFaultSelfHealingTime)"
+        15.0, ge=0, le=600, description="seconds for a fault to clear on its own (MindCluster's "
+        "WaitFaultSelfHealingTime)"
     )  # fmt: skip
     reset_s: float = Field(
-        150.0, ge=1, le=600, description="seconds that a chip gets to come back from a reset "
+        150.0, ge=1, le=600, description="seconds for a chip to come back after a reset "
         "(MindCluster's WaitDeviceResetTime)"
     )  # fmt: skip
 
 
 class RestartSpec(FrozenModel):
-    """Restart policy, with the ranges of ModelArts' fault-tolerance annotations."""
+    """Restart policy, with the value ranges of ModelArts' fault-tolerance annotations."""
 
     max_restarts: int = Field(
         3,
         ge=0,
         le=128,
-        description="reschedulings (job-retry-num), counted as count has it; 0: none",
+        description="number of reschedulings (job-retry-num), counted as `count` says; 0: no "
+        "rescheduling",
     )
     count: RestartCount = Field(
-        RestartCount.WITHOUT_PROGRESS, description="what uses up max_restarts and pod_retries: "
-        "without_progress: only what nothing was committed after, in a row; ever: each since the "
-        "run was started, as on ModelArts"
+        RestartCount.WITHOUT_PROGRESS, description="which reschedulings use up max_restarts and "
+        "pod_retries; without_progress: those in a row without a committed checkpoint; ever: all "
+        "since the run started, as on ModelArts"
     )  # fmt: skip
-    in_place: bool = Field(True, description="restart processes in their containers when enough")
+    in_place: bool = Field(
+        True, description="restart processes in their containers when that is enough"
+    )
     in_place_retries: int = Field(
-        3, ge=1, le=128, description="in-place restarts in a row without a new checkpoint"
+        3, ge=1, le=128, description="number of in-place restarts in a row without a new checkpoint"
     )
     unconditional: bool = Field(
         True, description="reschedule on any non-zero exit (job-unconditional-retry)"
     )
-    hang: bool = Field(True, description="restart when no rank makes progress (hang-retry)")
+    hang: bool = Field(True, description="detect hangs and restart after them (hang-retry)")
     hang_timeout_s: float | None = Field(
-        None, gt=0, description="seconds without a step that are a hang; default: learned, "
-        "max(60, 10 x median step)"
+        None, gt=0, description="seconds without a step before the run counts as hung; default: "
+        "learned, max(60, 10 x median step)"
     )  # fmt: skip
     start_timeout_s: float = Field(
-        600.0, gt=0, description="seconds from process start to the first step"
+        600.0,
+        gt=0,
+        description="seconds from process start to the first step before the run counts as hung",
     )
     pod_retries: int = Field(
-        0, ge=0, le=128, description="replace only the broken node this often (pod-retry-num)"
+        0,
+        ge=0,
+        le=128,
+        description="number of times that only the broken node is replaced (pod-retry-num)",
     )
     spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
     allow_without_isolation: bool = Field(
-        True, description="no spare: may the job go back to nodes that were to be isolated"
+        True,
+        description="if no spare is available, let the job return to nodes that should be isolated",
     )
     failover_grace_s: int = Field(
-        3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for processes that "
-        "a fault of another one has left (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); -1: none "
-        "is ended by force, unless it is silent as long as a hang; -1 with ModelArts' annotations"
+        3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
+        "that survive another process's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); "
+        "-1: no SIGKILL, except for a process that outlives the hang limit; default with "
+        "ModelArts' annotations: -1"
     )  # fmt: skip
     every_s: float | None = Field(
-        None, ge=1, description="start the processes anew, in their containers, at the first "
-        "committed checkpoint after so many seconds; uses up no budget; default: never"
+        None, ge=1, description="seconds after which the processes restart in their containers, "
+        "at the next committed checkpoint; uses up no budget; default: never"
     )  # fmt: skip
-    delay_s: float = Field(0.0, ge=0, le=3600, description="pause before a restart")
+    delay_s: float = Field(0.0, ge=0, le=3600, description="seconds to pause before a restart")
     heal: HealSpec = Field(
-        HealSpec(), description="what is done about a faulty chip before a restart in place"
+        HealSpec(), description="treatment of a faulty chip before a restart in place"
     )
     progress_after_s: float = Field(
-        600.0, gt=0, description="command jobs: an attempt this long counts as progress"
+        600.0, gt=0, description="commands: seconds that an attempt must last to count as progress"
     )
     pod_before_in_place: bool = Field(
-        False, description="a node at fault is replaced before processes are restarted on it (RSC "
-        "alone); needs pod_retries"
+        False, description="replace a node at fault before restarting processes on it (RSC "
+        "alone); requires pod_retries"
     )  # fmt: skip
     memory_retry: bool = Field(
-        True, description="re-execute one step after an error of device memory (UCE)"
+        True, description="re-execute the step after a device memory error (UCE)"
     )
     collective_retry: bool = Field(
-        True, description="re-execute one step whose collective or link failed (HCCE)"
+        True, description="re-execute a step whose collective or link failed (HCCE)"
     )
     process_replace: bool = Field(
-        True, description="a new process for one lost rank, the others live on (ARF)"
+        True, description="replace the process of a lost rank while the others live on (ARF)"
     )
     process_in_place: bool = Field(
-        True, description="process_replace also on a chip that had a fault (recover-in-place)"
+        True, description="allow process_replace also on a chip that had a fault (recover-in-place)"
     )
     node_replace: bool = Field(
-        True, description="another node for one that is lost, while the processes of the others "
-        "live on (ARF node by node, recover)"
+        True, description="replace a lost node while the processes of the other nodes live on "
+        "(ARF node by node, recover)"
     )  # fmt: skip
     end_of_life_checkpoint: bool = Field(
         True, description="save the last completed step before processes are ended (TTP)"
@@ -229,27 +245,27 @@ class RestartSpec(FrozenModel):
         False, description="re-execute a step whose loss or gradient norm is abnormal (TRE)"
     )
     snapshot_every_steps: int = Field(
-        10, ge=1, description="numeric_retry: steps between two copies of the state in host "
-        "memory, to which an abnormal step goes back; needs twice a rank's share of the state"
+        10, ge=1, description="numeric_retry: steps between two snapshots of the state in host "
+        "memory, to which an abnormal step returns; requires twice a rank's share of the state"
     )  # fmt: skip
     abnormal_loss: float | None = Field(
-        None, gt=0, description="a loss of this or more is abnormal; nan and inf always are"
+        None, gt=0, description="loss from which a step is abnormal; nan and inf always are"
     )
     abnormal_grad_norm: float | None = Field(
-        None, gt=0, description="a gradient norm of this or more, before clipping, is abnormal "
+        None, gt=0, description="gradient norm, before clipping, from which a step is abnormal "
         "(global_norm_spike_threshold)"
     )  # fmt: skip
     data_skipping: bool = Field(
-        False, description="pass over batches whose loss or gradient norm is abnormal, for good "
+        False, description="skip batches whose loss or gradient norm is abnormal, permanently "
         "(use_skip_data_by_global_norm); excludes numeric_retry"
     )  # fmt: skip
     max_skipped_in_a_row: int = Field(
-        MAX_SKIPPED_IN_A_ROW, ge=1, description="data_skipping: so many abnormal batches in a row "
-        "end the run (global_norm_spike_count_threshold)"
+        MAX_SKIPPED_IN_A_ROW, ge=1, description="data_skipping: number of abnormal batches in a "
+        "row that ends the run (global_norm_spike_count_threshold)"
     )  # fmt: skip
     mindcluster_frequency: bool = Field(
-        False, description="isolate a chip's node also at MindCluster's own numbers per fault "
-        "code (2, 3 or 5 in 24 h), not only at 3 in a row"
+        False, description="also isolate a chip's node at MindCluster's own thresholds for each "
+        "fault code (2, 3 or 5 times in 24 h), in addition to 3 in a row"
     )  # fmt: skip
     from_platform: dict[str, str] = Field(
         {}, description="ModelArts annotations, MindCluster labels, MS_ENABLE_TFT or "
@@ -313,7 +329,7 @@ def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) 
 
 
 class RankTableForm(StrEnum):
-    """Forms of HCCL's rank table: of clusters (Atlas A2), and of super pods (Atlas A3)."""
+    """Formats of HCCL's rank table: v1.0 of clusters (Atlas A2), v1.2 of super pods (Atlas A3)."""
 
     V1_0 = "v1.0"
     V1_2 = "v1.2"
@@ -322,10 +338,12 @@ class RankTableForm(StrEnum):
 class OpRetrySpec(FrozenModel):
     """HCCL's own re-execution of a broken collective (Atlas A3 only)."""
 
-    enabled: bool = Field(False, description="HCCL_OP_RETRY_ENABLE for both levels")
+    enabled: bool = Field(False, description="set HCCL_OP_RETRY_ENABLE for both levels")
     max_count: int = Field(1, ge=1, le=10, description="retries of one operator")
-    hold_time_ms: int = Field(5000, ge=0, le=60_000, description="wait before the first retry")
-    interval_ms: int = Field(1000, ge=0, le=60_000, description="wait between retries")
+    hold_time_ms: int = Field(
+        5000, ge=0, le=60_000, description="milliseconds to wait before the first retry"
+    )
+    interval_ms: int = Field(1000, ge=0, le=60_000, description="milliseconds between two retries")
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,46 +377,58 @@ def why_no_megabytes(value: str) -> str | None:
 
 
 class CommSpec(FrozenModel):
-    """Limits and ports of the collectives; becomes HCCL_* and torch variables."""
+    """Limits and ports of the collectives, set as HCCL_* and torch variables."""
 
     master_port: int = Field(
-        0, ge=0, le=65_535, description="rendezvous port on the first node; 0: any free one"
+        0, ge=0, le=65_535, description="rendezvous port on the first node; 0: any free port"
     )
-    timeout_s: float = Field(600.0, gt=0, description="limit of one collective in torch")
+    timeout_s: float = Field(
+        600.0, gt=0, description="seconds that one collective may take in torch"
+    )
     timeouts: Literal["standard", "platform"] = Field(
-        "standard", description="the two limits of HCCL below where they are not given: 600 and "
-        "1836 s; platform: 1200 and 1800 s, as the platforms' documents have them"
+        "standard", description="values of connect_timeout_s and exec_timeout_s where the job "
+        "does not set them: standard, 600 and 1836 s; platform, 1200 and 1800 s, as in the "
+        "platforms' documents"
     )  # fmt: skip
     connect_timeout_s: int | None = Field(
-        None, ge=120, le=7200, description="HCCL_CONNECT_TIMEOUT; default: by timeouts"
+        None,
+        ge=120,
+        le=7200,
+        description="seconds for all ranks to connect "
+        "(HCCL_CONNECT_TIMEOUT); default: as `timeouts` says",
     )
     exec_timeout_s: int | None = Field(
-        None, ge=1, le=2_147_483_647, description="HCCL_EXEC_TIMEOUT; default: by timeouts"
+        None,
+        ge=1,
+        le=2_147_483_647,
+        description="seconds that one collective may take in HCCL "
+        "(HCCL_EXEC_TIMEOUT); default: as `timeouts` says",
     )
     buffsize_mb: int = Field(
         200, ge=1, le=4096,
         description="HCCL_BUFFSIZE in MB, allocated twice for every communicator",
     )  # fmt: skip
     if_base_port: int = Field(
-        60_000, ge=1024, le=65_520, description="HCCL_IF_BASE_PORT, first of 32 host ports"
+        60_000, ge=1024, le=65_520, description="HCCL_IF_BASE_PORT, the first of 32 host ports"
     )
     rank_table: RankTableForm | None = Field(
-        None, description="write hccl.json for each attempt and set RANK_TABLE_FILE, in HCCL's "
-        "form v1.0, or v1.2 for super pods, with the addresses of /etc/hccn.conf; default: none"
+        None, description="write hccl.json for each attempt, with the addresses from "
+        "/etc/hccn.conf, and set RANK_TABLE_FILE; v1.0 for clusters, v1.2 for super pods; "
+        "default: no rank table"
     )  # fmt: skip
     op_retry: OpRetrySpec = Field(OpRetrySpec(), description="HCCL's operator-level retry")
     link_retry: bool = Field(
-        False, description="gloo: run a collective again on new links when a connection breaks; "
-        "keeps a copy of what goes into the collectives of a step"
+        False, description="gloo: repeat a collective over new links when a connection breaks; "
+        "keeps a copy of the inputs of a step's collectives"
     )  # fmt: skip
     link_retry_s: float = Field(30.0, gt=0, description="seconds that link_retry may take")
     chip: Literal["a2", "a3", "950"] | None = Field(
-        None, description="Atlas series of the NPUs; operator retry and network recovery need a3"
+        None, description="Atlas series of the NPUs; operator retry and network recovery require a3"
     )
     mc2: bool = Field(False, description="the program uses MC2 fused operators")
     watchdog: bool | None = Field(
-        None, description="HCCL/NCCL watchdog ends a process whose peer is gone; default: for "
-        "commands, since a session recovers in the process that the watchdog would end"
+        None, description="let the HCCL/NCCL watchdog end a process whose peer is gone; default: "
+        "true for commands, false for sessions, which recover inside that process"
     )  # fmt: skip
 
     @property

@@ -84,23 +84,23 @@ NAMED_STEPS = 5
 
 
 class OptimizerStart(StrEnum):
-    """What becomes of the optimizer's state."""
+    """Initial state of the optimizer."""
 
     KEEP = "keep"
     RESET = "reset"
 
 
 class InitFromSpec(FrozenModel):
-    """A checkpoint of another run in the same storage; step, schedule and data begin anew."""
+    """A checkpoint of another run in the same store; step, schedule and data start over."""
 
-    run: str = Field(description="run_id of the other run", pattern=NAME)
+    run: str = Field(description="run_id of the other run, in the same store", pattern=NAME)
     step: int | None = Field(
-        None, ge=1, description="its committed step; default: the newest when this run starts"
+        None, ge=1, description="committed step to load; default: the newest when this run starts"
     )
     optimizer: OptimizerStart = Field(
         OptimizerStart.KEEP,
-        description="keep: the moments go on, with this run's own hyperparameters; reset: they "
-        "begin at nothing",
+        description="keep: continue with the saved moments, under this run's hyperparameters; "
+        "reset: start from zero moments",
     )
 
     def missing(self, steps: Sequence[int]) -> tuple[str, str]:

@@ -29,27 +29,27 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class SecretSource(FrozenModel):
-    """Where the value of one variable is kept: exactly one of block, file and secret."""
+    """The place of one variable's value: exactly one of block, file and secret."""
 
     block: str | None = Field(
         None,
-        description="Prefect block: the name of a Secret block, or type/name of another one; the "
-        "flow's process reads it and hands the value to the nodes",
+        description="Prefect block: the name of a Secret block, or type/name of any other block; "
+        "the flow's process reads it and hands the value to the nodes",
     )
     field: str | None = Field(
         None,
-        description="field of the block that has the value, with dots for fields of fields; a "
-        "Secret block that holds one text needs none",
+        description="field of the block that holds the value, with dots for nested fields; a "
+        "Secret block with a single text needs none",
     )
     file: str | None = Field(
         None,
-        description="absolute path of a file on the nodes, such as a mounted Kubernetes secret; "
-        "one newline at its end is left out",
+        description="absolute path of a file on the nodes, such as a mounted Kubernetes Secret; a "
+        "newline at its end is dropped",
     )
     secret: str | None = Field(
         None,
-        description="name of an environment variable of the node agent's container, as the "
-        "platform sets it from a secret; local engine: of the supervisor's environment",
+        description="environment variable of the node agent's container, as the platform sets it "
+        "from a secret; local engine: of the supervisor's environment",
     )
 
     @model_validator(mode="after")

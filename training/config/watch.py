@@ -16,99 +16,133 @@ from perdure.storage.frozen_model import FrozenModel
 
 
 class HangAction(StrEnum):
-    """What a hang leads to."""
+    """Consequences of a hang."""
 
     RESTART = "restart"
     ALERT = "alert"
 
 
 class WatchSpec(FrozenModel):
-    """What is watched while a run goes on, and from which value on an alert is raised."""
+    """Hang limits, alert thresholds, log collection and metrics."""
 
     sample_every_s: float = Field(
-        10.0, ge=0.1, le=600, description="between two looks at the devices and hosts"
+        10.0, ge=0.1, le=600, description="seconds between two samples of devices and hosts"
     )
     save_timeout_s: float | None = Field(
-        None, gt=0, description="a save that blocks longer is a hang; default: "
-        "restart.start_timeout_s"
+        None, gt=0, description="seconds that a save may block training before the run counts as "
+        "hung; default: restart.start_timeout_s"
     )  # fmt: skip
     restore_timeout_s: float | None = Field(
-        None, gt=0, description="likewise a restore; default: restart.start_timeout_s"
+        None,
+        gt=0,
+        description="seconds that a restore may take before the run counts as hung; "
+        "default: restart.start_timeout_s",
     )
     evaluate_timeout_s: float = Field(
         3600.0,
         gt=0,
-        description="likewise an evaluation, `with session.evaluation():`, and "
-        "what a program does after its last step",
+        description="seconds that an evaluation (`with session.evaluation():`), or the program's "
+        "work after its last step, may take before the run counts as hung",
     )
     command_quiet_s: float = Field(
-        1800.0, gt=0, description="command jobs: neither output nor process I/O for this long, "
-        "and then an even use of processors, is a hang (MA_HANG_DETECT_TIME)"
+        1800.0, gt=0, description="commands: seconds without output or process I/O before the "
+        "command counts as hung, provided that its use of processors is even "
+        "(MA_HANG_DETECT_TIME)"
     )  # fmt: skip
     output_quiet_s: float | None = Field(
-        None, gt=0, description="command jobs: nothing printed on any node for this long is a "
-        "hang, whatever the processes do; default: no such rule"
+        None, gt=0, description="commands: seconds without output on any node before the command "
+        "counts as hung, regardless of its processes; default: rule off"
     )  # fmt: skip
     hang_action: HangAction = Field(
-        HangAction.RESTART, description="restart: a hang ends the attempt, and the ladder answers; "
-        "alert: it is reported until the ranks make progress again, and the attempt goes on"
+        HangAction.RESTART, description="restart: a hang ends the attempt, and the recovery "
+        "ladder answers; alert: the attempt continues, with an alert until the ranks make "
+        "progress again"
     )  # fmt: skip
     utilisation_low_percent: float = Field(
         50.0,
         ge=0,
         le=100,
-        description="a device used less than this raises an alert after low_for_s",
+        description="alert when a device is used less than this, in percent, for low_for_s",
     )
-    low_for_s: float = Field(300.0, gt=0, description="see utilisation_low_percent")
-    memory_high_percent: float = Field(95.0, gt=0, le=100, description="of a device's memory")
+    low_for_s: float = Field(
+        300.0, gt=0, description="seconds below utilisation_low_percent before the alert"
+    )
+    memory_high_percent: float = Field(
+        95.0,
+        gt=0,
+        le=100,
+        description="alert when more than this percentage of a device's memory is in use",
+    )
     loss_jump_ratio: float = Field(
-        2.0, gt=1, description="a loss over this many times the mean of the last steps"
+        2.0,
+        gt=1,
+        description="alert when a loss exceeds this many times the mean of the recent steps",
     )
     step_slow_ratio: float = Field(
-        2.0, gt=1, description="a step over this many times the mean of the last steps"
+        2.0,
+        gt=1,
+        description="alert when steps take more than this many times the mean of the earlier steps",
     )
     step_slow_for_s: float = Field(
-        60.0, ge=0, description="so long, and for five steps at least, or it is no trend"
+        60.0,
+        ge=0,
+        description="seconds of steps, and at least five steps, that step_slow_ratio "
+        "compares with the earlier steps",
     )
     latency_high_ms: float = Field(
-        500.0, gt=0, description="of the smallest collective of a step, at its last rank"
+        500.0,
+        gt=0,
+        description="alert when the smallest collective of a step takes longer than "
+        "this, in milliseconds, on the rank that enters it last",
     )
     straggler_ratio: float = Field(
-        0.2, gt=0, le=1, description="a rank that is later than the others by this share of the "
-        "step, step after step"
+        0.2, gt=0, le=1, description="alert when a rank is later than the others by more than "
+        "this share of the step, step after step"
     )  # fmt: skip
     data_wait_ratio: float = Field(
-        0.3, gt=0, le=1, description="share of the step for which a rank waits for its data"
+        0.3,
+        gt=0,
+        le=1,
+        description="alert when a rank waits for its data for more than this share of the time",
     )
     checkpoint_age_ratio: float = Field(
-        3.0, gt=1, description="no commit for this many times the usual interval"
+        3.0,
+        gt=1,
+        description="alert when no checkpoint is committed for this many times the usual interval",
     )
     disk_free_low_percent: float = Field(
-        10.0, ge=0, lt=100, description="of the file system with a node's scratch folder"
+        10.0,
+        ge=0,
+        lt=100,
+        description="alert when less than this percentage of the file system "
+        "with a node's scratch folder is free",
     )
     consistency_every_steps: int = Field(
-        100, ge=0, description="steps between two comparisons of weights and gradients on the "
-        "ranks that hold the same ones, which also come in the first steps; 0: none, for a "
-        "program whose ranks differ on purpose"
+        100, ge=0, description="steps between two comparisons of weights and gradients among "
+        "ranks that hold the same state, in addition to the first steps; 0: no comparison, for "
+        "programs whose ranks differ on purpose"
     )  # fmt: skip
     isolate_fail_slow: bool = Field(
-        False, description="a node with a straggling rank is left and isolated"
+        False, description="evacuate and isolate a node with a straggling rank"
     )
     log_limit_bytes: int = Field(
-        64 << 20, ge=0, description="of the logs that each node puts into the store at the end "
-        "of an attempt, compressed; 0: none"
+        64 << 20, ge=0, description="compressed bytes of logs that each node uploads to the store "
+        "at the end of an attempt; 0: no upload"
     )  # fmt: skip
     system_logs: tuple[str, ...] = Field(
         ("/var/log/npu/slog",), description="folders of a node whose *.log files are stored with "
-        "those of an attempt, as far as they were written since the node's agent started; one "
-        "that is not there has none"
+        "an attempt's logs, as far as they were written since the node's agent started; missing "
+        "folders are skipped"
     )  # fmt: skip
     metrics_port: int = Field(
-        0, ge=0, le=65_535, description="of the coordinator's Prometheus endpoint; 0: any free one"
+        0,
+        ge=0,
+        le=65_535,
+        description="port of the coordinator's Prometheus endpoint; 0: any free port",
     )
     tensorboard: str | None = Field(
-        None, description="folder for TensorBoard's event files, written on the first rank's node "
-        "where TensorBoard is installed; none by default"
+        None, description="folder for TensorBoard event files, written on the first rank's node "
+        "if TensorBoard is installed; default: no event files"
     )  # fmt: skip
 
 
@@ -116,20 +150,24 @@ class PreflightSpec(FrozenModel):
     """Checks of nodes and gang before the first step of a placement."""
 
     nodes: bool = Field(
-        True, description="check every new node before it is used; one that fails is isolated"
+        True,
+        description="check every new node before the run uses it; a node that fails is isolated",
     )
-    gang: bool = Field(True, description="let all ranks join and all-reduce once; needs nodes=true")
+    gang: bool = Field(
+        True, description="let all ranks connect and all-reduce once; requires nodes=true"
+    )
     burn_in_s: float = Field(
         1.0, ge=0, le=3600, description="seconds of matmul with a known result on every device"
     )
     timeout_s: float = Field(
-        180.0, ge=10, le=3600, description="of all checks of a node, burn-in apart; one that is "
-        "late has failed"
+        180.0, ge=10, le=3600, description="seconds for all checks of a node, burn-in not "
+        "included; a late check counts as failed"
     )  # fmt: skip
     clock_skew_s: float = Field(
         0.5,
         gt=0,
-        description="a node's clock that is off by more is a warning; logs are compared by it",
+        description="seconds that a node's clock may be off before preflight warns; logs of "
+        "several nodes are ordered by these clocks",
     )
 
     @property

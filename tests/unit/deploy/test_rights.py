@@ -1,4 +1,4 @@
-"""docs/kubernetes.md says what each thing costs in rights, and the manifests ask for just that."""
+"""docs/kubernetes.md lists the rights of each account, and the manifests ask for just those."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OWN = "perdure"
 
 def in_documents() -> Iterator[Right]:
     text = (ROOT / "docs/kubernetes.md").read_text(encoding="utf-8")
-    table = text.split("## What each thing costs in rights")[1].split("\n## ")[0]
+    table = text.split("\n## Rights\n")[1].split("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     for row in rows[1:]:
         account, group, resource, verbs, folder, _why = (
