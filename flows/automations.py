@@ -40,7 +40,7 @@ CRASHED_FOR = timedelta(seconds=30)
 TERMINAL_EVENTS = frozenset(
     f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")
 )
-# What shows that a crashed flow run has been taken care of.
+# Events that show that a crashed flow run has been taken care of.
 GOES_ON_EVENTS = frozenset(
     f"prefect.flow-run.{name}"
     for name in (
@@ -51,22 +51,22 @@ GOES_ON_EVENTS = frozenset(
 
 
 def automations() -> list[Automation]:
-    """All that the deployments rely on, as they should be on the server."""
+    """Build the automations that the deployments rely on."""
     lost = _on_flow_runs(
         AUTO_RESUME,
         name="perdure: heartbeat lost -> Crashed",
         description="A supervisor that sends no heartbeat any more is taken for dead.",
-        after=frozenset({"prefect.flow-run.heartbeat"}),
+        trigger_events=frozenset({"prefect.flow-run.heartbeat"}),
         expect=TERMINAL_EVENTS | {"prefect.flow-run.heartbeat"},
         within=HEARTBEAT_LOST_AFTER,
         # Without force: a false alarm about a finished run bounces off its final state.
         action=ChangeFlowRunState(state=StateType.CRASHED, message="heartbeat lost"),
     )
-    again = _on_flow_runs(
+    restart = _on_flow_runs(
         AUTO_RESUME,
         name="perdure: Crashed -> run again",
         description="A crashed supervisor is started again and adopts the living attempt.",
-        after=frozenset({"prefect.flow-run.Crashed"}),
+        trigger_events=frozenset({"prefect.flow-run.Crashed"}),
         expect=GOES_ON_EVENTS,
         within=CRASHED_FOR,
         action=ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True),
@@ -78,7 +78,7 @@ def automations() -> list[Automation]:
         expect=frozenset({"prefect.flow-run.Late"}),
         action=ChangeFlowRunState(state=StateType.CANCELLED, message="no worker took it in time"),
     )
-    return [lost, again, late]
+    return [lost, restart, late]
 
 
 def _on_flow_runs(
@@ -88,15 +88,18 @@ def _on_flow_runs(
     description: str,
     expect: frozenset[str],
     action: ActionTypes,
-    after: frozenset[str] = frozenset(),
+    trigger_events: frozenset[str] = frozenset(),
     within: timedelta = timedelta(0),
 ) -> Automation:
-    """An automation on flow runs with a tag; with `after`, it acts when nothing is as expected."""
+    """An automation on flow runs with a tag.
+
+    With `trigger_events`, it acts where none of the expected events follows one of them in time.
+    """
     return Automation(
         name=name,
         description=description,
         trigger=EventTrigger(
-            after=set(after),
+            after=set(trigger_events),
             expect=set(expect),
             match=ResourceSpecification.model_validate(
                 {"prefect.resource.id": ["prefect.flow-run.*"]}
@@ -105,7 +108,7 @@ def _on_flow_runs(
                 {"prefect.resource.id": [f"prefect.tag.{tag}"], "prefect.resource.role": "tag"}
             ),
             for_each={"prefect.resource.id"},
-            posture=Posture.Proactive if after else Posture.Reactive,
+            posture=Posture.Proactive if trigger_events else Posture.Reactive,
             threshold=1,
             within=within,
         ),
@@ -121,9 +124,9 @@ def on_fault(
     Actions that are about a flow run, such as SuspendFlowRun, find the one of the run.
 
     Args:
-        fault_class: that is answered; other classes are not.
-        actions: what the server does.
-        run_id: of the one run that is meant; None: any.
+        fault_class: class of the faults that are answered.
+        actions: actions of the server.
+        run_id: the only run whose faults are answered; None: any run.
     """
     of_run = f" in {run_id}" if run_id is not None else ""
     return Automation(
@@ -147,9 +150,9 @@ def at_each(
     """Fires at once, at every event of that name.
 
     Args:
-        event: its name.
-        match: labels of the resource that it is about.
-        related: labels of a resource that it is related to.
+        event: name of the event.
+        match: labels of the event's resource.
+        related: labels of a related resource.
     """
     return EventTrigger(
         expect={event},
@@ -180,20 +183,20 @@ def put(wanted: Sequence[Automation]) -> dict[str, Any]:
     # A limit of its own: a deployment must not hang on a server that does not answer.
     with get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}) as client:
         for automation in wanted:
-            known = client.read_automations_by_name(automation.name)
+            existing = client.read_automations_by_name(automation.name)
             core = AutomationCore.model_validate(
                 automation.model_dump(exclude={"id", "owner_resource"})
             )
-            if not known:
+            if not existing:
                 client.create_automation(core)
-            elif not _is_same(known[0], core):
-                client.update_automation(known[0].id, core)
+            elif not _is_same(existing[0], core):
+                client.update_automation(existing[0].id, core)
     return {"automations": ", ".join(automation.name for automation in wanted)}
 
 
-def _is_same(known: AutomationCore, wanted: AutomationCore) -> bool:
+def _is_same(existing: AutomationCore, wanted: AutomationCore) -> bool:
     """Whether an update would change nothing; the server would count anew what it has seen."""
-    return _plain(known) == _plain(wanted)
+    return _plain(existing) == _plain(wanted)
 
 
 def _plain(automation: AutomationCore) -> dict[str, Any]:

@@ -88,11 +88,11 @@ def ensure_pool(server: SyncPrefectClient, name: str, kind: str, template: Templ
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Set everything up; the exit code is that of `prefect deploy`."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if len(given) != 1 or not {POD_ENV, NAMESPACE_ENV} <= os.environ.keys():
+    argv = sys.argv[1:] if arguments is None else arguments
+    if len(argv) != 1 or not {POD_ENV, NAMESPACE_ENV} <= os.environ.keys():
         sys.stderr.write(f"perdure.flows.cluster: wants TEMPLATE, {POD_ENV} and {NAMESPACE_ENV}\n")
         return 2
-    template = json.loads(Path(given[0]).read_text(encoding="utf-8"))
+    template = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     namespace = os.environ[NAMESPACE_ENV]
     image = own_image(os.environ[POD_ENV], namespace)
     await_server()

@@ -30,26 +30,26 @@ def drill(
     """Run the drills of a name, each beside the same run without a fault.
 
     Args:
-        name: of a drill, or all.
-        job: on whose engine and with whose store they run, not itself; none: this machine.
+        name: name of a drill, or `all`.
+        job: job that lends its engine and store, and is not run; none: this machine.
         parallelism: ddp, hsdp or fsdp2; none: the job's, else ddp.
     """
-    asked, kind = chosen(name), parallel_kind(parallelism, job)
-    drills = able(asked, job)
-    for one in asked:
-        if one not in drills:
-            get_run_logger().warning("%s is left out: %s", one.name, why_not(one, job))
+    selected, kind = chosen(name), parallel_kind(parallelism, job)
+    drills = able(selected, job)
+    for case in selected:
+        if case not in drills:
+            get_run_logger().warning("%s is left out: %s", case.name, why_not(case, job))
     credentials = credentials_of(job.storage) if job is not None else None
     home = new_home(flow_run.id, flow_run.run_count)
     runner = drills_on(job, drills, kind, home=home, credentials=credentials)
     where = ", ".join(runner.places)
     get_run_logger().info("logs and ledgers, until all was as expected: %s", where)
     undisturbed(runner)
-    outcomes = [data_of(play(runner, one, return_state=True)) for one in drills]
+    outcomes = [data_of(play(runner, case, return_state=True)) for case in drills]
     run_id = job.run_id if job is not None else None
     publish_table(outcomes, run_id=run_id, return_state=True)  # the states have it, too
-    bad = [one.name for one in outcomes if not one.as_expected]
+    bad = [outcome.name for outcome in outcomes if not outcome.as_expected]
     if bad:
         return Failed(message=f"not as expected: {', '.join(bad)}; logs and ledgers: {where}")
     clear(runner, return_state=True)  # files left behind do not change the result
-    return Completed(message=f"as expected: {', '.join(one.name for one in outcomes)}")
+    return Completed(message=f"as expected: {', '.join(outcome.name for outcome in outcomes)}")

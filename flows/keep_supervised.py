@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
-from perdure.tasks.entry import leave_in
+from perdure.tasks.entry import finish_with
 from perdure.tasks.keep_supervised import QUIET, Unseen, apply, forget_quiet, look
 from perdure.tasks.states import data_of
 from perdure.tasks.unsupervised import Remedy
@@ -20,19 +20,19 @@ def keep_supervised() -> State[Any]:
     """Have every living attempt of this machine supervised, whatever its flow run shows."""
     forget_quiet(datetime.now(UTC))
     done, failed, waiting = [], [], []
-    for found in look():
-        if isinstance(found, Unseen):
-            failed.append(f"{found.name}: {found.why}")
-        elif found.remedy is Remedy.NOTHING:
-            waiting.append(found.name)
+    for case in look():
+        if isinstance(case, Unseen):
+            failed.append(f"{case.name}: {case.why}")
+        elif case.remedy is Remedy.NOTHING:
+            waiting.append(case.name)
         else:
-            state = apply(found, return_state=True)
+            state = apply(case, return_state=True)
             if state.is_completed():
                 done.append(data_of(state))
             else:
-                failed.append(f"{found.name}: {state.message}")
+                failed.append(f"{case.name}: {state.message}")
     if failed:
-        return leave_in(Failed(message="; ".join([*failed, *done])))
+        return finish_with(Failed(message="; ".join([*failed, *done])))
     if done:
         return Completed(message="; ".join(done))
     names = ", ".join(waiting)

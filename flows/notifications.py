@@ -1,8 +1,8 @@
 """Automations that send a message when somebody has to act: a run has failed, or needs a person.
 
-They go to a notification block of the server: Slack, mail, a webhook of one's own. `perdure
-notify BLOCK` creates or updates them, and so does `ensure` as a build step of prefect.yaml. Of
-faults that the ladder mends, nobody is notified. Facts about triggers and actions: Prefect 3.8.8.
+They go to a notification block of the server, such as Slack, mail or a webhook. `perdure notify
+BLOCK` creates or updates them, and so does `ensure` as a build step of prefect.yaml. A fault that
+the ladder mends sends no message. Facts about triggers and actions: Prefect 3.8.8.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def notifications(block_id: UUID) -> list[Automation]:
     needed = Automation(
         name="perdure: notify when a run needs you",
         description="Sends a message when a node is isolated, no spare is left, an alert is open.",
-        trigger=at_each("perdure.needs_you", {"prefect.resource.id": ["perdure.run.*"]}),
+        trigger=at_each("perdure.action_required", {"prefect.resource.id": ["perdure.run.*"]}),
         actions=[
             SendNotification(
                 block_document_id=block_id,

@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
-from perdure.tasks.entry import enter, leave_in, left_to_other, name_of_flow_run
+from perdure.tasks.entry import enter, finish_with, left_to_other, name_of_flow_run
 from perdure.tasks.following import follow, goes_on_following, may_follow
 from perdure.tasks.hooks import leave_adoptable, take_down
 from perdure.tasks.job_parameter import (
@@ -65,13 +65,13 @@ def pretrain(
     """Pretrain until the target step is reached, whatever breaks on the way.
 
     Args:
-        job: in full, or the name of a Prefect Variable that holds it.
+        job: whole job, or the name of a Prefect Variable that holds it.
         steps: target step, in place of the job's.
         nodes: number of nodes, in place of the job's.
     """
     entered = enter({"job": job, "steps": steps, "nodes": nodes})
     if isinstance(entered, State):
-        return leave_in(entered)
+        return finish_with(entered)
     end = follow(entered) if goes_on_following() else None
     while end is None:
         try:
@@ -80,7 +80,7 @@ def pretrain(
             end = follow(entered) if may_follow() else left_to_other(entered)
         except RunConflict as conflict:
             end = Failed(message=str(conflict))
-    return leave_in(end)
+    return finish_with(end)
 
 
 require_job(pretrain)

@@ -34,7 +34,7 @@ def retain(
     """Apply the retention policy of a job to its run, and remove what broken saves left.
 
     Args:
-        job: as the pretrain deployment has it, or the name of a Prefect Variable.
+        job: job of the pretrain deployment, or the name of a Prefect Variable.
         older_than_s: age in seconds from which what a broken save left is garbage.
         dry_run: only list what would be removed.
     """
@@ -42,9 +42,9 @@ def retain(
     if dry_run:
         publish_table(job, chosen, dry_run=True)
         return Completed(message=f"would remove {totals(chosen)}")
-    gone = data_of(delete(job, chosen, older_than_s, return_state=True))
-    publish_table(job, gone, dry_run=False)
-    return Completed(message=f"removed {totals(gone)}")
+    deleted = data_of(delete(job, chosen, older_than_s, return_state=True))
+    publish_table(job, deleted, dry_run=False)
+    return Completed(message=f"removed {totals(deleted)}")
 
 
 @flow(name="checkpoint-retention-of-all", flow_run_name="all runs", persist_result=False)
@@ -70,5 +70,5 @@ def retain_all(
     bad = [run_id for run_id, state in states.items() if not state.is_completed()]
     if bad:
         return Failed(message=f"{len(bad)} of {len(runs)} runs failed: {', '.join(bad)}")
-    seen = f"{counted(len(runs), 'run')} of this machine looked after"
-    return Completed(message=f"{seen}; with something to remove: {', '.join(states) or 'none'}")
+    summary = f"{counted(len(runs), 'run')} of this machine looked after"
+    return Completed(message=f"{summary}; with something to remove: {', '.join(states) or 'none'}")

@@ -67,9 +67,9 @@ async def serve(name: str = NAME) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve under the name that is given."""
-    given = sys.argv[1:] if arguments is None else arguments
+    argv = sys.argv[1:] if arguments is None else arguments
     with suppress(KeyboardInterrupt):
-        asyncio.run(serve(*given[:1]))
+        asyncio.run(serve(*argv[:1]))
 
 
 if __name__ == "__main__":

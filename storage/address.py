@@ -1,4 +1,4 @@
-"""Where bytes are kept: the storage section of a job, its keys apart, and the store they open.
+"""Addresses of stores: the storage section of a job, the keys apart from it, and opening a store.
 
 A spec holds no secret and may be written anywhere; keys are `SecretStr` and appear in no repr,
 dump or error text. Times are seconds.
@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
@@ -20,20 +20,22 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.local import TEMPORARY_FOLDER, LocalStore
 from perdure.storage.objects import ObjectStore, check_key
 from perdure.storage.retry import Retry
+from perdure.storage.s3_options import AddressingStyle, S3Options, revealed
 
 FILE_SCHEME = "file://"
 S3_SCHEME = "s3://"
-AddressingStyle = Literal["auto", "virtual", "path"]
 
 
 def _hint(address: str) -> str:
-    """What may have been meant by an address without a known scheme."""
+    """Suggest the address that a user may have meant when the scheme is unknown."""
     path = address.removeprefix("file:")
     if path.startswith("/"):
         return f"for a folder write {FILE_SCHEME}{path}"
     if "://" in address:
-        rest = address.partition("://")[2]
-        return f"for a bucket of an S3-compatible store write {S3_SCHEME}{rest}, with its endpoint"
+        location = address.partition("://")[2]
+        return (
+            f"for a bucket of an S3-compatible store write {S3_SCHEME}{location}, with its endpoint"
+        )
     return f"write {FILE_SCHEME}/absolute/folder or {S3_SCHEME}bucket/prefix"
 
 
@@ -54,7 +56,7 @@ class Credentials(FrozenModel):
 
 
 class StorageSpec(FrozenModel):
-    """The store of checkpoints, data and ledger; its keys are kept elsewhere."""
+    """Address of the store that holds checkpoints, data and the ledger; keys are not part of it."""
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")
     endpoint: str | None = Field(
@@ -81,8 +83,8 @@ class StorageSpec(FrozenModel):
     @classmethod
     def _known_address(cls, address: str) -> str:
         if not address.startswith(tuple(STORES)):
-            known = " nor ".join(STORES)
-            raise ValueError(f"{address!r} begins with neither {known}; {_hint(address)}")
+            schemes = " nor ".join(STORES)
+            raise ValueError(f"{address!r} begins with neither {schemes}; {_hint(address)}")
         if address.startswith(FILE_SCHEME) and not address.startswith(f"{FILE_SCHEME}/"):
             raise ValueError(f"{address!r} is a relative path; write file:///absolute/folder")
         if address.startswith(S3_SCHEME):
@@ -120,12 +122,12 @@ def open_store(
     """The store of `spec`; nothing is read or written yet.
 
     Args:
-        spec: where.
+        spec: address and settings of the store.
         credentials: keys; None: boto3's default chain (environment, profile, instance role).
-        retry: how long passing failures are waited for, a folder that is not mounted among them;
+        retry: patience with passing failures, among them a folder that is not mounted;
             None: `Retry()`, and a folder that this process has never seen mounted not at all.
     """
-    scheme = next(one for one in STORES if spec.address.startswith(one))
+    scheme = next(prefix for prefix in STORES if spec.address.startswith(prefix))
     return STORES[scheme](spec, credentials, retry)
 
 
@@ -134,7 +136,6 @@ def _open_s3(
 ) -> ObjectStore:
     # boto3 takes a quarter of a second to import.
     from perdure.storage.s3 import S3Store  # noqa: PLC0415
-    from perdure.storage.s3_client import S3Options  # noqa: PLC0415
 
     bucket, _, prefix = spec.address.removeprefix(S3_SCHEME).partition("/")
     options = S3Options(
@@ -151,7 +152,7 @@ def _open_s3(
     return S3Store(bucket, prefix, options=options, retry=retry)
 
 
-# What opens the store of an address, by the scheme that the address begins with.
+# Functions that open the store of an address, by the scheme that the address begins with.
 STORES: Mapping[str, Callable[[StorageSpec, Credentials | None, Retry | None], ObjectStore]] = {
     FILE_SCHEME: lambda spec, _keys, retry: LocalStore(_folder(spec), is_marked=True, retry=retry),
     S3_SCHEME: _open_s3,
@@ -194,13 +195,15 @@ def check_can_make(spec: StorageSpec) -> None:
     folder = spec.folder
     if folder is None:
         return
-    made = [one for one in (folder / TEMPORARY_FOLDER, folder, *folder.parents) if not one.exists()]
+    new_folders = [
+        path for path in (folder / TEMPORARY_FOLDER, folder, *folder.parents) if not path.exists()
+    ]
     try:
         check_reachable(LocalStore(folder), "")
     finally:
         with suppress(OSError):  # there already, or somebody has put something into it
-            for one in made:
-                one.rmdir()
+            for path in new_folders:
+                path.rmdir()
 
 
 def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:
@@ -211,11 +214,6 @@ def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:
         ValueError: the address is a whole bucket.
     """
     open_store(spec, credentials).clear()
-
-
-def revealed(secret: SecretStr | None) -> str | None:
-    """A secret where it is handed over."""
-    return secret.get_secret_value() if secret is not None else None
 
 
 KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

@@ -44,7 +44,7 @@ _RUN_ID: TypeAdapter[str] = TypeAdapter(RunId)
 
 
 class StepState(StrEnum):
-    """What the objects of a step amount to."""
+    """State of a step, read from the objects in its folder."""
 
     COMMITTED = "committed"
     SET_ASIDE = "set_aside"
@@ -52,7 +52,7 @@ class StepState(StrEnum):
 
 
 class Tier(StrEnum):
-    """Where a checkpoint lies, nearest first."""
+    """Places that hold a checkpoint, nearest first."""
 
     MEMORY = "memory"
     DISK = "disk"
@@ -60,7 +60,7 @@ class Tier(StrEnum):
 
 
 class DamageKind(StrEnum):
-    """How an object differs from what was published."""
+    """Difference between an object and its published bytes."""
 
     MISSING = "missing"
     TRUNCATED = "truncated"
@@ -70,7 +70,7 @@ class DamageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One object of a checkpoint that is not as published."""
+    """An object of a checkpoint that differs from the published one."""
 
     file: str
     kind: DamageKind
@@ -86,7 +86,7 @@ class SetAside:
 
     @property
     def reason(self) -> str:
-        """One line for records."""
+        """Every damage on one line, for records."""
         return "; ".join(f"{damage.file} {damage.kind}: {damage.detail}" for damage in self.damages)
 
 
@@ -95,7 +95,7 @@ class StepObjects:
     """The objects of one step.
 
     Attributes:
-        objects: by name in the step's folder.
+        objects: objects by their names in the step's folder.
     """
 
     step: int
@@ -103,23 +103,23 @@ class StepObjects:
 
     @property
     def state(self) -> StepState:
-        """What the objects amount to."""
+        """State that follows from the names of the objects."""
         if SET_ASIDE_NAME in self.objects:
             return StepState.SET_ASIDE
         return StepState.COMMITTED if MANIFEST_NAME in self.objects else StepState.UNCOMMITTED
 
     @property
     def size_bytes(self) -> int:
-        """All objects together."""
+        """Sum of the sizes of all objects."""
         return sum(info.size_bytes for info in self.objects.values())
 
     @property
     def modified_s(self) -> float:
-        """When the newest object was written, by the store's clock."""
+        """Time of the newest object, by the store's clock."""
         return max(info.modified_s for info in self.objects.values())
 
     def tiers(self, on_nodes: Mapping[int, Sequence[Tier]]) -> tuple[Tier, ...]:
-        """Where the step can be restored from, nearest first.
+        """Tiers that can restore the step, nearest first.
 
         Args:
             on_nodes: tiers of the nodes, by step.
@@ -146,7 +146,7 @@ class CheckpointStore:
     """The checkpoints of `run_id` in `store`.
 
     Args:
-        store: where.
+        store: store that holds the run.
         run_id: letters, digits, '.', '_' and '-'.
         clock: wall time in seconds, for records.
         first_container: MA_SCHEDULE_CNT of the first node's container, which commits, in processes
@@ -196,11 +196,11 @@ class CheckpointStore:
                 f"run {self.run_id}: placement {placement} attempt {attempt} is older than "
                 f"placement {fence.placement} attempt {fence.attempt}, which owns the run"
             )
-        own = self._first_container
-        if fence is not None and own is not None and own < fence.first_container:
+        container = self._first_container
+        if fence is not None and container is not None and container < fence.first_container:
             raise StaleAttempt(
                 f"run {self.run_id}: the first node's member has moved to its container "
-                f"{fence.first_container}, and this is container {own}"
+                f"{fence.first_container}, and this is container {container}"
             )
         if self._exists(step, MANIFEST_NAME) and not self._exists(step, SET_ASIDE_NAME):
             raise PreconditionFailed(f"{self.url(step)}: committed already")
@@ -209,7 +209,7 @@ class CheckpointStore:
         """Let nothing older than (placement, attempt) publish from now on.
 
         Args:
-            placement: number of the placement.
+            placement: placement that owns the run from now on.
             attempt: number of the attempt on it.
             first_container: MA_SCHEDULE_CNT of the first node's container; what is left of one
                 before, on a node that was cut off in the same attempt, may not commit either.
@@ -252,20 +252,20 @@ class CheckpointStore:
             raise Corrupt(f"{self.store.url(self._fence_key())}: not a fence") from exc
 
     def list_steps(self) -> list[StepObjects]:
-        """All steps that have any object, ascending; one listing."""
+        """List the steps that have any object, ascending; one listing."""
         return group_steps(self.store.list(f"runs/{self.run_id}/checkpoints/"))
 
     def states(self) -> dict[int, StepState]:
-        """All steps that have any object, ascending."""
-        return {one.step: one.state for one in self.list_steps()}
+        """State of each step that has any object, ascending."""
+        return {objects.step: objects.state for objects in self.list_steps()}
 
     def steps(self) -> list[int]:
         """Steps that may be restored, ascending."""
         return [step for step, state in self.states().items() if state is StepState.COMMITTED]
 
-    def latest(self, *, before: int | None = None) -> int | None:
-        """The newest step that may be restored, below `before` if given."""
-        return max((s for s in self.steps() if before is None or s < before), default=None)
+    def latest(self, *, below_step: int | None = None) -> int | None:
+        """The newest step that may be restored, below `below_step` if given."""
+        return max((s for s in self.steps() if below_step is None or s < below_step), default=None)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a committed step.
@@ -327,8 +327,8 @@ class CheckpointStore:
 
     def _objects(self, step: int) -> Mapping[str, ObjectInfo]:
         """The objects of one step, by name."""
-        found = group_steps(self.store.list(self.key(step, "")))
-        return found[0].objects if found else {}
+        steps = group_steps(self.store.list(self.key(step, "")))
+        return steps[0].objects if steps else {}
 
     def _exists(self, step: int, name: str) -> bool:
         try:
@@ -357,19 +357,19 @@ class CheckpointStore:
         """Read these shards of a step and compare; empty when they are whole.
 
         Args:
-            step: whose shards.
-            shards: as they were published, by name.
+            step: step that the shards belong to.
+            shards: published sizes and hashes, by name.
             on_bytes: called with the size of every piece that was read.
 
         Raises:
             StorageError: the store does not answer or refuses; the checkpoint may be whole.
         """
         sizes = {name: info.size_bytes for name, info in self._objects(step).items()}
-        found = (
+        results = (
             self._verify_shard(step, name, shards[name], sizes.get(name), on_bytes)
             for name in sorted(shards)
         )
-        return [damage for damage in found if damage is not None]
+        return [damage for damage in results if damage is not None]
 
     def _verify_shard(
         self,
@@ -388,11 +388,11 @@ class CheckpointStore:
             detail = f"{size_bytes} bytes instead of {wanted.size_bytes}"
             return Damage(name, DamageKind.HASH_DIFFERS, detail)
         try:
-            found = self._digest_object(self.key(step, name), size_bytes, on_bytes)
+            stored_digest = self._digest_object(self.key(step, name), size_bytes, on_bytes)
         except (NotFound, Corrupt) as exc:  # others, as AccessDenied, are no damage
             return Damage(name, DamageKind.UNREADABLE, str(exc))
-        if found != wanted.xxh3_128:
-            detail = f"xxh3_128 {found} instead of {wanted.xxh3_128}"
+        if stored_digest != wanted.xxh3_128:
+            detail = f"xxh3_128 {stored_digest} instead of {wanted.xxh3_128}"
             return Damage(name, DamageKind.HASH_DIFFERS, detail)
         return None
 
@@ -418,12 +418,12 @@ def _folder(step: int) -> str:
 
 def group_steps(infos: Iterable[ObjectInfo]) -> list[StepObjects]:
     """The objects of step folders among `infos`, by step; others are passed over."""
-    found: dict[int, dict[str, ObjectInfo]] = {}
+    by_step: dict[int, dict[str, ObjectInfo]] = {}
     for info in infos:
         match = _STEP_KEY.match(info.key)
         if match:
-            found.setdefault(int(match[1]), {})[match[2]] = info
-    return [StepObjects(step, found[step]) for step in sorted(found)]
+            by_step.setdefault(int(match[1]), {})[match[2]] = info
+    return [StepObjects(step, by_step[step]) for step in sorted(by_step)]
 
 
 def read_manifest(checkpoints: CheckpointStore, step: StepObjects) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""What may be deleted of a run's checkpoints, and the deleting.
+"""Garbage collection of a run's checkpoints: the decision, and the deletion.
 
 `decide` is pure: a listing, rules and the time go in, removals with their reasons come out.
 `carry_out` checks every object again before it removes it. Never removed are:
@@ -60,7 +60,7 @@ class Removal:
 
     @property
     def size_bytes(self) -> int:
-        """All objects together."""
+        """Sum of the sizes of all objects."""
         return sum(info.size_bytes for info in self.objects)
 
 
@@ -69,10 +69,10 @@ class Listing:
     """A run's objects, as one listing shows them.
 
     Attributes:
-        steps: ascending.
+        steps: all steps that have an object, ascending.
         named: shards that the manifest of a committed step names; a step whose manifest cannot
             be read is missing.
-        probes: of storage checks.
+        probes: objects that storage checks left behind.
     """
 
     steps: tuple[StepObjects, ...]
@@ -87,7 +87,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class InUse:
-    """What others may be reading or writing.
+    """Checkpoints that other processes may be reading or writing.
 
     Attributes:
         is_living: an attempt lives, or may live, and saves steps above the newest committed.
@@ -103,7 +103,7 @@ class InUse:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What is wanted.
+    """Rules of the deletion.
 
     Attributes:
         garbage_after_s: age from which what a broken save left is garbage.
@@ -137,7 +137,7 @@ def take_listing(checkpoints: CheckpointStore) -> Listing:
 
 
 def decide(listing: Listing, *, rules: Rules, in_use: InUse, now_s: float) -> list[Removal]:
-    """What to delete and why: retention first, then garbage, each from the oldest step on."""
+    """Decide on deletions: retention first, then garbage, each from the oldest step on."""
     before_s = now_s - rules.garbage_after_s
     leased = frozenset(s.step for s in listing.steps if is_read(s, now_s=now_s))
     in_use = replace(in_use, reading=in_use.reading | leased)
@@ -177,9 +177,9 @@ def carry_out(checkpoints: CheckpointStore, removals: Iterable[Removal]) -> list
             continue
         if removal.kind is RemovalKind.BROKEN_SAVE and _is_committed(checkpoints, removal.step):
             continue
-        gone = tuple(info for info in removal.objects if _delete_unchanged(checkpoints, info))
-        if gone:
-            done.append(Removal(removal.kind, removal.step, gone, removal.reason))
+        deleted = tuple(info for info in removal.objects if _delete_unchanged(checkpoints, info))
+        if deleted:
+            done.append(Removal(removal.kind, removal.step, deleted, removal.reason))
     return done
 
 
@@ -189,7 +189,7 @@ def abort_uploads(checkpoints: CheckpointStore, older_than_s: float) -> int:
 
 
 def totals(removals: Iterable[Removal]) -> str:
-    """How much all of it is, as text."""
+    """Number and size of all removed objects, as text."""
     every = list(removals)
     objects = sum(len(removal.objects) for removal in every)
     size_bytes = sum(removal.size_bytes for removal in every)
@@ -201,8 +201,8 @@ def _given_up(
 ) -> frozenset[int]:
     if retention is None or in_use.is_restoring:
         return frozenset()
-    kept = retention.keep(committed) | in_use.reading | set(committed[-MIN_KEPT_STEPS:])
-    return frozenset(committed) - kept
+    protected = retention.keep(committed) | in_use.reading | set(committed[-MIN_KEPT_STEPS:])
+    return frozenset(committed) - protected
 
 
 def _garbage_of(

@@ -35,9 +35,9 @@ def error_of(kind: str, text: str) -> StorageError | ValueError:
     """The error that another process described."""
     if kind == "ValueError":
         return ValueError(text)
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, StorageError):
-        return found(text)
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, StorageError):
+        return error_class(text)
     return StorageError(text)
 
 
@@ -72,7 +72,7 @@ class NotCopied(TransientError):
 
 
 class PermanentError(StorageError):
-    """The same request would fail again."""
+    """A failure that a repeated request would meet again."""
 
 
 class NotFound(PermanentError):

@@ -43,7 +43,7 @@ BLOCK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One chunk's way into an open file."""
+    """A chunk, and the open file that it goes into."""
 
     chunk: Chunk
     weight: Weight
@@ -63,9 +63,9 @@ def export(
     """Write the files, and beside several an index; returns where they are.
 
     Args:
-        checkpoints: of the run.
-        manifest: of the step.
-        files: of `plan_files`.
+        checkpoints: checkpoints of the run, in the store.
+        manifest: manifest of the exported step.
+        files: files to write, from `plan_files`.
         folder: created where it is missing.
         force: whether files of these names may be replaced.
         on_bytes: called with the size of every piece that was read.
@@ -74,7 +74,7 @@ def export(
         FileExistsError: a file is there, and `force` is not set.
         Corrupt: a shard is not as published.
         StorageError: the store does not answer.
-        OSError: the output cannot be written. Whatever is raised, no output is left.
+        OSError: the output cannot be written. After any error, no output is left.
     """
     targets = [folder / file.name for file in files]
     targets += [folder / INDEX_NAME] if len(files) > 1 else []
@@ -122,7 +122,7 @@ def _copy_shard(
     """Read one shard from its beginning to its end, and take out what is wanted.
 
     Raises:
-        Corrupt: the shard is not as published. What was taken out of it is of no use then.
+        Corrupt: the shard is not as published. Tensors copied out of it must be discarded.
     """
     key, wanted = checkpoints.key(manifest.step, shard), manifest.shards[shard]
     url = checkpoints.store.url(key)
@@ -147,15 +147,15 @@ def _copy_shard(
 def _in_order(
     pieces: Sequence[_Piece], entries: Mapping[str, Entry], url: str
 ) -> list[tuple[Entry, _Piece]]:
-    """Each piece with its place in the shard, first things first."""
-    found: list[tuple[Entry, _Piece]] = []
+    """Pair the pieces with their entries in the shard, in the order of their bytes."""
+    placed: list[tuple[Entry, _Piece]] = []
     for piece in pieces:
         entry = entries.get(piece.chunk.key)
         published = (piece.weight.record.dtype, piece.chunk.lengths)
         if entry is None or (entry.dtype, entry.shape) != published:
             raise Corrupt(f"{url}: {piece.chunk.key} is not as the manifest says")
-        found.append((entry, piece))
-    return sorted(found, key=lambda one: (one[0].begin, one[0].end))
+        placed.append((entry, piece))
+    return sorted(placed, key=lambda pair: (pair[0].begin, pair[0].end))
 
 
 def _copy_piece(reader: io.BufferedReader[Any], piece: _Piece) -> None:
@@ -169,7 +169,7 @@ def _copy_piece(reader: io.BufferedReader[Any], piece: _Piece) -> None:
 
 
 def _runs(chunk: Chunk, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where a chunk's elements, in their order, go in a tensor of `shape`: (first, count)."""
+    """Runs of a chunk's elements, in order, within a tensor of `shape`: (first, count)."""
     if not math.prod(chunk.lengths):
         return
     # The innermost axes that the chunk spans whole are one run with the axis before them.
@@ -227,7 +227,7 @@ class _HashedObject(io.RawIOBase):
         return out.nbytes
 
     def hexdigest(self) -> str:
-        """Of what was handed out."""
+        """Hash of the bytes that were handed out."""
         return self._hasher.hexdigest()
 
 
@@ -283,7 +283,7 @@ METADATA = {"format": "pt"}  # Hugging Face's loaders refuse a file that does no
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor to be exported: its name in the output, its record and its type there."""
+    """A tensor to be exported: its name in the output, its record and its type there."""
 
     name: str
     record: TensorRecord
@@ -291,13 +291,13 @@ class Weight:
 
     @property
     def size_bytes(self) -> int:
-        """In the output."""
+        """Size of the tensor in the output."""
         return math.prod(self.record.shape) * ITEM_SIZE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to be written."""
+    """A file of the output."""
 
     name: str
     weights: tuple[Weight, ...]
@@ -308,8 +308,8 @@ def weights_of(manifest: Manifest, *, prefix: str, dtype: str | None = None) -> 
     """The tensors whose names begin with `prefix`, which is cut off.
 
     Args:
-        manifest: of the checkpoint.
-        prefix: what the names of the model's tensors begin with.
+        manifest: manifest of the exported step.
+        prefix: common start of the names of the model's tensors.
         dtype: type of floating-point tensors in the output; None: as they were saved.
 
     Raises:
@@ -340,8 +340,8 @@ def plan_files(
     """Spread the weights over files.
 
     Args:
-        weights: in the order in which they fill the files.
-        file_name: of a single file.
+        weights: tensors in the order in which they fill the files.
+        file_name: name of the file when there is only one.
         shard_size_bytes: limit for the tensors of one file, which a single tensor may exceed;
             None: one file.
     """
@@ -362,7 +362,7 @@ def plan_files(
 
 
 def index_of(files: Sequence[OutputFile]) -> bytes:
-    """What lies beside several files: in which of them each tensor is."""
+    """Index beside several files: the file of each tensor."""
     weight_map = {weight.name: file.name for file in files for weight in file.weights}
     total = sum(weight.size_bytes for file in files for weight in file.weights)
     document = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -370,15 +370,15 @@ def index_of(files: Sequence[OutputFile]) -> bytes:
 
 
 def bytes_to_read(manifest: Manifest, files: Sequence[OutputFile]) -> int:
-    """What an export reads, for a progress bar."""
+    """Bytes that an export reads, for a progress bar."""
     return sum(manifest.shards[name].size_bytes for name in _shards_of(files))
 
 
 def other_exports(folder: Path, files: Sequence[OutputFile]) -> list[Path]:
     """Files of an earlier export into `folder` that a loader would mix up with these."""
-    own = {file.name for file in files} | ({INDEX_NAME} if len(files) > 1 else set())
-    found = [folder / WHOLE_NAME, folder / INDEX_NAME, *sorted(folder.glob(PART_PATTERN))]
-    return [path for path in found if path.exists() and path.name not in own]
+    new_names = {file.name for file in files} | ({INDEX_NAME} if len(files) > 1 else set())
+    candidates = [folder / WHOLE_NAME, folder / INDEX_NAME, *sorted(folder.glob(PART_PATTERN))]
+    return [path for path in candidates if path.exists() and path.name not in new_names]
 
 
 def _layout_of(weights: Sequence[Weight]) -> Layout:

@@ -27,7 +27,7 @@ PART = ".perdure-part"
 
 
 class StoredFile(FrozenModel):
-    """One file of a set; `name` is relative to its folder, or that of a single file."""
+    """A file of a set; `name` is relative to the set's folder, or the name of a single file."""
 
     name: str
     size_bytes: int
@@ -35,13 +35,13 @@ class StoredFile(FrozenModel):
 
 
 class FileSet(FrozenModel):
-    """What a set consists of.
+    """Manifest of a set: its files and folders.
 
     Attributes:
-        path: where it lay.
+        path: path of the original file or folder.
         is_folder: whether that is a folder; else a file.
         folders: names of those directly in it, also of empty ones.
-        written_s: when the newest file was written.
+        written_s: time of the newest file, seconds since the epoch.
     """
 
     version: Literal[1] = 1
@@ -53,8 +53,8 @@ class FileSet(FrozenModel):
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
-        return sum(one.size_bytes for one in self.files)
+        """Sum of the sizes of all files."""
+        return sum(file.size_bytes for file in self.files)
 
 
 class ChangedMeanwhileError(Exception):
@@ -65,10 +65,10 @@ def put_set(store: ObjectStore, prefix: str, path: Path, *, written_s: float) ->
     """Put a file, or a folder with all of its files, into the store.
 
     Args:
-        store: to put it into.
-        prefix: of its keys, without a slash at the end.
-        path: of the file or folder.
-        written_s: when its newest file was written.
+        store: store that receives the set.
+        prefix: common start of the keys, without a slash at the end.
+        path: file or folder to read.
+        written_s: time of the newest file, seconds since the epoch.
 
     Raises:
         ChangedMeanwhileError: there is no set to be put any more; none is published.
@@ -76,10 +76,10 @@ def put_set(store: ObjectStore, prefix: str, path: Path, *, written_s: float) ->
     """
     is_folder = path.is_dir()
     try:
-        before = _identities(path)
-        stored = tuple(_put_files(store, prefix, path, before))
-        # Of a folder that is written anew, files of two saves may each have stayed as they were.
-        if _identities(path) != before:
+        identities = _identities(path)
+        stored = tuple(_put_files(store, prefix, path, identities))
+        # While a folder is rewritten, files of two saves may each have stayed as they were.
+        if _identities(path) != identities:
             raise ChangedMeanwhileError(f"{path} was written again")
     except FileNotFoundError as error:
         raise ChangedMeanwhileError(f"{error.filename} is gone") from error
@@ -105,16 +105,16 @@ def _publish(
     written_s: float,
 ) -> FileSet:
     inside = path.iterdir() if path.is_dir() else ()
-    folders = tuple(sorted(one.name for one in inside if one.is_dir()))
-    made = FileSet(
+    folders = tuple(sorted(entry.name for entry in inside if entry.is_dir()))
+    file_set = FileSet(
         path=str(path), is_folder=is_folder, files=files, folders=folders, written_s=written_s
     )
-    store.put(f"{prefix}/{MANIFEST}", made.model_dump_json().encode())
-    return made
+    store.put(f"{prefix}/{MANIFEST}", file_set.model_dump_json().encode())
+    return file_set
 
 
 def _identities(path: Path) -> dict[Path, tuple[int, int, int]]:
-    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     return {file: _identity(file.stat()) for file in files}
 
 
@@ -125,19 +125,19 @@ def _put_files(
     for file in files:
         name = str(file.relative_to(path)) if is_folder else file.name
         with file.open("rb") as opened:
-            before = os.fstat(opened.fileno())
+            opened_stat = os.fstat(opened.fileno())
             digest = xxhash.xxh3_128()
-            if before.st_size:
+            if opened_stat.st_size:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
                 with mapped, memoryview(mapped) as view:
                     digest.update(view)
                     store.put(f"{prefix}/files/{name}", view)
             else:
                 store.put(f"{prefix}/files/{name}", b"")
-        after = file.stat()
-        if _identity(before) != _identity(after):
+        closing_stat = file.stat()
+        if _identity(opened_stat) != _identity(closing_stat):
             raise ChangedMeanwhileError(f"{file} was written again")
-        yield StoredFile(name=name, size_bytes=before.st_size, xxh3_128=digest.hexdigest())
+        yield StoredFile(name=name, size_bytes=opened_stat.st_size, xxh3_128=digest.hexdigest())
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:
@@ -145,39 +145,39 @@ def _identity(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def read_set(store: ObjectStore, prefix: str) -> FileSet | None:
-    """What a set consists of; None where it is not whole.
+    """Read the manifest of a set; None where the set is not whole.
 
     Raises:
-        Corrupt: its manifest is none.
+        Corrupt: the object is not a manifest.
         StorageError: the store does not answer.
     """
     key = f"{prefix}/{MANIFEST}"
     try:
-        found = FileSet.model_validate_json(store.get(key))
-        for one in found.files:
-            check_key(one.name)  # else it could be written outside its folder
+        file_set = FileSet.model_validate_json(store.get(key))
+        for file in file_set.files:
+            check_key(file.name)  # else it could be written outside its folder
     except NotFound:
         return None
     except (ValidationError, ValueError) as error:
         raise Corrupt(f"{store.url(key)}: {error}") from error
-    return found
+    return file_set
 
 
-def get_set(store: ObjectStore, prefix: str, made: FileSet, path: Path) -> None:
+def get_set(store: ObjectStore, prefix: str, file_set: FileSet, path: Path) -> None:
     """Bring a set to where it lay; what is there is replaced only once all of it has come.
 
     Args:
-        store: that has it.
-        prefix: of its keys.
-        made: its manifest.
-        path: where it goes.
+        store: store that holds the set.
+        prefix: common start of the keys.
+        file_set: manifest of the set.
+        path: file or folder to write.
 
     Raises:
         Corrupt: a file is not what was put.
         StorageError: the store does not answer.
         OSError: it cannot be written.
     """
-    get_sets(store, [(prefix, made)], path)
+    get_sets(store, [(prefix, file_set)], path)
 
 
 def get_sets(store: ObjectStore, sets: Sequence[tuple[str, FileSet]], path: Path) -> None:
@@ -194,19 +194,19 @@ def get_sets(store: ObjectStore, sets: Sequence[tuple[str, FileSet]], path: Path
     if part.is_dir():
         shutil.rmtree(part)
     path.parent.mkdir(parents=True, exist_ok=True)
-    is_folder = any(made.is_folder for _, made in sets)
+    is_folder = any(file_set.is_folder for _, file_set in sets)
     if is_folder:
         part.mkdir()
     brought: set[str] = set()
-    for prefix, made in sets:
-        for one in made.files:
-            if one.name in brought:
+    for prefix, file_set in sets:
+        for file in file_set.files:
+            if file.name in brought:
                 continue
-            brought.add(one.name)
-            target = part / one.name if is_folder else part
+            brought.add(file.name)
+            target = part / file.name if is_folder else part
             target.parent.mkdir(parents=True, exist_ok=True)
-            _get_file(store, f"{prefix}/files/{one.name}", one, target)
-            os.utime(target, (made.written_s, made.written_s))
+            _get_file(store, f"{prefix}/files/{file.name}", file, target)
+            os.utime(target, (file_set.written_s, file_set.written_s))
     if path.is_dir():
         shutil.rmtree(path)
     part.replace(path)

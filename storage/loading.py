@@ -59,8 +59,8 @@ def load(
 
     Args:
         state: tensors by name.
-        manifest: of the checkpoint.
-        checkpoints: where it is.
+        manifest: manifest of the checkpoint to load.
+        checkpoints: checkpoints of the run, in the store.
         held: whole shards that this rank holds in memory, uint8, by name.
         verify: shards whose hash this rank compares; it reads them whole.
         process_group: default: all ranks.
@@ -146,7 +146,7 @@ class Segment:
     """A range of a file, and where it goes.
 
     Attributes:
-        begin: of the range in the file.
+        begin: first byte of the range in the file.
         out: the memory it is read into.
         values: `out` as a tensor of the wanted shape; None where only the hash wants it.
         target: gets `values` afterwards; None when `out` is its own memory.
@@ -159,7 +159,7 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Of the range in the file."""
+        """End of the range in the file."""
         return self.begin + self.out.nbytes
 
     def finish(self) -> None:
@@ -170,12 +170,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the values of one item are in a file.
+    """Position of an item's values in a file.
 
     Attributes:
-        at: of the range that holds them.
-        size_bytes: of that range.
-        shape: of the values in it, whole rows of a chunk.
+        at: first byte of the range that holds them.
+        size_bytes: length of that range.
+        shape: shape of the values in it, whole rows of a chunk.
         inner: offsets of the wanted box within them.
     """
 
@@ -188,7 +188,7 @@ class _Place:
 
 @dataclass(slots=True)
 class ShardReads:
-    """What one rank wants of a checkpoint, by shard.
+    """Reads of one rank from a checkpoint, by shard.
 
     Attributes:
         held: whole files in memory, uint8, by name of the shard.
@@ -215,11 +215,11 @@ class ShardReads:
 
     def by_shard(self, items: Iterable[ReadItem]) -> dict[str, list[tuple[ReadItem, Chunk]]]:
         """The items with their chunks, by the shard that holds them."""
-        found: dict[str, list[tuple[ReadItem, Chunk]]] = {}
+        reads: dict[str, list[tuple[ReadItem, Chunk]]] = {}
         for item in items:
             chunk = self._chunk_of(item)
-            found.setdefault(chunk.shard, []).append((item, chunk))
-        return found
+            reads.setdefault(chunk.shard, []).append((item, chunk))
+        return reads
 
     def read_shard(
         self,
@@ -257,12 +257,12 @@ class ShardReads:
     def ranges(
         self, shard: str, wanted: Sequence[tuple[ReadItem, Chunk]], header: bytes
     ) -> list[tuple[int, int]]:
-        """Where in a shard's file the wanted values are, each as its begin and end.
+        """Ranges of the wanted values in a shard's file, each as its begin and end.
 
         Args:
             shard: name of the file.
-            wanted: of it.
-            header: of the file.
+            wanted: items to read, each with its chunk.
+            header: bytes of the file before its tensors.
 
         Raises:
             Corrupt: it does not hold what the manifest says.
@@ -270,7 +270,7 @@ class ShardReads:
         size_bytes = self.manifest.shards[shard].size_bytes
         entries = safetensors_file.parse_header(header, size_bytes=size_bytes, url=self._url(shard))
         places = (self._place(item, chunk, entries) for item, chunk in wanted)
-        return [(one.at, one.at + one.size_bytes) for one in places if one.size_bytes]
+        return [(place.at, place.at + place.size_bytes) for place in places if place.size_bytes]
 
     def _place(
         self, item: ReadItem, chunk: Chunk, entries: Mapping[str, safetensors_file.Entry]
@@ -323,7 +323,7 @@ class ShardReads:
         """Hash what comes while the rest is on its way."""
         hasher = xxhash.xxh3_128(header)
         at = len(header)
-        for segment in (one for span in fetched for one in span):
+        for segment in (segment for span in fetched for segment in span):
             if segment.end <= at:
                 continue  # the same range for another tensor
             hasher.update(segment.out[at - segment.begin :])
@@ -421,7 +421,7 @@ def _with_gaps(segments: Sequence[Segment], begin: int, end: int) -> list[Segmen
 def _spans(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments, in order, to be fetched with one request each: small neighbours together."""
     spans: list[list[Segment]] = []
-    for segment in (piece for one in segments for piece in _pieces(one)):
+    for segment in (piece for whole in segments for piece in _pieces(whole)):
         last = spans[-1] if spans else None
         if (
             last is not None

@@ -76,9 +76,9 @@ class LocalStore:
     """An `ObjectStore` below `root`, which is created when the first object is.
 
     Args:
-        root: absolute folder.
+        root: absolute path of the store's folder.
         is_marked: whether the store has a marker; `make` creates it, and no write does.
-        retry: how long passing failures of a marked store are waited for; None: `Retry()` once
+        retry: patience with passing failures of a marked store; None: `Retry()` once
             the marker has been seen, before that not at all.
 
     Raises:
@@ -139,10 +139,10 @@ class LocalStore:
         path = self._path(key)
 
         def get(_tries: int) -> bytes:
-            with self._found(key), path.open("rb", buffering=0) as file:
+            with self._reading(key), path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
-                rest = max(0, size - start)
-                out = bytearray(rest if length is None else min(length, rest))
+                available_bytes = max(0, size - start)
+                out = bytearray(available_bytes if length is None else min(length, available_bytes))
                 filled = _fill(file.fileno(), memoryview(out), start)
             return bytes(memoryview(out)[:filled])
 
@@ -158,7 +158,7 @@ class LocalStore:
 
         def get(_tries: int) -> None:
             at = start
-            with self._found(key), path.open("rb", buffering=0) as file:
+            with self._reading(key), path.open("rb", buffering=0) as file:
                 for out in outs:
                     view = out.cast("B")
                     filled = _fill(file.fileno(), view, at)
@@ -174,7 +174,7 @@ class LocalStore:
         path = self._path(key)
 
         def stat(_tries: int) -> ObjectInfo:
-            with self._found(key):
+            with self._reading(key):
                 if path.is_dir():
                     raise NotFound(f"{self.url(key)}: no such object: the key is a folder")
                 return _info(key, path.stat())
@@ -194,7 +194,7 @@ class LocalStore:
 
     def _list(self, prefix: str) -> Sequence[ObjectInfo]:
         folder = self._root / prefix.rpartition("/")[0]
-        found: list[ObjectInfo] = []
+        infos: list[ObjectInfo] = []
         for parent, folders, names in os.walk(folder, onerror=_unless_gone):
             if Path(parent) == self._root and TEMPORARY_FOLDER in folders:
                 folders.remove(TEMPORARY_FOLDER)
@@ -204,8 +204,8 @@ class LocalStore:
                 if key.startswith(prefix) and key != MARKER:
                     # deleted by another process while we walk
                     with suppress(FileNotFoundError):
-                        found.append(_info(key, path.stat()))
-        return found
+                        infos.append(_info(key, path.stat()))
+        return infos
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
@@ -220,7 +220,7 @@ class LocalStore:
         self._tried(delete)
 
     def abort_uploads(self, prefix: str, older_than_s: float) -> int:  # noqa: ARG002 the protocol
-        """None: a later write removes what killed writers left."""
+        """Abort nothing: a later write removes the files that killed writers left."""
         return 0
 
     def clear(self) -> None:
@@ -281,14 +281,14 @@ class LocalStore:
     def _present(self, key: str) -> Iterator[None]:
         """The store is there before and after what is done to an object."""
         self._require()
-        with self._found(key):
+        with self._reading(key):
             yield
-        # What has just been written may lie in the folder below the mount.
+        # The bytes just written may lie in the folder below the mount.
         self._require()
 
     @contextmanager
-    def _found(self, key: str) -> Iterator[None]:
-        """Nothing is taken for not found where the whole store is not."""
+    def _reading(self, key: str) -> Iterator[None]:
+        """Take an object for missing only where the store itself is there."""
         try:
             with _folded(self.url(key)):
                 yield
@@ -385,7 +385,7 @@ def _link(temporary: Path, path: Path) -> None:
 
 
 def _unless_gone(error: OSError) -> None:
-    """For os.walk, which by default takes a folder that it cannot read for an empty one."""
+    """Raise errors of os.walk, which by default takes an unreadable folder for an empty one."""
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
 

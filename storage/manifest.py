@@ -42,14 +42,22 @@ class Chunk(ManifestPart):
 
 
 class TensorRecord(ManifestPart):
-    """One tensor of the state; its chunks do not overlap and cover it."""
+    """A tensor of the state, of which a manifest has all chunks and a share those of its rank.
+
+    Attributes:
+        shape: lengths of the whole tensor.
+    """
 
     dtype: str
     shape: tuple[NonNegativeInt, ...]
     chunks: tuple[Chunk, ...]
 
-    @model_validator(mode="after")
-    def _chunks_cover_the_tensor(self) -> Self:
+    def check_covered(self) -> None:
+        """Check that the chunks cover the tensor, each element once.
+
+        Raises:
+            ValueError: they leave a gap, overlap, or reach beyond the shape.
+        """
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.lengths) == len(self.shape):
                 raise ValueError(f"chunk {chunk.key!r} and shape {self.shape} differ in dims")
@@ -60,14 +68,13 @@ class TensorRecord(ManifestPart):
         if covered != math.prod(self.shape):
             raise ValueError(f"chunks hold {covered} elements of {math.prod(self.shape)}")
         _refuse_overlaps(self.chunks)
-        return self
 
 
 def _refuse_overlaps(chunks: Sequence[Chunk]) -> None:
     """Raise where two boxes have an element in common: as many are then in none.
 
     Raises:
-        ValueError: naming them.
+        ValueError: two chunks overlap; the text names both.
     """
     if len(chunks) < 2:
         return
@@ -75,17 +82,17 @@ def _refuse_overlaps(chunks: Sequence[Chunk]) -> None:
     dims = range(len(chunks[0].offsets))
     along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
     beside: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda one: one.offsets[along]):
+    for chunk in sorted(chunks, key=lambda box: box.offsets[along]):
         start = chunk.offsets[along]
-        beside = [one for one in beside if one.offsets[along] + one.lengths[along] > start]
-        for one in beside:
-            if _overlap(one, chunk):
-                raise ValueError(f"chunks {one.key!r} and {chunk.key!r} overlap")
+        beside = [box for box in beside if box.offsets[along] + box.lengths[along] > start]
+        for neighbour in beside:
+            if _overlap(neighbour, chunk):
+                raise ValueError(f"chunks {neighbour.key!r} and {chunk.key!r} overlap")
         beside.append(chunk)
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    ends = zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+def _overlap(first: Chunk, second: Chunk) -> bool:
+    ends = zip(first.offsets, first.lengths, second.offsets, second.lengths, strict=True)
     return all(max(a, b) < min(a + m, b + n) for a, m, b, n in ends)
 
 
@@ -97,7 +104,7 @@ class ShardRecord(ManifestPart):
 
     @classmethod
     def of(cls, data: bytes | memoryview) -> Self:
-        """Of a file's bytes."""
+        """Measure a file's bytes."""
         return cls(size_bytes=memoryview(data).nbytes, xxh3_128=digest(data))
 
 
@@ -116,8 +123,12 @@ class Manifest(ManifestPart):
     extra: dict[str, JsonValue] = Field(default={})
 
     @model_validator(mode="after")
-    def _chunks_lie_in_known_shards(self) -> Self:
+    def _tensors_are_whole(self) -> Self:
         for name, tensor in self.tensors.items():
+            try:
+                tensor.check_covered()
+            except ValueError as exc:
+                raise ValueError(f"tensor {name!r}: {exc}") from exc
             for chunk in tensor.chunks:
                 if chunk.shard not in self.shards:
                     raise ValueError(f"tensor {name!r} lies in unknown shard {chunk.shard!r}")
@@ -131,7 +142,7 @@ class Manifest(ManifestPart):
 
     @property
     def size_bytes(self) -> int:
-        """All shards together."""
+        """Sum of the sizes of all shards."""
         return sum(shard.size_bytes for shard in self.shards.values())
 
     def to_bytes(self) -> bytes:
@@ -180,7 +191,7 @@ def verified_document(data: bytes, *, url: str) -> bytes:
     if field is None:
         raise Corrupt(f"{url}: not a document with its hash at the end")
     body = data[: field.start()] + b"}"
-    found = digest(body)
-    if found != field[1].decode():
-        raise Corrupt(f"{url}: xxh3_128 {found} instead of {field[1].decode()}")
+    actual_hash = digest(body)
+    if actual_hash != field[1].decode():
+        raise Corrupt(f"{url}: xxh3_128 {actual_hash} instead of {field[1].decode()}")
     return body

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object as a listing shows it."""
+    """An object as a listing shows it."""
 
     key: str
     size_bytes: int
@@ -36,7 +36,7 @@ class ObjectStore(Protocol):
         """Publish `data` under `key`, whole or not at all.
 
         Args:
-            key: where.
+            key: name of the object in the store.
             data: contiguous bytes; not copied, so leave them alone until this returns.
             if_absent: publish only when nothing is there.
 
@@ -87,7 +87,7 @@ class ObjectStore(Protocol):
         """Drop the parts of uploads below `prefix` that no writer will finish.
 
         Args:
-            prefix: of the keys that were to be published.
+            prefix: common start of the keys that were to be published.
             older_than_s: age by the store's clock that no upload under way has.
 
         Returns:

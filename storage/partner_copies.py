@@ -1,4 +1,4 @@
-"""Copies of each node's saves in the memory of partner nodes: who holds whose, and which saves.
+"""Copies of each node's saves in the memory of partner nodes: their holders, and the copied saves.
 
 A lost node takes the memory tier of its ranks with it. With copies on a partner, the next attempt
 still finds one whole save in the memory of the nodes that live. A copy is of use only if every
@@ -21,7 +21,7 @@ COPY_SLOTS = 2  # of a rank at its partner: the newest whole copy, and the one o
 
 
 class CopyState(StrEnum):
-    """How far the copies of one share are, at every partner of its node."""
+    """Progress of the copies of one share, at every partner of its node."""
 
     COPYING = "copying"
     COPIED = "copied"
@@ -31,7 +31,7 @@ class CopyState(StrEnum):
 def partners_of(
     nodes: Sequence[str], *, domains: Mapping[str, str], copies: int
 ) -> tuple[tuple[int, ...], ...]:
-    """By member, the members that hold its copies. Every member holds at most `copies` of others.
+    """Choose the members that hold each member's copies; none holds more than `copies` of others.
 
     Members are put in order of their failure domains, the largest domain first, and each one's
     partners are those that come at fixed distances after it. A distance of the size of the largest
@@ -52,18 +52,18 @@ def partners_of(
     order = sorted(range(len(nodes)), key=lambda i: (-sizes[of[i]], of.index(of[i]), i))
     largest = max(sizes.values(), default=0)
     distances = [*range(largest, len(nodes)), *range(1, largest)][: max(0, len(nodes) - 1)]
-    found: dict[int, list[int]] = {i: [] for i in range(len(nodes))}
+    partners: dict[int, list[int]] = {i: [] for i in range(len(nodes))}
     for distance in distances[:copies]:
         for at, member in enumerate(order):
             partner = order[(at + distance) % len(order)]
             if of[partner] != of[member]:
-                found[member].append(partner)
-    return tuple(tuple(found[i]) for i in range(len(nodes)))
+                partners[member].append(partner)
+    return tuple(tuple(partners[i]) for i in range(len(nodes)))
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Which saves of an attempt are copied; the same on every rank.
+    """Saves of an attempt that are copied; the same on every rank.
 
     Attributes:
         copied: the newest save whose copies are whole, as far as all ranks know.
@@ -74,10 +74,10 @@ class CopyPlan:
     begun: SaveId | None = None
 
     def next(self, states: Sequence[CopyState]) -> CopyTurn:
-        """What the next save has to do with copies.
+        """Decide whether the next save is copied.
 
         Args:
-            states: of each rank's share of `begun`; empty where none was begun.
+            states: state of each rank's share of `begun`; empty where none was begun.
         """
         if self.begun is None:
             return CopyTurn(self, begins=True)
@@ -95,9 +95,9 @@ def agreed(plans: Sequence[CopyPlan]) -> CopyPlan:
     processes have empty plans.
 
     Args:
-        plans: of each rank.
+        plans: plan of each rank, by rank.
     """
-    return max(plans, key=lambda one: (_age_key(one.copied), _age_key(one.begun)))
+    return max(plans, key=lambda plan: (_age_key(plan.copied), _age_key(plan.begun)))
 
 
 def _age_key(save: SaveId | None) -> tuple[int, ...]:
@@ -107,12 +107,12 @@ def _age_key(save: SaveId | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CopyTurn:
-    """What one save has to do with copies.
+    """Decision whether a save is copied, and the saves that it must leave in memory.
 
     Attributes:
-        plan: before it.
-        begins: whether it is copied; else the copies of another one are still on their way.
-        has_failed: whether those of the one before failed: partners may have moved.
+        plan: plan as it was before this save.
+        begins: whether this save is copied; else copies of an earlier save are still on their way.
+        has_failed: whether copies of the previous save failed: partners may have moved.
     """
 
     plan: CopyPlan
@@ -122,8 +122,8 @@ class CopyTurn:
     @property
     def keep(self) -> tuple[SaveId, ...]:
         """Saves whose memory must not be reused for this one."""
-        return tuple(one for one in (self.plan.copied, self.plan.begun) if one is not None)
+        return tuple(save for save in (self.plan.copied, self.plan.begun) if save is not None)
 
-    def after(self, save: SaveId) -> CopyPlan:
+    def plan_after(self, save: SaveId) -> CopyPlan:
         """The plan once this save was handed over."""
         return CopyPlan(self.plan.copied, save) if self.begins else self.plan

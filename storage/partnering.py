@@ -1,4 +1,4 @@
-"""How the ranks agree on partner nodes: who is on which node, and where its checkpoint server is.
+"""Agreement of the ranks on partner nodes, and on the addresses of their checkpoint servers.
 
 Collective. The addresses and tokens of the checkpoint servers go from rank to rank, over the
 process group; no checkpoint server needs to know the others before there is something to copy.
@@ -20,11 +20,11 @@ _log = logging.getLogger("perdure.storage")
 
 
 class RankPlace(Message):
-    """Where a rank is, as the ranks exchange it.
+    """Node and checkpoint server of a rank, as the ranks exchange it.
 
     Attributes:
-        node: name of its node.
-        address: of the checkpoint server there; None: it takes no copies.
+        node: name of the node that the rank runs on.
+        address: address of that node's checkpoint server; None when it takes no copies.
     """
 
     node: str
@@ -33,11 +33,7 @@ class RankPlace(Message):
 
 @dataclass(frozen=True, slots=True)
 class NodeOfRanks:
-    """One node of an attempt.
-
-    Attributes:
-        ranks: that are on it.
-    """
+    """A node of an attempt, with its ranks."""
 
     name: str
     address: PeerAddress
@@ -49,8 +45,8 @@ class Partnering:
     """Chooses the nodes that hold copies.
 
     Attributes:
-        node: of this rank.
-        copies: of every share.
+        node: name of this rank's node.
+        copies: number of partner nodes that hold each share.
         domains: failure domain by name of the node.
     """
 
@@ -60,17 +56,21 @@ class Partnering:
 
     def meet(self, client: CheckpointClient, plans: SavePlans, rank: int) -> None:
         """Tell this node's checkpoint server where its shares are copied to. Collective."""
-        own = place_of(client, self.node)
-        gathered = plans.gather_json(own.model_dump(mode="json"))
-        nodes = nodes_of([RankPlace.model_validate(one) for one in gathered])
-        chosen = partners_of([one.name for one in nodes], domains=self.domains, copies=self.copies)
-        here = next((i for i, one in enumerate(nodes) if rank in one.ranks), None)
-        if here is None:
+        place = place_of(client, self.node)
+        gathered = plans.gather_json(place.model_dump(mode="json"))
+        nodes = nodes_of([RankPlace.model_validate(place_json) for place_json in gathered])
+        chosen = partners_of(
+            [node.name for node in nodes], domains=self.domains, copies=self.copies
+        )
+        node_index = next((i for i, node in enumerate(nodes) if rank in node.ranks), None)
+        if node_index is None:
             return
         if rank == 0:
             _report_alone(nodes, chosen, self.copies)
-        held = [one.ranks for i, one in enumerate(nodes) if i == here or here in chosen[i]]
-        partners = tuple(nodes[i].address for i in chosen[here])
+        held = [
+            node.ranks for i, node in enumerate(nodes) if i == node_index or node_index in chosen[i]
+        ]
+        partners = tuple(nodes[i].address for i in chosen[node_index])
         try:
             client.set_partners(partners, tuple(r for ranks in held for r in ranks))
         except StorageError as exc:
@@ -78,7 +78,7 @@ class Partnering:
 
 
 def place_of(client: CheckpointClient, node: str) -> RankPlace:
-    """Where this rank is; a checkpoint server that does not answer takes no copies."""
+    """Place of this rank; a checkpoint server that does not answer takes no copies."""
     try:
         return RankPlace(node=node, address=client.address())
     except StorageError as exc:
@@ -98,14 +98,16 @@ def nodes_of(places: Sequence[RankPlace]) -> list[NodeOfRanks]:
 def _report_alone(
     nodes: Sequence[NodeOfRanks], chosen: Sequence[Sequence[int]], copies: int
 ) -> None:
-    few = [one.name for one, partners in zip(nodes, chosen, strict=True) if len(partners) < copies]
+    few = [
+        node.name for node, partners in zip(nodes, chosen, strict=True) if len(partners) < copies
+    ]
     if few:
         _log.warning(
             f"fewer than {copies} partners outside of their failure domains: {', '.join(few)}"
         )
     pairs = ", ".join(
-        f"{one.name} to {' and '.join(nodes[i].name for i in partners)}"
-        for one, partners in zip(nodes, chosen, strict=True)
+        f"{node.name} to {' and '.join(nodes[i].name for i in partners)}"
+        for node, partners in zip(nodes, chosen, strict=True)
         if partners
     )
     _log.info(f"memory saves are copied: {pairs or 'to no node'}")

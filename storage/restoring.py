@@ -23,16 +23,20 @@ from perdure.storage.checkpoint import CheckpointStore, Tier
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.checkpoint_server.protocol import HeldShare
 from perdure.storage.errors import Corrupt, StorageError
-from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.loading import ManifestReader, ShardReads
 from perdure.storage.manifest import Chunk, Manifest, digest
 from perdure.storage.partnering import RankPlace, place_of
+from perdure.storage.restorable import (
+    NodeShare,
+    RestorableSave,
+    lacking_of,
+    restorable_saves,
+)
 from perdure.storage.share import (
     SaveId,
     WrittenShare,
     delete_records,
     merge,
-    named_ranks,
     read_share,
 )
 from perdure.storage.staging import gather_json, raw
@@ -43,34 +47,12 @@ PIECE_BYTES = 64 * 2**20
 GAP_BYTES = 4096  # cheaper to send than to name
 
 
-class NodeShare(FrozenModel):
-    """One share that a node can give, as the ranks exchange it."""
-
-    save: SaveId
-    rank: int
-    tier: Tier
-
-
-@dataclass(frozen=True, slots=True)
-class RestorableSave:
-    """A save of which the nodes together hold every share.
-
-    Attributes:
-        holders: by rank of the share, the lowest current rank whose node has it.
-        local: by current rank, the shares that its node holds, with the nearest tier.
-    """
-
-    save: SaveId
-    holders: Mapping[int, int]
-    local: Mapping[int, Mapping[int, Tier]]
-
-
 @dataclass(slots=True)
 class NodeShares:
     """The shares that this rank's node holds, and their bytes.
 
     Attributes:
-        client: to the node's checkpoint server.
+        client: connection to the node's checkpoint server.
         disk: checkpoints on the node's disk, where there is that tier.
     """
 
@@ -93,24 +75,24 @@ class NodeShares:
         return [NodeShare(save=_id(h)[0], rank=_id(h)[1], tier=h.tier) for h in self._held]
 
     def written(self, save: SaveId, rank: int) -> WrittenShare:
-        """What a held share is made of.
+        """Record of a held share.
 
         Raises:
             StorageError: it is not held.
         """
-        found = next((h.written for h in self._held if _id(h) == (save, rank)), None)
-        if found is None:
+        written = next((h.written for h in self._held if _id(h) == (save, rank)), None)
+        if written is None:
             raise StorageError(f"step {save.step} rank {rank} is not on this node any more")
-        return found
+        return written
 
     def named(self, manifest: Manifest) -> dict[str, HeldShare]:
         """Shards of a manifest that this node holds just as they were published."""
-        found: dict[str, HeldShare] = {}
+        by_shard: dict[str, HeldShare] = {}
         for held in reversed(self._held):  # memory comes first in the list, and wins
             shard = held.written.share.shard
             if manifest.shards.get(shard) == held.written.record:
-                found[shard] = held
-        return found
+                by_shard[shard] = held
+        return by_shard
 
     def read(self, save: SaveId, rank: int, tier: Tier) -> Tensor:
         """The file of a held share, [bytes] uint8; memory is shared, not copied.
@@ -144,11 +126,11 @@ def _id(held: HeldShare) -> tuple[SaveId, int]:
 
 @dataclass(frozen=True, slots=True)
 class _PassedOn:
-    """What of one rank's file goes to all ranks.
+    """Parts of one rank's file that go to all ranks.
 
     Attributes:
-        header: of the file; None where nothing of it is wanted.
-        ranges: that some rank wants, each as its begin and end.
+        header: bytes of the file's header; None where no rank wants the file.
+        ranges: bytes that some rank wants, each as begin and end.
     """
 
     header: bytes | None
@@ -160,19 +142,19 @@ class NodeRestore:
     """Restores a state from what the nodes hold.
 
     Attributes:
-        node: of this rank.
-        checkpoints: of the run, in the store.
-        before: (placement, attempt) of now.
-        device: where the ranks' messages and bytes go.
-        name: of this rank's node, where nodes have copies of each other's shares; else None.
-        brought: by rank whose own node lacked its share, the node whose copy it got.
-        lacking: what is missing of the newest save that is not whole, for people; empty: nothing.
+        node: shares of this rank's node.
+        checkpoints: checkpoints of the run, in the store.
+        owner: (placement, attempt) of this attempt.
+        device: device that carries the ranks' messages and bytes.
+        name: name of this rank's node where nodes copy each other's shares; else None.
+        brought: node that gave its copy, by rank whose node lacked the share.
+        lacking: shares missing of the newest save, for people; empty when it is whole.
         num_fetched: shards that this rank read in the store.
     """
 
     node: NodeShares
     checkpoints: CheckpointStore
-    before: tuple[int, int]
+    owner: tuple[int, int]
     device: torch.device
     name: str | None = None
     brought: dict[int, str] = field(default_factory=dict)
@@ -181,20 +163,20 @@ class NodeRestore:
 
     def candidates(self) -> list[RestorableSave]:
         """Saves that the nodes hold whole, newest first; the same on every rank."""
-        own = [one.model_dump(mode="json") for one in self.node.refresh()]
+        node_shares = [share.model_dump(mode="json") for share in self.node.refresh()]
         held = {
-            rank: [NodeShare.model_validate(one) for one in of_rank]
-            for rank, of_rank in enumerate(gather_json(own, self.device))
+            rank: [NodeShare.model_validate(share_json) for share_json in of_rank]
+            for rank, of_rank in enumerate(gather_json(node_shares, self.device))
         }
-        found = restorable_saves(held, before=self.before)
-        self.lacking = lacking_of(held, before=self.before, than=found[0].save if found else None)
-        return found
+        saves = restorable_saves(held, owner=self.owner)
+        self.lacking = lacking_of(held, owner=self.owner, than=saves[0].save if saves else None)
+        return saves
 
     def bring(self, chosen: RestorableSave) -> RestorableSave | None:
         """Have nodes that are new get the shares of their ranks from the nodes with their copies.
 
         Collective. A share goes from checkpoint server to checkpoint server, once, and its node
-        holds it again. What cannot be had so comes over the process group, in `load`.
+        holds it again. Other shares come over the process group, in `load`.
 
         Returns:
             The same save, as the nodes hold it now; None on every rank when they lost a share of
@@ -211,11 +193,13 @@ class NodeRestore:
         self.brought = {rank: name for rank, name in enumerate(gathered) if name is not None}
         if not self.brought:
             return chosen
-        return next((one for one in self.candidates() if one.save == chosen.save), None)
+        return next((save for save in self.candidates() if save.save == chosen.save), None)
 
     def _places(self) -> list[RankPlace]:
-        own = place_of(self.node.client, self.name or "").model_dump(mode="json")
-        return [RankPlace.model_validate(one) for one in gather_json(own, self.device)]
+        place = place_of(self.node.client, self.name or "").model_dump(mode="json")
+        return [
+            RankPlace.model_validate(place_json) for place_json in gather_json(place, self.device)
+        ]
 
     def _brought(self, save: SaveId, source: RankPlace) -> str | None:
         """The node whose copy this rank's node holds now, None where it could not be had."""
@@ -261,7 +245,9 @@ class NodeRestore:
             if file is not None and rank in needed and problem is None:
                 problem = _filled(reads, shard, by_shard[shard], planner, file)
         self.num_fetched += reads.num_fetched
-        problems = [one for one in gather_json(problem, self.device) if one]
+        problems = [
+            rank_problem for rank_problem in gather_json(problem, self.device) if rank_problem
+        ]
         if problems:
             raise Corrupt(problems[0])
         return manifest
@@ -307,13 +293,17 @@ class NodeRestore:
         return True
 
     def _manifest(self, chosen: RestorableSave) -> Manifest:
-        own = [
+        written = [
             self.node.written(chosen.save, rank).model_dump(mode="json")
             for rank, holder in chosen.holders.items()
             if holder == _rank()
         ]
-        gathered = gather_json(own, self.device)
-        shares = [WrittenShare.model_validate(one) for of_rank in gathered for one in of_rank]
+        gathered = gather_json(written, self.device)
+        shares = [
+            WrittenShare.model_validate(written_json)
+            for of_rank in gathered
+            for written_json in of_rank
+        ]
         return merge(shares, owner=chosen.save.owner, written_at_s=self.checkpoints.clock())
 
     def _open(self, chosen: RestorableSave, ranks: Iterable[int]) -> dict[int, Tensor] | None:
@@ -336,13 +326,13 @@ class NodeRestore:
         wanted: Iterable[int],
         opened: Mapping[int, Tensor],
     ) -> dict[int, _PassedOn]:
-        """By rank of a share that some rank wants, what of it goes to all; the same on every rank.
+        """Agree on the parts of each wanted share that go to all ranks; the same on every rank.
 
-        Most want little of it: tensors that all ranks hold alike are spread over all files. Of a
-        file whose header cannot be read everything is passed on, and who reads it finds out.
+        Most want little of it: tensors that all ranks hold alike are spread over all files. A
+        file whose header cannot be read is passed on whole, and its reader finds out.
         """
         headers: dict[int, bytes] = {}
-        own: list[tuple[int, list[tuple[int, int]]]] = []
+        needs: list[tuple[int, list[tuple[int, int]]]] = []
         for rank in sorted(wanted):
             shard = _shard(chosen.save, rank)
             header = self._header(opened.get(rank), chosen.holders[rank])
@@ -353,10 +343,10 @@ class NodeRestore:
                 ranges = reads.ranges(shard, by_shard[shard], header)
             except Corrupt:
                 ranges = [(0, reads.manifest.shards[shard].size_bytes)]
-            own.append((rank, merged(ranges)))
+            needs.append((rank, merged(ranges)))
         # One exchange for all shares: one for each would be as many answers as ranks, squared.
         of_share: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for of_rank in gather_json(own, self.device):
+        for of_rank in gather_json(needs, self.device):
             for rank, ranges in of_rank:
                 of_share[rank] += [(begin, end) for begin, end in ranges]
         return {rank: _PassedOn(headers.get(rank), merged(of_share[rank])) for rank in wanted}
@@ -364,7 +354,7 @@ class NodeRestore:
     def _received(
         self, passed_on: _PassedOn, file: Tensor | None, *, source: int, size_bytes: int
     ) -> Tensor | None:
-        """What the ranks want of one rank's file; the others help to pass it on.
+        """Receive the wanted parts of one rank's file; all ranks help to pass it on.
 
         Returns:
             The file, or as much of it as is wanted here; None where nothing is.
@@ -403,13 +393,13 @@ class NodeRestore:
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges of bytes in order, with those that touch or nearly touch made one. Pure."""
-    found: list[tuple[int, int]] = []
+    merged_ranges: list[tuple[int, int]] = []
     for begin, end in sorted((begin, end) for begin, end in ranges):
-        if found and begin <= found[-1][1] + GAP_BYTES:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged_ranges and begin <= merged_ranges[-1][1] + GAP_BYTES:
+            merged_ranges[-1] = (merged_ranges[-1][0], max(end, merged_ranges[-1][1]))
         else:
-            found.append((begin, end))
-    return found
+            merged_ranges.append((begin, end))
+    return merged_ranges
 
 
 def in_pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -433,7 +423,7 @@ def in_pieces(ranges: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int
 def planned(
     state: Mapping[str, Tensor], reads: ShardReads
 ) -> tuple[LoadPlanner, dict[str, list[tuple[ReadItem, Chunk]]]]:
-    """What `state` needs of a checkpoint, by shard, and the planner that knows where it goes."""
+    """Plan the reads of `state` from a checkpoint, by shard, with the planner that places them."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     metadata = ManifestReader(reads).read_metadata()
     planner.set_up_planner(dict(state), metadata, is_coordinator=False)
@@ -461,61 +451,3 @@ def _rank() -> int:
 
 def _shard(save: SaveId, rank: int) -> str:
     return save.shard(rank)
-
-
-def restorable_saves(
-    held: Mapping[int, Sequence[NodeShare]], *, before: tuple[int, int]
-) -> list[RestorableSave]:
-    """The saves that the nodes hold whole, newest step first. Pure.
-
-    Args:
-        held: by current rank, what its node holds.
-        before: (placement, attempt) of now; saves that are not older are of no use.
-    """
-    by_save: defaultdict[SaveId, dict[int, dict[int, Tier]]] = defaultdict(dict)
-    for reader, shares in held.items():
-        for one in shares:
-            if one.save.owner >= before:
-                continue
-            tiers = by_save[one.save].setdefault(reader, {})
-            tiers[one.rank] = min(tiers.get(one.rank, one.tier), one.tier, key=_nearness)
-    whole = [
-        RestorableSave(save, holders, local)
-        for save, local in by_save.items()
-        if len(holders := _holders(local)) == save.world_size
-    ]
-    return sorted(whole, key=lambda one: (one.save.step, one.save.owner), reverse=True)
-
-
-def lacking_of(
-    held: Mapping[int, Sequence[NodeShare]], *, before: tuple[int, int], than: SaveId | None
-) -> str:
-    """What the nodes lack of the newest save that they hold in part, if it is a newer one. Pure.
-
-    Args:
-        held: by current rank, what its node holds.
-        before: (placement, attempt) of now.
-        than: the newest save that they hold whole.
-    """
-    ranks: defaultdict[SaveId, set[int]] = defaultdict(set)
-    for one in (one for shares in held.values() for one in shares if one.save.owner < before):
-        ranks[one.save].add(one.rank)
-    newest = max(ranks, key=lambda save: (save.step, save.owner), default=None)
-    if newest is None or (than is not None and newest.step <= than.step):
-        return ""
-    missing = sorted(set(range(newest.world_size)) - ranks[newest])
-    return f"of step {newest.step} the nodes lack the shares of ranks {named_ranks(missing)}"
-
-
-def _holders(local: Mapping[int, Mapping[int, Tier]]) -> dict[int, int]:
-    """By rank of the share, who gives it: memory before disk, then the lowest rank."""
-    best: dict[int, tuple[int, int]] = {}
-    for reader, tiers in local.items():
-        for rank, tier in tiers.items():
-            offer = (_nearness(tier), reader)
-            best[rank] = min(best.get(rank, offer), offer)
-    return {rank: reader for rank, (_, reader) in best.items()}
-
-
-def _nearness(tier: Tier) -> int:
-    return list(Tier).index(tier)

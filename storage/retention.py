@@ -1,4 +1,4 @@
-"""Which checkpoints to keep, the deletion of the others, and leases of those being read.
+"""Retention of checkpoints: the choice, the deletion, and leases of checkpoints being read.
 
 A reader keeps an object in the step's folder and renews it; the lease of one that was killed ends
 after `LEASE_S`. Times are seconds, by the store's clock.
@@ -31,9 +31,9 @@ class Retention:
     """Rules that choose among the committed steps; a step is kept when one of them wants it.
 
     Attributes:
-        keep_last: how many of the newest.
-        keep_every_steps: those that this interval divides.
-        keep_best: how many of the lowest loss. A step whose loss is not known is kept too: it
+        keep_last: number of newest steps to keep.
+        keep_every_steps: interval in steps; its multiples are kept.
+        keep_best: number of steps of lowest loss. A step of unknown loss is kept too: it
             cannot be compared. Among equals the newer is the better; a NaN is the worst.
         losses: loss by step.
     """
@@ -51,13 +51,13 @@ class Retention:
 
     def keep(self, steps: Sequence[int]) -> set[int]:
         """The subset of `steps` (ascending) to keep."""
-        kept = set(steps[-self.keep_last :]) if self.keep_last else set()
+        protected = set(steps[-self.keep_last :]) if self.keep_last else set()
         if self.keep_every_steps:
-            kept |= {step for step in steps if step % self.keep_every_steps == 0}
+            protected |= {step for step in steps if step % self.keep_every_steps == 0}
         if self.keep_best:
             ranked = sorted((s for s in steps if s in self.losses), key=self._rank)
-            kept |= set(ranked[: self.keep_best]) | {s for s in steps if s not in self.losses}
-        return kept
+            protected |= set(ranked[: self.keep_best]) | {s for s in steps if s not in self.losses}
+        return protected
 
     def _rank(self, step: int) -> tuple[bool, float, int]:
         loss = self.losses[step]
@@ -70,7 +70,7 @@ def apply_retention(
     """Delete the committed steps that the rules give up, oldest first.
 
     Args:
-        checkpoints: of the run.
+        checkpoints: checkpoints of the run, in the store.
         retention: chooses what to keep.
         protect: steps that are being read or are needed otherwise.
 
@@ -79,9 +79,11 @@ def apply_retention(
         with a reader; a later retention deletes these.
     """
     listed = checkpoints.list_steps()
-    steps = [one.step for one in listed if one.state is StepState.COMMITTED]
-    kept = retention.keep(steps) | set(protect) | read_steps(checkpoints, listed) | set(steps[-1:])
-    given_up = [step for step in steps if step not in kept]
+    steps = [objects.step for objects in listed if objects.state is StepState.COMMITTED]
+    protected = (
+        retention.keep(steps) | set(protect) | read_steps(checkpoints, listed) | set(steps[-1:])
+    )
+    given_up = [step for step in steps if step not in protected]
     for step in given_up:
         checkpoints.delete(step)
     return given_up

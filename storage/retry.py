@@ -1,4 +1,4 @@
-"""How a store repeats what failed for a passing reason: exponential back-off with full jitter.
+"""Retries of requests that failed for a passing reason: exponential back-off with full jitter.
 
 Times are seconds. Clock, sleep and random numbers are passed in.
 """
@@ -25,7 +25,7 @@ class Retry:
     requests is added to it, or the thousand would return at the same moment.
 
     Attributes:
-        passing: what is repeated; everything else is raised at once.
+        passing: errors that are retried; every other error is raised at once.
         on_failure: called with every error that is repeated, before the pause.
         on_success: called when an operation has succeeded that had failed before.
     """

@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from perdure.storage.conditional import CLAIMS_FOLDER, ClaimRoom, Claims, Target, publish_once
+from perdure.storage.bakery_lock import (
+    CLAIMS_FOLDER,
+    BakeryLock,
+    LockEntries,
+    Target,
+    publish_once,
+)
 from perdure.storage.errors import (
     AccessDenied,
     Corrupt,
@@ -32,13 +38,13 @@ from perdure.storage.retry import Retry
 from perdure.storage.s3_client import (
     Body,
     S3Client,
-    S3Options,
     code_of,
     connect,
     fold,
     read_into,
     server_time_s,
 )
+from perdure.storage.s3_options import S3Options
 
 T = TypeVar("T")
 
@@ -153,7 +159,7 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}{key}"
 
     def local_path(self, key: str) -> Path | None:  # noqa: ARG002 the protocol's signature
-        """None: nothing here can be memory-mapped."""
+        """Return None: no object can be memory-mapped."""
         return None
 
     def has_conditional_put(self) -> bool:
@@ -195,7 +201,7 @@ class S3Store:
             self._remove(key.removeprefix(self._prefix), {"Bucket": self._bucket, "Key": key})
 
         in_parallel(remove, keys, num_threads=CLEARING_STREAMS)
-        # Of any age: the server counts its time in whole seconds, and may be behind an upload.
+        # Uploads of any age: the server counts whole seconds, and may be behind an upload.
         self.abort_uploads("", -math.inf)
 
     def _pages(self, prefix: str) -> Iterator[dict[str, Any]]:
@@ -254,7 +260,7 @@ class S3Store:
         )
         published = publish_once(
             target,
-            self._claim_room(key),
+            self._bakery_lock(key),
             lifetime_s=CLAIM_LIFETIME_REQUESTS
             * (options.connect_timeout_s + options.read_timeout_s),
             retry=self._retry,
@@ -262,23 +268,23 @@ class S3Store:
         if not published:
             raise PreconditionFailed(f"{self.url(key)}: exists already")
 
-    def _claim_room(self, key: str) -> ClaimRoom:
+    def _bakery_lock(self, key: str) -> BakeryLock:
         # One folder per key, of a length that any file system takes.
         folder = f"{CLAIMS_FOLDER}/{hashlib.sha256(key.encode()).hexdigest()[:32]}/"
 
         def at(name: str) -> dict[str, str]:
             return {"Bucket": self._bucket, "Key": self._prefix + folder + name}
 
-        def read() -> Claims:
+        def read() -> LockEntries:
             pages = list(self._pages(folder))
             entries = [entry for page in pages for entry in page.get("Contents", [])]
             written_s = {
                 entry["Key"].rpartition("/")[2]: entry["LastModified"].timestamp()
                 for entry in entries
             }
-            return Claims(server_time_s(pages[0]), written_s)
+            return LockEntries(server_time_s(pages[0]), written_s)
 
-        return ClaimRoom(
+        return BakeryLock(
             write=lambda name: self._call(
                 key, lambda _tries: self._client().put_object(**at(name), Body=key.encode())
             ),

@@ -1,4 +1,4 @@
-"""How an S3-compatible store is reached: boto3's client, bodies that copy nothing, and errors.
+"""Client of an S3-compatible store: boto3's client, bodies that copy nothing, and errors.
 
 The code of a failed answer decides about its class; answers without one (to HEAD, or from a
 gateway in front of the store) are judged by status. Sizes are bytes, times seconds.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPResponse
@@ -20,11 +19,9 @@ from botocore.config import Config
 from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 from botocore.parsers import ResponseParserError
 from botocore.response import StreamingBody
-from pydantic import SecretStr
 from typing_extensions import Buffer
 from urllib3.exceptions import HTTPError
 
-from perdure.storage.address import AddressingStyle, revealed
 from perdure.storage.errors import (
     AccessDenied,
     NotFound,
@@ -37,12 +34,12 @@ from perdure.storage.errors import (
     TimedOut,
     TransientError,
 )
+from perdure.storage.s3_options import S3Options, revealed
 
 S3Client = Any  # boto3 generates its clients at run time
 
 COPY_SIZE_BYTES = 2**18  # of a body that must be copied; stays in the CPU's cache
 SEND_SIZE_BYTES = 2**20
-PART_SIZE_BYTES = 64 * 2**20
 
 CODES: Mapping[str, type[StorageError]] = {
     "SlowDown": Throttled,
@@ -103,23 +100,6 @@ NO_ANSWER = (  # boto.ConnectionError and boto.HTTPClientError have no common ro
     boto.HTTPClientError,
     boto.IncompleteReadError,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class S3Options:
-    """How to reach the store; None means boto3's own default chain."""
-
-    endpoint: str | None = None
-    region: str | None = None
-    addressing_style: AddressingStyle = "auto"
-    access_key: SecretStr | None = None
-    secret_key: SecretStr | None = None
-    session_token: SecretStr | None = None
-    ca_bundle: str | None = None
-    connect_timeout_s: float = 10.0
-    read_timeout_s: float = 60.0
-    part_size_bytes: int = PART_SIZE_BYTES
-    num_threads: int = 4
 
 
 def connect(options: S3Options) -> S3Client:
@@ -239,7 +219,7 @@ class Body(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """What comes next: the memory itself, which a socket and a hash take as well.
+        """Give the next bytes: the memory itself, which a socket and a hash accept.
 
         At least `SEND_SIZE_BYTES` of it: urllib3 asks for 16 KiB and sends whatever it gets, and
         a system call for each would cost more than the copy.
@@ -271,7 +251,7 @@ def fold(
 
 
 def _fold_failure(error: boto.BotoCoreError, url: str) -> StorageError:
-    """For failures on our side of the connection."""
+    """Fold failures on this side of the connection."""
     cause = getattr(error, "kwargs", {}).get("error")
     if isinstance(cause, ValueError):
         # Its text quotes the header, which may be the session token.
@@ -309,7 +289,7 @@ def code_of(error: StorageError) -> str:
 
 
 def server_time_s(answer: Mapping[str, Any]) -> float:
-    """When the store gave `answer`, by its own clock, in whole seconds.
+    """Time of the store's `answer`, by the store's clock, in whole seconds.
 
     Raises:
         PermanentError: the answer has no date, against the rules of HTTP.
@@ -326,7 +306,7 @@ def _headers(answer: Mapping[str, Any]) -> Mapping[str, str]:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """How long the store asks to wait: given in seconds, or as a time by the store's clock."""
+    """Wait that the store asks for, which it gives in seconds or as a time by its clock."""
     wanted = headers.get("retry-after", "").strip()
     if wanted.isdecimal():
         return float(wanted)

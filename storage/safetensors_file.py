@@ -41,7 +41,7 @@ ITEM_SIZE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file."""
+    """A tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,13 +50,13 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Of the raw data."""
+        """Size of the raw data."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything of a file to be written goes."""
+    """Positions of all tensors in a file to be written."""
 
     header: bytes
     entries: Mapping[str, Entry]
@@ -71,7 +71,7 @@ def plan_layout(
     """Lay out (name, dtype, shape) triples; wide dtypes first, so that each is aligned.
 
     Args:
-        tensors: what the file holds.
+        tensors: name, dtype code and shape of each tensor.
         metadata: free text by name, for the programs that ask for it.
 
     Raises:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,9 +38,9 @@ class SaveHooks:
     """Called in the course of a save, for signs of life.
 
     Attributes:
-        on_wait: now and then while the store is behind and training has to wait.
-        on_agree: where the ranks begin to agree: each of them answers at once, or is gone.
-        on_copy: where they have agreed: a rank takes as long as its share does.
+        on_wait: called now and then while training waits for a slow store.
+        on_agree: called when the ranks begin to agree: each answers at once, or is gone.
+        on_copy: called when they have agreed: a rank takes as long as its share does.
     """
 
     on_wait: Callable[[], None] = lambda: None
@@ -48,17 +48,61 @@ class SaveHooks:
     on_copy: Callable[[], None] = lambda: None
 
 
-@dataclass(slots=True, kw_only=True)
-class _Saver:
-    """Saves of one attempt, one at a time, on every rank. Collective.
+class Saver(Protocol):
+    """Saves of one attempt, one at a time, on every rank. Every method is collective.
 
     Attributes:
-        plans: who saves what.
-        rank: among those that save together.
-        world_size: how many save together.
-        hooks: for signs of life.
+        copies: saves that partner nodes hold copies of, or are being sent.
+    """
+
+    copies: CopyPlan
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `save` returns before the checkpoint is committed."""
+
+    def prepare(self, state: Callable[[], Mapping[str, Tensor]]) -> str | None:
+        """Have memory ready for the saves of a state. Returns why a rank has none, else None."""
+
+    def meet_partners(self, restored: SaveId | None) -> None:
+        """Agree on the nodes that hold copies.
+
+        Args:
+            restored: save that the nodes had in memory when training began.
+        """
+
+    def narrow(self, savers: Sequence[int]) -> None:
+        """Save from now on with these ranks alone, into files with names of their own."""
+
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        step: int,
+        extra: dict[str, Any],
+        *,
+        attachments: dict[str, str] | None = None,
+    ) -> None:
+        """Save a state; see the implementations for what holds when this returns."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until everything that was saved is committed."""
+
+    def close(self) -> None:
+        """Discard a save that is being copied, and release the memory."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Saver:
+    """Settings and steps that both savers have in common.
+
+    Attributes:
+        plans: split of the state over the ranks.
+        rank: number of this rank among those that save together.
+        world_size: number of ranks that save together.
+        hooks: signs of life.
         synchronize: waits for the device's copies.
         first_file: number in the name of the first rank's file.
+        copies: saves that partner nodes hold copies of, or are being sent.
     """
 
     plans: SavePlans
@@ -70,6 +114,11 @@ class _Saver:
     hooks: SaveHooks = SaveHooks()
     synchronize: Callable[[], None] = lambda: None
     first_file: int = 0
+    copies: CopyPlan = field(default_factory=CopyPlan)
+
+    def _number_among(self, savers: Sequence[int]) -> None:
+        self.first_file += self.world_size
+        self.rank, self.world_size = savers.index(self.rank), len(savers)
 
     def _stage(self, state: Mapping[str, Tensor]) -> Staging:
         shard = shard_name(self.placement, self.attempt, self.first_file + self.rank)
@@ -83,18 +132,21 @@ class _Saver:
     def _share_of(
         self, staging: Staging, step: int, extra: dict[str, Any], attachments: dict[str, str] | None
     ) -> Share:
-        return Share(
-            run_id=self.run_id,
+        save_id = SaveId(
+            step=step,
             placement=self.placement,
             attempt=self.attempt,
-            step=step,
-            rank=self.rank,
             world_size=self.world_size,
+            first_file=self.first_file,
+        )
+        return Share(
+            run_id=self.run_id,
+            save_id=save_id,
+            rank=self.rank,
             size_bytes=staging.size_bytes,
             tensors=staging.parts(),
             extra=extra,
             attachments=attachments or {},
-            first_file=self.first_file,
         )
 
 
@@ -103,48 +155,61 @@ class TieredSaver(_Saver):
     """Saves that block training for a copy in memory.
 
     Attributes:
-        client: to the checkpoint server of this node.
+        client: connection to the checkpoint server of this node.
         announce: file that gets a line once a save is committed.
         pin: makes a slot's memory fast to copy into; returns what undoes it.
         partnering: chooses the nodes that hold copies; None: there are none.
-        copies: which saves are copied, or were before.
         memory_of: rank whose memory is used; None: that of `rank`.
     """
 
     client: CheckpointClient
     announce: str | None = None
     partnering: Partnering | None = None
-    copies: CopyPlan = field(default_factory=CopyPlan)
     memory_of: int | None = None
     pin: Callable[[Tensor], Callable[[], None]] = lambda _memory: lambda: None
     _pinned: dict[int, tuple[Tensor, Callable[[], None]]] = field(default_factory=dict)
 
+    @property
+    def is_behind(self) -> bool:
+        """See `Saver.is_behind`."""
+        return True
+
     def close(self) -> None:
-        """Discard what was being copied, and release the memory."""
+        """See `Saver.close`."""
         for _, unpin in self._pinned.values():
             unpin()
         self._pinned.clear()
         self.client.close()
 
-    def prepare(self, state: Mapping[str, Tensor]) -> str | None:
-        """Have memory ready for states like this one. Returns why there is none, else None."""
-        size_bytes = self._stage(state).size_bytes
-        if self.partnering is None:
-            return self.client.prepare(self.rank, size_bytes)
-        return self.client.prepare(self.rank, size_bytes, num_slots=OWN_SLOTS)
+    def prepare(self, state: Callable[[], Mapping[str, Tensor]]) -> str | None:
+        """See `Saver.prepare`; the memory is that of the node's checkpoint server."""
+        size_bytes = self._stage(state()).size_bytes
+        refusals = [why for why in self.plans.gather_json(self._refusal(size_bytes)) if why]
+        return refusals[0] if refusals else None
+
+    def _refusal(self, size_bytes: int) -> str | None:
+        """Why this node's checkpoint server cannot take saves, else None."""
+        try:
+            if self.partnering is None:
+                return self.client.prepare(self.rank, size_bytes)
+            return self.client.prepare(self.rank, size_bytes, num_slots=OWN_SLOTS)
+        except StorageError as exc:
+            return str(exc)
+
+    def narrow(self, savers: Sequence[int]) -> None:
+        """See `Saver.narrow`."""
+        self.partnering = None  # the save is in the store before the processes end
+        # Under the number among the savers it would take the place of another rank's copies.
+        self.memory_of = self.rank
+        self._number_among(savers)
 
     def meet_partners(self, restored: SaveId | None) -> None:
-        """Agree on the nodes that hold copies; collective. Without effect where there are none.
-
-        Args:
-            restored: save that the nodes had in memory when training began: those that are new
-                lack it, or the copies of it.
-        """
+        """See `Saver.meet_partners`; new nodes lack the restored save, or the copies of it."""
         if self.partnering is None:
             return
         self.partnering.meet(self.client, self.plans, self.rank)
         self.copies = agreed(
-            [_plan_of(one) for one in self.plans.gather_json(_document_of(self.copies))]
+            [_plan_of(plan) for plan in self.plans.gather_json(_document_of(self.copies))]
         )
         if restored is not None:
             with suppress(StorageError):  # its copies count as failed then, and the save goes on
@@ -164,7 +229,7 @@ class TieredSaver(_Saver):
         Args:
             state: tensors by name.
             step: completed optimizer steps.
-            extra: JSON; the first rank's counts.
+            extra: JSON state; that of the first rank is stored.
             attachments: objects that the store gets before the checkpoint, by key; they stay
                 with the share, so that its publisher publishes them, too.
 
@@ -179,23 +244,25 @@ class TieredSaver(_Saver):
         share = self._share_of(staging, step, extra, attachments)
         keep = turn.keep if turn.begins else None
         self.client.ready(slot, share, announce=self.announce, keep=keep)
-        self.copies = turn.after(share.save_id)
+        self.copies = turn.plan_after(share.save_id)
 
     def _copy_turn(self) -> CopyTurn:
-        """What this save has to do with copies, the same on every rank."""
+        """Decide, the same on every rank, whether this save is copied."""
         if self.partnering is None:
             return CopyTurn(CopyPlan(self.copies.copied), begins=False)
         begun = self.copies.begun
         states: list[CopyState] = []
         if begun is not None:
-            own = CopyState.FAILED
+            state = CopyState.FAILED
             with suppress(StorageError):  # all ranks must answer; the next request raises it
-                own = self.client.copy_state(begun, self.rank)
-            states = [CopyState(one) for one in self.plans.gather_json(own)]
+                state = self.client.copy_state(begun, self.rank)
+            states = [CopyState(rank_state) for rank_state in self.plans.gather_json(state)]
         turn = self.copies.next(states)
         if turn.has_failed:  # a checkpoint server that died is there again, elsewhere
             if self.rank == 0 and begun is not None:
-                failed = [rank for rank, one in enumerate(states) if one is CopyState.FAILED]
+                failed = [
+                    rank for rank, rank_state in enumerate(states) if rank_state is CopyState.FAILED
+                ]
                 _log.warning(
                     f"step {begun.step}: the saves of ranks {named_ranks(failed)} were not copied "
                     "to their partners; the logs of the checkpoint servers have the reason"
@@ -219,10 +286,10 @@ class TieredSaver(_Saver):
     def _memory_of(self, slot: ReservedSlot) -> Tensor:
         """The slot's memory, pinned; other memory under the same number was unmapped."""
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
-        known = self._pinned.get(slot.number)
-        if known is None or known[0].data_ptr() != memory.data_ptr():
-            if known is not None:
-                known[1]()
+        pinned = self._pinned.get(slot.number)
+        if pinned is None or pinned[0].data_ptr() != memory.data_ptr():
+            if pinned is not None:
+                pinned[1]()
             self._pinned[slot.number] = (memory, self.pin(memory))
         return memory
 
@@ -259,20 +326,20 @@ class TieredSaver(_Saver):
             if not done and problem is None and time.monotonic() > deadline_s:
                 problem = f"{TimedOut.__name__}: {late}"
             answers = self.plans.gather_json([done, problem])
-            problems = [one[1] for one in answers if one[1]]
+            problems = [answer[1] for answer in answers if answer[1]]
             if problems:
                 raise StorageError(problems[0])
-            if all(one[0] for one in answers):
+            if all(answer[0] for answer in answers):
                 return
             self.hooks.on_wait()
 
 
 def _document_of(plan: CopyPlan) -> list[Any]:
-    return [one and one.model_dump(mode="json") for one in (plan.copied, plan.begun)]
+    return [save and save.model_dump(mode="json") for save in (plan.copied, plan.begun)]
 
 
 def _plan_of(document: list[Any]) -> CopyPlan:
-    copied, begun = (one and SaveId.model_validate(one) for one in document)
+    copied, begun = (save and SaveId.model_validate(save) for save in document)
     return CopyPlan(copied, begun)
 
 
@@ -281,12 +348,34 @@ class DirectSaver(_Saver):
     """Saves that are committed when they return; training waits meanwhile.
 
     Attributes:
-        checkpoints: of the run, in the store.
+        checkpoints: checkpoints of the run, in the store.
         newest: manifest of the newest save, on the first rank.
     """
 
     checkpoints: CheckpointStore
     newest: Manifest | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """See `Saver.is_behind`."""
+        return False
+
+    def prepare(self, state: Callable[[], Mapping[str, Tensor]]) -> str | None:  # noqa: ARG002 the protocol's
+        """See `Saver.prepare`; memory is allocated by each save."""
+        return None
+
+    def meet_partners(self, restored: SaveId | None) -> None:
+        """See `Saver.meet_partners`; without checkpoint servers there are no copies."""
+
+    def narrow(self, savers: Sequence[int]) -> None:
+        """See `Saver.narrow`."""
+        self._number_among(savers)
+
+    def settle(self, timeout_s: float) -> None:
+        """See `Saver.settle`; every save is committed when it returns."""
+
+    def close(self) -> None:
+        """See `Saver.close`; a save holds no memory once it returns."""
 
     def save(
         self,
@@ -302,7 +391,7 @@ class DirectSaver(_Saver):
             state: tensors by name; replicated ones are written once, spread over the ranks, and
                 a name that only one rank has is written by that one.
             step: completed optimizer steps.
-            extra: JSON; the first rank's counts.
+            extra: JSON state; that of the first rank is stored.
             attachments: objects that the store gets before the checkpoint, by key.
 
         Raises:

@@ -1,4 +1,4 @@
-"""One rank's share of a checkpoint, and how the shares of all ranks become its manifest.
+"""The share of a rank in a checkpoint, and the merge of all shares into the manifest.
 
 A share lies in host memory, on a node's disk or, until the manifest is committed, beside its
 shard in the store: one share of every rank is enough to restore, and to publish.
@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from typing import Any
 
-from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
+from pydantic import (
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from perdure.storage.checkpoint import CheckpointStore, shard_name
 from perdure.storage.errors import Corrupt
 from perdure.storage.manifest import (
-    Chunk,
     Manifest,
     ManifestPart,
     RunId,
@@ -28,57 +36,14 @@ from perdure.storage.manifest import (
 RECORD_SUFFIX = ".json"
 
 
-class PartOfTensor(ManifestPart):
-    """What one rank saves of a tensor; the shape is that of the whole."""
-
-    dtype: str
-    shape: tuple[NonNegativeInt, ...]
-    chunks: tuple[Chunk, ...]
-
-
-class Share(ManifestPart):
-    """What one rank adds to a checkpoint.
+class SaveId(ManifestPart):
+    """Identity of a save of one attempt, common to all its shares.
 
     Attributes:
         world_size: ranks whose shares make up the whole.
-        size_bytes: of that file.
-        extra: JSON of the rank; the first rank's is the checkpoint's.
-        attachments: objects that the store gets with the share, by key.
         first_file: number in the name of the first rank's file. A save by a few ranks has
             numbers beyond the world's: all ranks may have begun to save the same step.
     """
-
-    run_id: RunId
-    placement: NonNegativeInt
-    attempt: NonNegativeInt
-    step: NonNegativeInt
-    rank: NonNegativeInt
-    world_size: int = Field(ge=1)
-    size_bytes: NonNegativeInt
-    tensors: dict[str, PartOfTensor]
-    extra: dict[str, JsonValue] = Field(default_factory=dict)
-    attachments: dict[str, str] = Field(default_factory=dict)
-    first_file: NonNegativeInt = 0
-
-    @property
-    def shard(self) -> str:
-        """Name of the rank's file."""
-        return self.save_id.shard(self.rank)
-
-    @property
-    def save_id(self) -> SaveId:
-        """Which save this is a share of."""
-        return SaveId(
-            step=self.step,
-            placement=self.placement,
-            attempt=self.attempt,
-            world_size=self.world_size,
-            first_file=self.first_file,
-        )
-
-
-class SaveId(ManifestPart):
-    """One save of one attempt: what all its shares have in common."""
 
     step: NonNegativeInt
     placement: NonNegativeInt
@@ -96,6 +61,51 @@ class SaveId(ManifestPart):
         return self.placement, self.attempt
 
 
+class Share(ManifestPart):
+    """The part of a checkpoint that one rank adds.
+
+    Its JSON has the fields of `save_id` beside the other ones.
+
+    Attributes:
+        size_bytes: size of the rank's file.
+        tensors: records by name, with the chunks that this rank saves.
+        extra: JSON of the rank; the first rank's is the checkpoint's.
+        attachments: objects that the store gets with the share, by key.
+    """
+
+    run_id: RunId
+    save_id: SaveId
+    rank: NonNegativeInt
+    size_bytes: NonNegativeInt
+    tensors: dict[str, TensorRecord]
+    extra: dict[str, JsonValue] = Field(default_factory=dict)
+    attachments: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_save_id(cls, document: Any) -> Any:
+        if not isinstance(document, dict) or "save_id" in document:
+            return document
+        save_id = {name: document[name] for name in SaveId.model_fields if name in document}
+        others = {name: value for name, value in document.items() if name not in save_id}
+        return {**others, "save_id": save_id}
+
+    @model_serializer(mode="wrap")
+    def _flatten_save_id(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = handler(self)
+        return {**document.pop("save_id"), **document}
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps of the saved state."""
+        return self.save_id.step
+
+    @property
+    def shard(self) -> str:
+        """Name of the rank's file."""
+        return self.save_id.shard(self.rank)
+
+
 class WrittenShare(ManifestPart):
     """A share whose file has been written and hashed."""
 
@@ -109,22 +119,23 @@ def merge(
     """The manifest of a save from the shares of all its ranks, in any order.
 
     Args:
-        written: one share per rank.
+        written: a share of every rank.
         owner: (placement, attempt) that publishes; after a restore not the one that saved.
         written_at_s: wall time, for records.
 
     Raises:
         Corrupt: a share is missing or of another save, or the chunks do not cover a tensor.
     """
-    ordered = sorted(written, key=lambda one: one.share.rank)
-    first = ordered[0].share
-    if [one.share.rank for one in ordered] != list(range(first.world_size)) or any(
-        (one.share.run_id, one.share.save_id) != (first.run_id, first.save_id) for one in ordered
-    ):
-        raise Corrupt(f"step {first.step}: not one share of each of {first.world_size} ranks")
-    tensors: dict[str, PartOfTensor] = {}
-    for one in ordered:
-        for name, part in one.share.tensors.items():
+    shares = sorted((each.share for each in written), key=lambda share: share.rank)
+    first, save_id = shares[0], shares[0].save_id
+    is_complete = [share.rank for share in shares] == list(range(save_id.world_size))
+    if not is_complete or {(share.run_id, share.save_id) for share in shares} != {
+        (first.run_id, save_id)
+    }:
+        raise Corrupt(f"step {first.step}: not one share of each of {save_id.world_size} ranks")
+    tensors: dict[str, TensorRecord] = {}
+    for share in shares:
+        for name, part in share.tensors.items():
             tensors[name] = _joined(name, tensors.get(name), part)
     try:
         return Manifest(
@@ -132,10 +143,10 @@ def merge(
             placement=owner[0],
             attempt=owner[1],
             step=first.step,
-            world_size=first.world_size,
+            world_size=save_id.world_size,
             written_at_s=written_at_s,
-            tensors={name: TensorRecord(**dict(part)) for name, part in tensors.items()},
-            shards={one.share.shard: one.record for one in ordered},
+            tensors=tensors,
+            shards={each.share.shard: each.record for each in written},
             extra=first.extra,
         )
     except ValidationError as exc:
@@ -161,9 +172,9 @@ def read_share(checkpoints: CheckpointStore, written: WrittenShare, out: memoryv
     """Read a share's file.
 
     Args:
-        checkpoints: where it is.
-        written: the share.
-        out: memory of its size.
+        checkpoints: checkpoints that hold the file.
+        written: record of the share.
+        out: memory as large as the file.
 
     Raises:
         Corrupt: the file is not as it was written.
@@ -184,8 +195,8 @@ def recorded_ranks(checkpoints: CheckpointStore, save: SaveId) -> set[int]:
     """Ranks whose shard of a save has been written."""
     first = _record_key(checkpoints, save, 0)
     prefix = first.removesuffix(f"{save.first_file:05d}{RECORD_SUFFIX}")
-    found = (info.key.removeprefix(prefix) for info in checkpoints.store.list(prefix))
-    numbers = (text.removesuffix(RECORD_SUFFIX) for text in found if text.endswith(RECORD_SUFFIX))
+    names = (info.key.removeprefix(prefix) for info in checkpoints.store.list(prefix))
+    numbers = (text.removesuffix(RECORD_SUFFIX) for text in names if text.endswith(RECORD_SUFFIX))
     ranks = {int(text) - save.first_file for text in numbers if text.isdecimal()}
     return ranks & set(range(save.world_size))
 
@@ -234,9 +245,9 @@ def _record_key(checkpoints: CheckpointStore, save: SaveId, rank: int) -> str:
     return checkpoints.key(save.step, save.shard(rank).removesuffix(".safetensors") + RECORD_SUFFIX)
 
 
-def _joined(name: str, one: PartOfTensor | None, other: PartOfTensor) -> PartOfTensor:
-    if one is None:
-        return other
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _joined(name: str, joined: TensorRecord | None, part: TensorRecord) -> TensorRecord:
+    if joined is None:
+        return part
+    if (joined.dtype, joined.shape) != (part.dtype, part.shape):
         raise Corrupt(f"{name}: ranks saved it with different types or shapes")
-    return one.model_copy(update={"chunks": (*one.chunks, *other.chunks)})
+    return joined.model_copy(update={"chunks": (*joined.chunks, *part.chunks)})

@@ -1,4 +1,4 @@
-"""Which rank saves what, and a rank's share as the bytes of one safetensors file.
+"""Split of a state over the ranks, and a rank's share as the bytes of one safetensors file.
 
 torch's planner removes duplicates of replicas and knows about sharding; the ranks exchange plans
 only when something has changed since the last save. Sizes are bytes.
@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from perdure.storage import safetensors_file
-from perdure.storage.manifest import Chunk
-from perdure.storage.share import PartOfTensor
+from perdure.storage.manifest import Chunk, TensorRecord
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 
@@ -47,7 +46,7 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.
 
 @dataclass(frozen=True, slots=True)
 class StagedItem:
-    """One item of a rank's plan, and where it goes."""
+    """An item of a rank's plan, and its place in the file."""
 
     item: WriteItem
     chunk: Chunk
@@ -85,12 +84,12 @@ class Staging:
 
     @property
     def places(self) -> Places:
-        """Where everything goes, without the tensors."""
+        """Places of the items, without the tensors."""
         return Places([(staged.item, staged.chunk) for staged in self.items], self.layout)
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self.layout.size_bytes
 
     def copy_into(self, out: Tensor) -> None:
@@ -109,10 +108,10 @@ class Staging:
                 target.view(staged.tensor.shape).copy_(staged.tensor, non_blocking=True)
         # torch would share each copy out to all cores and wait for the slowest: on cores that
         # have other work too, hundreds of copies took forty times as long as this.
-        rest = iter(sorted(on_host, key=lambda staged: -staged.tensor.nbytes))
+        remaining = iter(sorted(on_host, key=lambda staged: -staged.tensor.nbytes))
 
         def copy() -> None:
-            for staged in rest:
+            for staged in remaining:
                 np.copyto(self._place_of(staged, out).numpy(), raw(staged.tensor))
 
         with ThreadPoolExecutor(COPY_THREADS) as pool:
@@ -123,19 +122,19 @@ class Staging:
         entry = self.layout.entries[staged.chunk.key]
         return out[entry.begin : entry.end]
 
-    def parts(self) -> dict[str, PartOfTensor]:
-        """What of which tensor is in the file."""
-        found: dict[str, PartOfTensor] = {}
+    def parts(self) -> dict[str, TensorRecord]:
+        """Records of the tensors in the file, with the chunks that lie in it."""
+        records: dict[str, TensorRecord] = {}
         for staged in self.items:
             assert staged.item.tensor_data is not None  # noqa: S101 refused before
             name = staged.item.index.fqn
-            before = found[name].chunks if name in found else ()
-            found[name] = PartOfTensor(
+            chunks = records[name].chunks if name in records else ()
+            records[name] = TensorRecord(
                 dtype=DTYPE_CODES[staged.tensor.dtype],
                 shape=tuple(staged.item.tensor_data.size),
-                chunks=(*before, staged.chunk),
+                chunks=(*chunks, staged.chunk),
             )
-        return found
+        return records
 
 
 @dataclass(slots=True)
@@ -143,8 +142,8 @@ class SavePlans:
     """Plans the saves of one state, again and again. Collective where a group is initialised.
 
     Attributes:
-        device: where the ranks' votes are exchanged.
-        group: of the ranks that save together; None: all.
+        device: device that carries the ranks' votes.
+        group: process group of the ranks that save together; None: all.
         is_alone: this rank saves everything by itself.
     """
 
@@ -156,7 +155,7 @@ class SavePlans:
     _places: dict[str, Places] = field(default_factory=dict)
 
     def stage(self, state: Mapping[str, Tensor], shard: str) -> Staging:
-        """This rank's share of `state`.
+        """Stage this rank's share of `state`.
 
         Raises:
             ValueError: something in `state` cannot be saved.
@@ -184,11 +183,11 @@ class SavePlans:
         return staging
 
     def gather_json(self, document: Any) -> list[Any]:
-        """What every rank gives, by its rank in the group."""
+        """Gather a document of every rank, by its rank in the group."""
         return [document] if self._alone else gather_json(document, self.device, self.group)
 
     def gather_to_first(self, value: Any) -> list[Any] | None:
-        """What every rank gives, on the first rank; None on the others."""
+        """Gather a value of every rank on the first rank; None on the others."""
         if self._alone:
             return [value]
         gathered = [None] * dist.get_world_size(self.group) if self._is_first else None
@@ -211,15 +210,15 @@ class SavePlans:
         return int(votes.item())
 
     def _agreed(self, planner: DefaultSavePlanner, local: SavePlan) -> Sequence[WriteItem]:
-        """What this rank saves once replicas are spread over the ranks."""
+        """Agree on the items that this rank saves once replicas are spread over the ranks."""
         gathered = self.gather_to_first(local)
         spread: list[Any] | None = None
         if gathered is not None:
             spread, _ = planner.create_global_plan(gathered)
-        own: list[Any] = [spread[0] if spread is not None else None]
+        local_plan: list[Any] = [spread[0] if spread is not None else None]
         if not self._alone:
-            dist.scatter_object_list(own, spread, group=self.group, group_src=0)
-        return planner.finish_plan(own[0]).items
+            dist.scatter_object_list(local_plan, spread, group=self.group, group_src=0)
+        return planner.finish_plan(local_plan[0]).items
 
 
 def _problem_of(plan: SavePlan) -> str | None:
@@ -254,8 +253,8 @@ def gather_json(
     """JSON of every rank, by its rank in the group. Collective.
 
     Args:
-        document: of this rank.
-        device: where the bytes are exchanged.
+        document: JSON document of this rank.
+        device: device that carries the bytes.
         group: None: all ranks.
     """
     if not dist.is_initialized():
@@ -264,14 +263,14 @@ def gather_json(
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(one.item()) for one in sizes)
+    longest = max(int(rank_size.item()) for rank_size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data.to(device)
     gathered = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
     return [
-        json.loads(raw(one[: int(length.item())].cpu()).tobytes())
-        for one, length in zip(gathered, sizes, strict=True)
+        json.loads(raw(rank_data[: int(length.item())].cpu()).tobytes())
+        for rank_data, length in zip(gathered, sizes, strict=True)
     ]
 
 

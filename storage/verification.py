@@ -23,8 +23,8 @@ class Verified(FrozenModel):
     """The outcome of one verification.
 
     Attributes:
-        written_at_s: of the manifest that was read; None when it could not be.
-        size_bytes: of the shards that the manifest names.
+        written_at_s: time in the manifest; None when it could not be read.
+        size_bytes: sum of the shards that the manifest names.
     """
 
     step: int
@@ -49,9 +49,9 @@ def verify(
     """Read and hash every shard of a committed step. Nothing is written.
 
     Args:
-        checkpoints: of the run.
-        step: committed.
-        manifest: of the step; None when it cannot be read, which is a damage.
+        checkpoints: checkpoints of the run, in the store.
+        step: a committed step.
+        manifest: manifest of the step; None when it cannot be read, which is a damage.
         on_bytes: called with the size of every piece that was read.
 
     Raises:
@@ -79,7 +79,7 @@ def record(checkpoints: CheckpointStore, outcome: Verified) -> None:
 def last_outcome(
     checkpoints: CheckpointStore, step: StepObjects, manifest: Manifest | None
 ) -> Verified | None:
-    """What the newest verification of this very save found; None when it was never verified."""
+    """Outcome of the newest verification of this very save; None when it was never verified."""
     if VERIFIED_NAME not in step.objects:
         return None
     try:

@@ -32,7 +32,7 @@ GOES_ON = "The run goes on in another flow run. "
 
 
 class ArtifactKind(StrEnum):
-    """What an artifact is drawn as; the values are Prefect's."""
+    """Form in which the UI draws an artifact; the values are Prefect's."""
 
     MARKDOWN = "markdown"
     PROGRESS = "progress"
@@ -41,11 +41,11 @@ class ArtifactKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """What one artifact shows.
+    """Content of an artifact.
 
     Attributes:
         name: within the run.
-        kind: what it is drawn as.
+        kind: form in which the UI draws it.
         content: markdown, percent, or rows.
         description: one line; cards show it.
     """
@@ -57,18 +57,18 @@ class Artifact:
 
     @property
     def document(self) -> dict[str, Any]:
-        """As the server takes it."""
+        """Fields that the server takes."""
         data = json.dumps(self.content) if isinstance(self.content, list) else self.content
         return {"data": data, "description": self.description}
 
 
 class Artifacts:
-    """What the server has of one run, as far as this process has put or found it there.
+    """Artifacts of one run on the server, as far as this process has put or found them there.
 
     Args:
-        run_id: of the run.
-        flow_run_id: that new ones belong to; None outside a flow run.
-        flow_runs: those that have supervised the run. Another run of its name, on another
+        run_id: start of the artifacts' keys.
+        flow_run_id: flow run that new artifacts belong to; None outside a flow run.
+        flow_runs: flow runs that have supervised the run. Another run of its name, on another
             machine, has artifacts under the same keys, and they are not touched.
     """
 
@@ -107,9 +107,9 @@ class Artifacts:
         return f"{self._run_id}-{artifact.name}"
 
     def _find(self, client: SyncPrefectClient, artifact: Artifact) -> None:
-        """Know what is there already under the key, by a supervisor before."""
-        own = self._flow_run_id
-        flow_runs = [*self._flow_runs(), *([own] if own is not None else [])]
+        """Look up the artifact that an earlier supervisor has put under the key."""
+        flow_run_id = self._flow_run_id
+        flow_runs = [*self._flow_runs(), *([flow_run_id] if flow_run_id is not None else [])]
         if not flow_runs:
             return
         wanted = ArtifactFilter(
@@ -117,16 +117,16 @@ class Artifacts:
             flow_run_id=ArtifactFilterFlowRunId(any_=flow_runs),
         )
         newest = ArtifactSort.CREATED_DESC
-        for found in client.read_artifacts(artifact_filter=wanted, sort=newest, limit=1):
-            if found.flow_run_id == own:
-                self._ids[artifact.name] = found.id
-                self._digests[artifact.name] = _digest_of(found)
-            elif not (found.description or "").startswith(GOES_ON):
-                note = {"description": GOES_ON + (found.description or "")}
-                _patch(client, found.id, note)
+        for earlier in client.read_artifacts(artifact_filter=wanted, sort=newest, limit=1):
+            if earlier.flow_run_id == flow_run_id:
+                self._ids[artifact.name] = earlier.id
+                self._digests[artifact.name] = _digest_of(earlier)
+            elif not (earlier.description or "").startswith(GOES_ON):
+                note = {"description": GOES_ON + (earlier.description or "")}
+                _patch(client, earlier.id, note)
 
     def _create(self, client: SyncPrefectClient, artifact: Artifact) -> None:
-        made = client.create_artifact(
+        created = client.create_artifact(
             ArtifactCreate(
                 key=self._key(artifact),
                 type=artifact.kind.value,
@@ -134,7 +134,7 @@ class Artifacts:
                 **artifact.document,
             )
         )
-        self._ids[artifact.name] = made.id
+        self._ids[artifact.name] = created.id
 
     def _change(self, client: SyncPrefectClient, artifact: Artifact) -> None:
         try:
@@ -149,8 +149,8 @@ def _patch(client: SyncPrefectClient, artifact_id: UUID, document: dict[str, Any
     client.request("PATCH", "/artifacts/{id}", json=document, path_params={"id": artifact_id})
 
 
-def _digest_of(found: Found) -> bytes:
-    return _digest({"data": found.data, "description": found.description})
+def _digest_of(artifact: Found) -> bytes:
+    return _digest({"data": artifact.data, "description": artifact.description})
 
 
 def _digest(document: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The table of the checkpoints that exist: what was deleted has left it. Sizes are bytes."""
+"""Table of the checkpoints that exist; deleted checkpoints leave it. Sizes are bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def checkpoint_rows(
     """The checkpoints that exist, newest first, for the UI.
 
     Args:
-        checkpoints: of the run.
+        checkpoints: checkpoints of the run, in the store.
         home: Perdure's folder on this machine, whose nodes' tiers can be seen.
-        history: of the run.
+        history: ledger of the run, as read.
 
     Raises:
         StorageError: the store does not answer.
@@ -35,28 +35,28 @@ def checkpoint_rows(
     if history.is_command:
         return [
             {
-                "step": str(one.step),
-                "saved (UTC)": clock_text(one.written_at_s),
-                "size": decimal(one.size_bytes),
-                "path": one.path,
-                "by attempt": one.attempt,
+                "step": str(save.step),
+                "saved (UTC)": clock_text(save.written_at_s),
+                "size": decimal(save.size_bytes),
+                "path": save.path,
+                "by attempt": save.attempt,
             }
-            for one in reversed(program_saves(history))
-            if one.is_kept is not False
+            for save in reversed(program_saves(history))
+            if save.is_kept is not False
         ]
     on_nodes = node_tiers(home, checkpoints.run_id)
-    by = {seen.step: f"{seen.placement}.{seen.attempt}" for seen in history.checkpoints}
+    by = {record.step: f"{record.placement}.{record.attempt}" for record in history.checkpoints}
     return [
         {
-            "step": str(one.step),
-            "saved (UTC)": clock_text(one.objects[MANIFEST_NAME].modified_s),
-            "size": decimal(one.size_bytes),
-            "tiers": ", ".join(one.tiers(on_nodes)),
-            "verified": _verified_text(checkpoints, one),
-            "by attempt": by.get(one.step, ""),
+            "step": str(step.step),
+            "saved (UTC)": clock_text(step.objects[MANIFEST_NAME].modified_s),
+            "size": decimal(step.size_bytes),
+            "tiers": ", ".join(step.tiers(on_nodes)),
+            "verified": _verified_text(checkpoints, step),
+            "by attempt": by.get(step.step, ""),
         }
-        for one in reversed(checkpoints.list_steps())
-        if MANIFEST_NAME in one.objects
+        for step in reversed(checkpoints.list_steps())
+        if MANIFEST_NAME in step.objects
     ]
 
 

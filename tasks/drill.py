@@ -45,7 +45,7 @@ def undisturbed(runner: DrillRunner) -> int:
 
 @task(name="play", task_run_name="{drill.name}", cache_policy=NO_CACHE)
 def play(runner: DrillRunner, drill: Drill) -> DrillOutcome:
-    """One drill; failed when something is not as expected."""
+    """Run one drill; the task fails when an outcome is not as expected."""
     outcome = runner.run(drill)
     if outcome.as_expected:
         return completed(outcome, outcome.line)

@@ -1,4 +1,4 @@
-"""What Prefect's task engine writes into the log of a run about states that tasks return.
+"""Filter of the lines that Prefect's task engine logs about states which tasks return.
 
 For a task that returns a failed state it writes three to five lines (3.8.8): "Task run failed
 with state ... NoneType: None", "Retry 1/100 will start", "Running hook ...", "Finished in state".
@@ -33,8 +33,8 @@ class AttemptLines(logging.Filter):
         return not (failed or not_wanted or text.startswith(_STARTS))
 
 
-def quieten() -> None:
-    """Leave them out in this process; once is enough."""
+def silence_engine_log() -> None:
+    """Filter the task engine's log in this process; once is enough."""
     logger = logging.getLogger(TASK_LOGGER)
-    if not any(isinstance(one, AttemptLines) for one in logger.filters):
+    if not any(isinstance(log_filter, AttemptLines) for log_filter in logger.filters):
         logger.addFilter(AttemptLines())

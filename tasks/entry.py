@@ -1,4 +1,4 @@
-"""What a flow run of `pretrain` is for when it starts: which run, and whether it is to train it.
+"""Entry of a flow run of `pretrain`: the run that it is for, and whether it trains it.
 
 A flow run that does not train says so by the name of its state. `AlreadySupervised` and `Skipped`
 (started by a schedule) are of the type Cancelled: no failure, so nobody is called; no completion,
@@ -56,7 +56,7 @@ def name_of_flow_run() -> str:
     """The name of the run, as the name of the flow run that begins."""
     context = FlowRunContext.get()
     assert context is not None  # noqa: S101 Prefect asks inside a flow run
-    assert context.flow_run is not None  # noqa: S101 likewise
+    assert context.flow_run is not None  # noqa: S101 Prefect names a flow run in its context
     flow_run = context.flow_run
     try:
         if taken_job(flow_run) is not None:
@@ -66,15 +66,15 @@ def name_of_flow_run() -> str:
         return flow_run.name  # the flow says what is wrong
     if not is_template(template.run_id):
         return template.run_id
-    known = _known_like(template)
-    return name_of(template.run_id, due=_due(flow_run), known=known, now_named=flow_run.name)
+    run_ids = _known_like(template)
+    return name_of(template.run_id, due=_due(flow_run), known=run_ids, now_named=flow_run.name)
 
 
 def job_of(flow_run: FlowRun) -> Job | None:
     """The job that a flow run has begun to train; None when it was given none.
 
     Raises:
-        InputError: it is none.
+        InputError: the parameters hold no valid job.
     """
     if (flow_run.parameters or {}).get("job") is None:
         return None
@@ -105,13 +105,13 @@ def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
     """The job to train now, or the state that says why there is none.
 
     Args:
-        parameters: of the flow, as they came, whatever they are.
+        parameters: unchecked parameters of the flow.
     """
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
     try:
-        taken = taken_job(flow_run) if flow_run is not None else None
-        run_id, job = _wanted(parameters, flow_run, taken)
+        earlier_job = taken_job(flow_run) if flow_run is not None else None
+        run_id, job = _wanted(parameters, flow_run, earlier_job)
     except InputError as error:
         return Failed(message=str(error))
     if flow_run is not None and flow_run.auto_scheduled:
@@ -122,9 +122,9 @@ def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
 
 
 def _wanted(
-    parameters: Mapping[str, Any], flow_run: FlowRun | None, taken: Job | None
+    parameters: Mapping[str, Any], flow_run: FlowRun | None, earlier_job: Job | None
 ) -> tuple[str, Job]:
-    """The run_id as it was given, and the job; the one taken before when it is another run.
+    """Read the run_id and the job; the earlier job when the parameters now name another run.
 
     Raises:
         InputError: there is none.
@@ -132,22 +132,22 @@ def _wanted(
     try:
         template = template_of(parameters)
         job = _named(template, flow_run)
-        if taken is None or is_same_run(job, taken):
+        if earlier_job is None or is_same_run(job, earlier_job):
             return template.run_id, job
         why = f"now holds the job of run {job.run_id} in {job.storage.address}"
     except InputError as error:
-        if taken is None:
+        if earlier_job is None:
             raise
         why = f"cannot be used now: {error}"
     get_run_logger().warning(
-        "the Variable of the job %s; this flow run goes on with run %s", why, taken.run_id
+        "the Variable of the job %s; this flow run goes on with run %s", why, earlier_job.run_id
     )
-    return taken.run_id, taken
+    return earlier_job.run_id, earlier_job
 
 
-def is_same_run(job: Job, taken: Job) -> bool:
+def is_same_run(job: Job, earlier_job: Job) -> bool:
     """Whether a job, maybe with other settings, has the ledger of one that was taken before."""
-    return (job.run_id, job.storage.address) == (taken.run_id, taken.storage.address)
+    return (job.run_id, job.storage.address) == (earlier_job.run_id, earlier_job.storage.address)
 
 
 def _named(template: JobTemplate, flow_run: FlowRun | None) -> Job:
@@ -164,14 +164,14 @@ def left_to_other(job: Job) -> State[Any]:
 
 
 class _Left(Abort):
-    """This process ends, its flow run being in a last state already."""
+    """Ends this process when the flow run is in a last state already."""
 
     def __init__(self, state: State[Any]) -> None:
         super().__init__(state.message)
         self.state = state  # Prefect logs it as the last one
 
 
-def leave_in(state: State[Any]) -> State[Any]:
+def finish_with(state: State[Any]) -> State[Any]:
     """End a flow run that trains nothing, in this state.
 
     A state that is returned and is no completion is logged with a traceback by the process of a
@@ -192,7 +192,7 @@ def leave_in(state: State[Any]) -> State[Any]:
 
 
 def standing(run: Run, history: RunHistory) -> str:
-    """Where a run stands and who supervises it, in one line."""
+    """Describe the progress and the supervisor of a run on one line."""
     view, job = history.open_attempt, run.job
     target = f" of {job.target_step}" if job.target_step is not None else ""
     attempt = f"attempt {view.key[0]}.{view.key[1]}, " if view is not None else ""
@@ -203,7 +203,7 @@ def standing(run: Run, history: RunHistory) -> str:
 
 
 def supervised_by(history: RunHistory) -> str:
-    """Who has last supervised a run, with a link to its flow run."""
+    """Name the last supervisor of a run, with a link to its flow run."""
     newest = history.supervisor
     if newest is None:
         return "supervised by nobody"
@@ -229,8 +229,8 @@ def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
         )
     if run.ledger.is_supervised():
         return standing(run, history)
-    others = [name for name in _known_like(job) if is_of(run_id, name)]
-    training = (_training(name) for name in others if name != job.run_id)
+    siblings = [name for name in _known_like(job) if is_of(run_id, name)]
+    training = (_training(name) for name in siblings if name != job.run_id)
     return next(filter(None, training), None) or _earlier_tick(tick)
 
 
@@ -252,7 +252,7 @@ def _earlier_tick(tick: FlowRun) -> str | None:
     if made_by is None or deployment is None or due is None:
         return None
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(
+        ticks = client.read_flow_runs(
             deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])),
             flow_run_filter=FlowRunFilter(
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BEGINNING)),
@@ -261,22 +261,22 @@ def _earlier_tick(tick: FlowRun) -> str | None:
             sort=FlowRunSort.EXPECTED_START_TIME_ASC,
             limit=200,
         )
-    for other in found:
-        of_same = other.id != tick.id and other.created_by == made_by and other.state is not None
-        if of_same and other.state and now - other.state.timestamp < BEGINS_WITHIN:
-            return f"flow run {other.name}, which was due before, begins at the same time"
+    for rival in ticks:
+        of_same = rival.id != tick.id and rival.created_by == made_by and rival.state is not None
+        if of_same and rival.state and now - rival.state.timestamp < BEGINS_WITHIN:
+            return f"flow run {rival.name}, which was due before, begins at the same time"
     return None
 
 
 def _training(run_id: str) -> str | None:
-    """Where a run of this machine stands; None when it is not training."""
+    """Describe the progress of a run of this machine; None when it is not training."""
     try:
         run = run_of(known_job(home_folder(), run_id))
         history = run.refresh()
     except InputError:
         return None  # of another version: not this schedule's
     except StorageError as error:
-        # Of an old run; no later tick would train for it.
+        # This is an old run; no later tick would train for it.
         get_run_logger().warning("taken not to train: %s cannot be read: %s", run_id, error)
         return None
     alive = history.open_attempt is not None or run.ledger.is_supervised()
@@ -291,12 +291,16 @@ def _name_of_conflict() -> str:
 
 
 def _due(flow_run: FlowRun) -> datetime:
-    """When it was to start, in the time zone of the schedule that made it; without one, UTC."""
+    """Time at which a flow run was due, in the time zone of its schedule, else in UTC."""
     due = flow_run.expected_start_time or datetime.now(UTC)
     made_by, deployment = flow_run.created_by, flow_run.deployment_id
     if made_by is None or deployment is None or not flow_run.auto_scheduled:
         return due.astimezone(UTC)
     with get_client(sync_client=True) as client:
         schedules = client.read_deployment_schedules(deployment)
-    zones = [getattr(one.schedule, "timezone", None) for one in schedules if one.id == made_by.id]
+    zones = [
+        getattr(schedule.schedule, "timezone", None)
+        for schedule in schedules
+        if schedule.id == made_by.id
+    ]
     return due.astimezone(ZoneInfo(zones[0]) if zones and zones[0] else UTC)

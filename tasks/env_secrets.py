@@ -29,12 +29,12 @@ class BlockSecrets:
     read before: a restart must not fail for it.
 
     Args:
-        job: with the references.
+        job: job whose `env_from` refers to blocks.
     """
 
     def __init__(self, job: Job) -> None:
         self._sources = _of_blocks(job)
-        self._known: dict[str, SecretStr] = {}
+        self._values: dict[str, SecretStr] = {}
 
     def __call__(self) -> Mapping[str, SecretStr]:
         """The values, by name of the variable.
@@ -47,12 +47,12 @@ class BlockSecrets:
         try:
             with client_without_retries() as client:
                 for name, source in self._sources.items():
-                    self._known[name] = _value(client, name, source)
+                    self._values[name] = _value(client, name, source)
         except (httpx.HTTPError, InputError, OSError) as error:
-            missing = [name for name in self._sources if name not in self._known]
+            missing = [name for name in self._sources if name not in self._values]
             if missing:
                 raise EngineError(f"env_from.{missing[0]}: {error}") from error
-        return dict(self._known)
+        return dict(self._values)
 
 
 def check_blocks(job: Job) -> None:
@@ -70,7 +70,7 @@ def check_blocks(job: Job) -> None:
 
 
 def _of_blocks(job: Job) -> dict[str, SecretSource]:
-    return {name: one for name, one in job.env_from.items() if one.block is not None}
+    return {name: source for name, source in job.env_from.items() if source.block is not None}
 
 
 def _value(client: SyncPrefectClient, name: str, source: SecretSource) -> SecretStr:
@@ -82,16 +82,16 @@ def _value(client: SyncPrefectClient, name: str, source: SecretSource) -> Secret
             block, kind or SECRET_TYPE, include_secrets=True
         )
     except ObjectNotFound:
-        what = f"no {f'block of type {kind}' if kind else 'Secret block'} named {block!r}"
-        raise InputError(field, f"{what}; `prefect block ls` lists them") from None
-    found: Any = document.data
+        problem = f"no {f'block of type {kind}' if kind else 'Secret block'} named {block!r}"
+        raise InputError(field, f"{problem}; `prefect block ls` lists them") from None
+    content: Any = document.data
     path = source.field.split(".") if source.field else []
     for part in [*(["value"] if not kind else []), *path]:
-        found = found.get(part) if isinstance(found, Mapping) else None
-    if not isinstance(found, str | int | float) or isinstance(found, bool):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    if not isinstance(content, str | int | float) or isinstance(content, bool):
         where = f"field {source.field}" if source.field else "a field"
         raise InputError(field, f"block {source.block!r} has no text in {where}; set `field`")
     try:
-        return SecretStr(checked_value(name, str(found)))
+        return SecretStr(checked_value(name, str(content)))
     except ValueError as error:
         raise InputError("", str(error)) from None

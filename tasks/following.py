@@ -50,7 +50,7 @@ def may_follow() -> bool:
     Not that of a terminal, where Ctrl-C must not end a run that it has taken meanwhile; not a
     tick, since the next ones train; not one that was started to supervise, and is not needed.
     """
-    flow_run = _own()
+    flow_run = _current_flow_run()
     return (
         flow_run is not None
         and flow_run.deployment_id is not None
@@ -61,7 +61,7 @@ def may_follow() -> bool:
 
 def goes_on_following() -> bool:
     """Whether this flow run, which begins to run, followed before and has not ended since."""
-    flow_run = _own()
+    flow_run = _current_flow_run()
     if flow_run is None or flow_run.deployment_id is None:
         return False
     with get_client(sync_client=True) as client:
@@ -82,7 +82,7 @@ def followed(states: Sequence[State[object]]) -> bool:
     """Whether a flow run followed when it last ran, and nothing but a crash has ended it.
 
     Args:
-        states: that it went through, oldest first.
+        states: states of the flow run, oldest first.
     """
     ends = [number for number, state in enumerate(states) if state.is_final()]
     if ends and not states[ends[-1]].is_crashed():
@@ -94,7 +94,7 @@ def _last_ran(states: Sequence[State[object]]) -> str | None:
     return next((state.name for state in reversed(states) if state.is_running()), None)
 
 
-def _own() -> FlowRun | None:
+def _current_flow_run() -> FlowRun | None:
     context = FlowRunContext.get()
     return context.flow_run if context is not None else None
 
@@ -108,7 +108,7 @@ def follow(job: Job) -> State[object] | None:
     Raises:
         Abort: this process is to end, and the state of its flow run is another's.
     """
-    flow_run = _own()
+    flow_run = _current_flow_run()
     assert flow_run is not None  # noqa: S101 whoever follows is in a flow run
     follower = Follower(run_of(job), flow_run.id, get_run_logger())
     while True:
@@ -119,13 +119,13 @@ def follow(job: Job) -> State[object] | None:
 
 
 class Follower:
-    """One flow run beside the supervisor of a run.
+    """A flow run that follows the supervisor of a run.
 
     Args:
-        run: that is followed; it is only read.
-        flow_run_id: of the flow run that follows.
-        logger: of the flow run.
-        clock: monotonic.
+        run: run that is followed; it is only read.
+        flow_run_id: id of the flow run that follows.
+        logger: logger of the flow run.
+        clock: monotonic time in seconds.
 
     Attributes:
         has_taken_over: whether the flow run shows that it supervises from now on.
@@ -172,10 +172,10 @@ class Follower:
 
     def _keep_state(self, client: SyncPrefectClient, history: RunHistory) -> State[object] | None:
         """Follow a request to cancel; else show what this flow run does."""
-        own = client.read_flow_run(self._flow_run_id).state
-        if own is not None and (own.is_cancelling() or own.is_cancelled()):
+        state = client.read_flow_run(self._flow_run_id).state
+        if state is not None and (state.is_cancelling() or state.is_cancelled()):
             return Cancelled(message="it only followed: the run goes on without it")
-        if own is not None and (own.is_paused() or own.is_scheduled() or own.is_pending()):
+        if state is not None and (state.is_paused() or state.is_scheduled() or state.is_pending()):
             raise Abort(HANDED_OVER)
         if self._clock() - self._supervised_s > ALONE_S:
             # Shown before the run is taken: from then on, to cancel this one is to cancel the run.
@@ -184,7 +184,7 @@ class Follower:
             return None
         wanted: State[object] = Running(name=ALREADY_SUPERVISED, message=text_of(history))
         # Other final states are a report of its end, and it lives.
-        shown = (own.type, own.name, own.message) if own is not None else None
+        shown = (state.type, state.name, state.message) if state is not None else None
         if shown != (wanted.type, wanted.name, wanted.message):
             self._show(client, wanted)
         return None
@@ -195,7 +195,7 @@ class Follower:
 
 
 def text_of(history: RunHistory) -> str:
-    """What a flow run shows while it follows; the same until another one supervises."""
+    """Message that a flow run shows while it follows; it changes with the supervisor only."""
     name = (history.job or {}).get("run_id", "")
     return f"follows run {name} to its end, which is {supervised_by(history)}; supervises nothing"
 

@@ -119,7 +119,7 @@ def _close_left_open(run: Run, flow_run_id: UUID, logger: Log) -> None:
         with get_client(sync_client=True) as client:
             now = datetime.now(UTC)
             history = run.refresh()
-            close_left_open(client, history, own=flow_run_id, before=now, adopted_by=None)
+            close_left_open(client, history, flow_run_id=flow_run_id, began=now, adopted_by=None)
     except (httpx.HTTPError, PrefectException) as error:
         logger.warning("task runs of the supervisor that is gone stay open: %s", error)
 
@@ -159,7 +159,7 @@ def _set_flow_runs(history: RunHistory, state: State[Any]) -> int:
     if not flow_runs:
         return 0
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(
+        unfinished = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
                 id=FlowRunFilterId(any_=flow_runs),
                 state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(UNFINISHED))),
@@ -167,6 +167,6 @@ def _set_flow_runs(history: RunHistory, state: State[Any]) -> int:
             sort=FlowRunSort.START_TIME_DESC,
             limit=20,
         )
-        for flow_run in found:
+        for flow_run in unfinished:
             client.set_flow_run_state(flow_run.id, state, force=True)
-    return len(found)
+    return len(unfinished)

@@ -82,8 +82,8 @@ def template_of(parameters: Mapping[str, Any]) -> JobTemplate:
     Raises:
         InputError: none is given, or it cannot be so: field, value and what is allowed.
     """
-    given = parameters.get("job")
-    document = given.model_dump() if isinstance(given, Job) else _named(given)
+    job = parameters.get("job")
+    document = job.model_dump() if isinstance(job, Job) else _named(job)
     if not isinstance(document, Mapping):
         raise InputError("job", JOB_IS_MISSING)
     if parameters.get("steps") is not None:
@@ -94,7 +94,7 @@ def template_of(parameters: Mapping[str, Any]) -> JobTemplate:
     return parse_template(document)
 
 
-def _validated(given: object, validate: ValidatorFunctionWrapHandler) -> Any:
+def _validated(job: object, validate: ValidatorFunctionWrapHandler) -> Any:
     """The job that Prefect validates for a flow.
 
     Raises:
@@ -102,7 +102,7 @@ def _validated(given: object, validate: ValidatorFunctionWrapHandler) -> Any:
             parameters with what is in them (3.8.8).
     """
     try:
-        return validate(_named(given))
+        return validate(_named(job))
     except InputError as error:
         raise PerdureError(str(error)) from None
     except ValidationError as error:
@@ -110,35 +110,35 @@ def _validated(given: object, validate: ValidatorFunctionWrapHandler) -> Any:
         raise PerdureError(f"job.{wrong}" if wrong.field else f"job: {wrong}") from None
 
 
-def _named(given: object) -> object:
+def _named(job: object) -> object:
     """The content of a Variable in place of its name; anything else is itself.
 
     Raises:
         InputError: there is no such Variable, or it holds no document.
     """
-    if not isinstance(given, str):
-        return given
-    if re.fullmatch(NAME, given) is None:  # and not shown: it may be the job itself
+    if not isinstance(job, str):
+        return job
+    if re.fullmatch(NAME, job) is None:  # and not shown: it may be the job itself
         raise InputError("job", "is a text that is no name of a Prefect Variable")
-    content: Any = Variable.get(given, default=None)
+    content: Any = Variable.get(job, default=None)
     if content is None:
-        raise InputError("job", f"{given!r}: there is no such Prefect Variable")
+        raise InputError("job", f"{job!r}: there is no such Prefect Variable")
     if not isinstance(content, Mapping):
         raise InputError(
-            "job", f"{given!r}: this Prefect Variable holds no job; {HOW_TO_SET.format(name=given)}"
+            "job", f"{job!r}: this Prefect Variable holds no job; {HOW_TO_SET.format(name=job)}"
         )
     return content
 
 
 def _number_fields(schema: JsonSchemaValue, handler: GetJsonSchemaHandler) -> None:
     """Give every field, at every depth, its position in its class, and its name in a job file."""
-    seen: set[str] = set()
+    numbered: set[str] = set()
     open_refs = list(_refs(schema))
     while open_refs:
         ref = open_refs.pop()
-        if ref in seen:
+        if ref in numbered:
             continue
-        seen.add(ref)
+        numbered.add(ref)
         definition = handler.resolve_ref_schema({"$ref": ref})
         for position, (name, field) in enumerate(definition.get("properties", {}).items()):
             field |= {"position": position, "title": name}

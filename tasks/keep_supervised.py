@@ -77,13 +77,13 @@ class RunCase:
     """A run, or a flow run that came to none, and what is to be done about it.
 
     Attributes:
-        name: of the run; of the flow run when it has no job.
+        name: name of the run, or of the flow run when it has no job.
         run: None when the flow run has no job.
         flow_run: id of the one that last supervised it; None when the server has none.
-        state: name of its state.
-        message: of its state.
-        remedy: what is to be done.
-        starts: that failed in a row.
+        state: name of the flow run's state.
+        message: text of that state.
+        remedy: action to take.
+        starts: number of starts that failed in a row.
     """
 
     name: str
@@ -97,7 +97,7 @@ class RunCase:
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """What could not be looked at, and why."""
+    """A run that could not be read, and the reason."""
 
     name: str
     why: str
@@ -112,16 +112,16 @@ def look() -> Iterator[RunCase | Unseen]:
         Exception: the Prefect server did not answer.
     """
     with get_client(sync_client=True) as client:
-        seen = set()
+        handled = set()
         learn(client, home_folder())
         for run_id in unended_runs(home_folder()):
             case = _contained(run_id, partial(_of_known, client, run_id))
             if isinstance(case, RunCase):
-                seen.add(case.flow_run)
+                handled.add(case.flow_run)
             if case is not None:
                 yield case
         for flow_run in _stranded(client):
-            if flow_run.id in seen:
+            if flow_run.id in handled:
                 continue
             case = _contained(flow_run.name, partial(_of_stranded, client, flow_run))
             if case is not None:
@@ -148,7 +148,7 @@ def apply(case: RunCase) -> str:
 def forget_quiet(now: datetime) -> None:
     """Delete the flow runs of this flow that found nothing to do: one a minute says nothing."""
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(
+        quiet_runs = client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=["keep-supervised"])),
             flow_run_filter=FlowRunFilter(
                 # Cancelled are those that came due together, while no worker was there.
@@ -158,7 +158,7 @@ def forget_quiet(now: datetime) -> None:
             sort=FlowRunSort.START_TIME_ASC,
             limit=MOST,
         )
-        for flow_run in found:
+        for flow_run in quiet_runs:
             with suppress(ObjectNotFound):  # another tick was faster
                 client.delete_flow_run(flow_run.id)
 
@@ -200,8 +200,10 @@ def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> RunCase | None
         history = run.refresh() if run is not None else RunHistory()
     except (PerdureError, StorageError):
         run, history = None, RunHistory()  # its next start says what is wrong
-    taker, own = history.supervisor, str(flow_run.id)
-    has_passed = taker is not None and taker.flow_run != own and own in history.flow_runs
+    taker, flow_run_id = history.supervisor, str(flow_run.id)
+    has_passed = (
+        taker is not None and taker.flow_run != flow_run_id and flow_run_id in history.flow_runs
+    )
     if has_passed or history.ended is not None:
         return None  # another one has supervised the run since then, or it is over
     return _case(client, run, history, flow_run)
@@ -238,7 +240,7 @@ def _facts(client: SyncPrefectClient, flow_run: FlowRun, history: RunHistory) ->
     is_taker = taker is not None and taker.flow_run == str(flow_run.id)
     is_next = is_started_for(flow_run, flow_run.name, history)
     state = flow_run.state or states[-1]
-    walked = [(one.type.value, one.timestamp.timestamp()) for one in states]
+    walked = [(state.type.value, state.timestamp.timestamp()) for state in states]
     return FlowRunFacts(
         state=state.type.value,
         since_s=state.timestamp.timestamp(),
@@ -263,13 +265,15 @@ def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) ->
             return client.read_flow_run(UUID(taker.flow_run))
         except ObjectNotFound:
             return None
-    found = client.read_flow_runs(
+    flow_runs = client.read_flow_runs(
         flow_filter=PRETRAIN,
         flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run_id])),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=MOST,
     )
-    return next((one for one in found if one.state_name not in NOT_OF_USER), None)
+    return next(
+        (flow_run for flow_run in flow_runs if flow_run.state_name not in NOT_OF_USER), None
+    )
 
 
 def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
@@ -278,7 +282,7 @@ def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
     A worker that dies when it has just taken a flow run leaves it Pending for ever, with no process
     (3.8.8); one that waits for its container has one, on the server's record.
     """
-    found = client.read_flow_runs(
+    flow_runs = client.read_flow_runs(
         flow_filter=PRETRAIN,
         flow_run_filter=FlowRunFilter(
             state=FlowRunFilterState(
@@ -291,11 +295,11 @@ def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
     )
     since = datetime.fromtimestamp(time.time() - CRASH_IS_NEWS_S, UTC)
     return [
-        one
-        for one in found
-        if one.state is not None
-        and one.state.timestamp > since
-        and (one.infrastructure_pid is None or not one.state.is_pending())
+        flow_run
+        for flow_run in flow_runs
+        if flow_run.state is not None
+        and flow_run.state.timestamp > since
+        and (flow_run.infrastructure_pid is None or not flow_run.state.is_pending())
     ]
 
 
@@ -304,8 +308,8 @@ def _apply(case: RunCase) -> str:
         match case.remedy, case.flow_run, case.run:
             case Remedy.RESCHEDULE, UUID() as flow_run, _:
                 message = "nobody supervised the run: started again"
-                again: State[Any] = Scheduled(name="AwaitingRetry", message=message)
-                client.set_flow_run_state(flow_run, again, force=True)
+                rescheduled: State[Any] = Scheduled(name="AwaitingRetry", message=message)
+                client.set_flow_run_state(flow_run, rescheduled, force=True)
                 return f"{case.name}: its flow run was {case.state}, {message}"
             case Remedy.GIVE_UP, UUID() as flow_run, _:
                 reason = _why_given_up(case)

@@ -1,4 +1,4 @@
-"""What a supervisor left open when it died; nobody else would ever end it (3.8.8).
+"""Task runs and flow runs that a dead supervisor left open; Prefect never ends them (3.8.8).
 
 What became of each task run is in the ledger. An attempt that goes on has not failed: its task run
 ends as `SupervisorLost` or, once another supervisor watches the attempt, as `Adopted`. A flow run
@@ -51,7 +51,7 @@ _PLACEMENT = re.compile(r"placement (\d+) on ")
 
 @dataclass(frozen=True, slots=True)
 class TaskEnd:
-    """How a task run ended, as far as the ledger knows."""
+    """End of a task run, as far as the ledger knows."""
 
     type: StateType
     name: str
@@ -59,17 +59,17 @@ class TaskEnd:
 
 
 def end_of_task(name: str, history: RunHistory, *, adopted_by: str | None) -> TaskEnd:
-    """What became of a task whose supervisor died.
+    """Decide on the state of a task run whose supervisor died.
 
     Args:
-        name: of the task run.
-        history: of the run.
-        adopted_by: who supervises the run now; None: nobody.
+        name: name of the task run.
+        history: ledger of the run, as read.
+        adopted_by: the new supervisor, as text; None when there is none.
     """
     view = _attempt_of(name, history)
     if view is None:
-        again = f"; {adopted_by} goes on from the ledger" if adopted_by is not None else ""
-        return TaskEnd(StateType.CRASHED, LOST, f"its supervisor is gone{again}")
+        successor = f"; {adopted_by} goes on from the ledger" if adopted_by is not None else ""
+        return TaskEnd(StateType.CRASHED, LOST, f"its supervisor is gone{successor}")
     if view.ended is None or _goes_on(name, view, history):
         return _living(view, adopted_by)
     if _is_cancelled_before_restart(name, view, history):
@@ -82,7 +82,7 @@ def _attempt_of(name: str, history: RunHistory) -> AttemptView | None:
     attempt, placement = _ATTEMPT.match(name), _PLACEMENT.match(name)
     if attempt is not None:
         key = (int(attempt[1]), int(attempt[2]))
-        return next((one for one in history.attempts if one.key == key), None)
+        return next((view for view in history.attempts if view.key == key), None)
     if placement is not None:
         return next(reversed(history.attempts_in(int(placement[1]))), None)
     return None
@@ -106,11 +106,11 @@ def _restarts(name: str, view: AttemptView) -> bool:
 
 
 def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
-    what = "attempt {}.{}".format(*view.key)
+    attempt = "attempt {}.{}".format(*view.key)
     if adopted_by is None:
-        text = f"its supervisor is gone; {what} goes on and {WAITS}"
+        text = f"its supervisor is gone; {attempt} goes on and {WAITS}"
         return TaskEnd(StateType.CRASHED, LOST, text)
-    text = f"its supervisor is gone; {what} went on and was adopted by {adopted_by}"
+    text = f"its supervisor is gone; {attempt} went on and was adopted by {adopted_by}"
     return TaskEnd(StateType.CRASHED, ADOPTED, text)
 
 
@@ -126,29 +126,29 @@ def _ended(view: AttemptView) -> TaskEnd:
     if fault is None:
         return TaskEnd(StateType.COMPLETED, STOPPED, "stopped on request")
     at = f" at step {step}" if step is not None else ""
-    what = f"{fault.fault_class} on {fault.where}{at}"
+    summary = f"{fault.fault_class} on {fault.where}{at}"
     if view.decision is None:
-        return TaskEnd(StateType.FAILED, "Failed", f"{what}: its supervisor is gone")
+        return TaskEnd(StateType.FAILED, "Failed", f"{summary}: its supervisor is gone")
     rung = view.decision.rung
-    return TaskEnd(StateType.FAILED, RUNGS[rung].state_name, f"{what}: {rung}")
+    return TaskEnd(StateType.FAILED, RUNGS[rung].state_name, f"{summary}: {rung}")
 
 
 def close_left_open(
     client: SyncPrefectClient,
     history: RunHistory,
     *,
-    own: UUID | None,
-    before: datetime,
+    flow_run_id: UUID | None,
+    began: datetime,
     adopted_by: str | None,
 ) -> int:
     """End the task runs that supervisors before have left open, in any flow run of the run.
 
     Args:
-        client: of the server.
-        history: of the run; it names its flow runs.
-        own: the flow run that asks, which may have left some open before it took the run.
-        before: when this supervisor began; later task runs are its own.
-        adopted_by: who supervises the run now; None: nobody.
+        client: client of the Prefect server.
+        history: ledger of the run, which names the flow runs.
+        flow_run_id: the calling flow run, which may have left task runs open in an earlier process.
+        began: start of this supervisor; later task runs are its own.
+        adopted_by: the new supervisor, as text; None when there is none.
 
     Returns:
         How many were ended.
@@ -156,14 +156,14 @@ def close_left_open(
     Raises:
         Exception: the server does not answer.
     """
-    flow_runs = flow_runs_of(history, own)
-    found = list(_left_open(client, flow_runs, before)) if flow_runs else []
-    for task_run in found:
+    flow_runs = flow_runs_of(history, flow_run_id)
+    task_runs = list(_left_open(client, flow_runs, began)) if flow_runs else []
+    for task_run in task_runs:
         end = end_of_task(task_run.name, history, adopted_by=adopted_by)
         state: State[None] = State(type=end.type, name=end.name, message=end.message)
         client.set_task_run_state(task_run.id, state, force=True)
         client.create_logs([_line(task_run, end)])  # its page shows no message of a state
-    return len(found)
+    return len(task_runs)
 
 
 def _line(task_run: TaskRun, end: TaskEnd) -> LogCreate:
@@ -177,13 +177,13 @@ def _line(task_run: TaskRun, end: TaskEnd) -> LogCreate:
     )
 
 
-def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID) -> int:
+def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, successor: UUID) -> int:
     """End the flow runs that supervised a run before this one, as far as they are still open.
 
     Args:
-        client: of the server.
-        history: of the run.
-        own: the flow run that supervises it now.
+        client: client of the Prefect server.
+        history: ledger of the run, which names the flow runs.
+        successor: the flow run that supervises the run now.
 
     Returns:
         How many were ended.
@@ -193,7 +193,7 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
     """
     num_ended = 0
     for flow_run_id in flow_runs_of(history):
-        if flow_run_id == own:
+        if flow_run_id == successor:
             continue
         try:
             state = client.read_flow_run(flow_run_id).state
@@ -202,7 +202,7 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
         if state is None or state.is_final() or state.name == ALREADY_SUPERVISED:
             continue  # over, or it lives and follows the run by now
         # Neither Crashed, which would have an automation start it again, nor a failure: it goes on.
-        text = f"its process is gone; flow run {own} supervises the run since then"
+        text = f"its process is gone; flow run {successor} supervises the run since then"
         ended: State[None] = State(type=StateType.CANCELLED, name=ADOPTED, message=text)
         client.set_flow_run_state(flow_run_id, ended, force=True)
         num_ended += 1
@@ -210,14 +210,14 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, own: UUID
 
 
 def _left_open(
-    client: SyncPrefectClient, flow_runs: list[UUID], before: datetime
+    client: SyncPrefectClient, flow_runs: list[UUID], supervisor_began: datetime
 ) -> Iterator[TaskRun]:
-    """Those that are not final, or whose end says nothing of what they watched."""
+    """List the task runs that are not final, or whose state says nothing of what they watched."""
     types = TaskRunFilterStateType(any_=[*_OPEN, StateType.CRASHED])
     names = TaskRunFilterStateName(any_=[ROLLED_BACK])
     for wanted in (TaskRunFilterState(type=types), TaskRunFilterState(name=names)):
-        found = _task_runs(client, flow_runs, wanted)
-        yield from (one for one in found if _is_left(one, before))
+        task_runs = _task_runs(client, flow_runs, wanted)
+        yield from (task_run for task_run in task_runs if _is_left(task_run, supervisor_began))
 
 
 def _task_runs(
@@ -238,10 +238,10 @@ def _task_runs(
         offset += _PAGE
 
 
-def _is_left(task_run: TaskRun, before: datetime) -> bool:
+def _is_left(task_run: TaskRun, supervisor_began: datetime) -> bool:
     # Times of the process that made it, not of the server.
     began = task_run.start_time or task_run.expected_start_time
-    if began is None or began >= before:
+    if began is None or began >= supervisor_began:
         return False
     state = task_run.state
     if state is None or not state.is_final():

@@ -28,9 +28,9 @@ _KEEP = "keep-"
 
 def start(client: SyncPrefectClient, run: Run) -> str:
     """Give a run a flow run of a deployment; the same one when two ask at once."""
-    found = client.read_deployments(flow_filter=PRETRAIN)
-    last, asking = _last_deployment(client, run.history), _own_deployment(client)
-    chosen = choose(found, last=last, asking=asking)
+    deployments = client.read_deployments(flow_filter=PRETRAIN)
+    last, caller = _last_deployment(client, run.history), _own_deployment(client)
+    chosen = choose(deployments, last=last, caller=caller)
     if chosen is None:
         return (
             f"not adopted: no deployment of pretrain that is ready and has the tag {AUTO_RESUME} "
@@ -47,7 +47,7 @@ def start(client: SyncPrefectClient, run: Run) -> str:
 
 def started_for(client: SyncPrefectClient, run_id: str, history: RunHistory) -> FlowRun | None:
     """The flow run that was started in place of the last supervisor, and has not taken over yet."""
-    found = client.read_flow_runs(
+    flow_runs = client.read_flow_runs(
         flow_filter=PRETRAIN,
         flow_run_filter=FlowRunFilter(
             idempotency_key=FlowRunFilterIdempotencyKey(any_=[_key(run_id, history)])
@@ -55,7 +55,7 @@ def started_for(client: SyncPrefectClient, run_id: str, history: RunHistory) -> 
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=1,
     )
-    return found[0] if found else None
+    return flow_runs[0] if flow_runs else None
 
 
 def is_of_keeper(flow_run: FlowRun) -> bool:
@@ -69,27 +69,38 @@ def is_started_for(flow_run: FlowRun, run_id: str, history: RunHistory) -> bool:
 
 
 def choose(
-    found: Sequence[DeploymentResponse], *, last: UUID | None, asking: DeploymentResponse | None
+    deployments: Sequence[DeploymentResponse],
+    *,
+    last: UUID | None,
+    caller: DeploymentResponse | None,
 ) -> DeploymentResponse | None:
-    """The deployment to start a run with: what starts it can reach the nodes of the run.
+    """Choose a deployment whose worker or serving process can reach the nodes of a run.
 
     Args:
-        found: those of pretrain.
-        last: that of the last flow run of the run that had one.
-        asking: that of the flow which asks, whose worker or serving process knows the run.
+        deployments: deployments of the pretrain flow.
+        last: deployment of the run's newest flow run that had one.
+        caller: deployment of the calling flow, whose worker or serving process knows the run.
     """
     ready = [
-        one for one in found if AUTO_RESUME in one.tags and one.status is DeploymentStatus.READY
+        deployment
+        for deployment in deployments
+        if AUTO_RESUME in deployment.tags and deployment.status is DeploymentStatus.READY
     ]
-    own = (one for one in ready if asking is not None and _are_served_together(one, asking))
-    return next((one for one in ready if one.id == last), None) or next(own, None)
+    neighbours = (
+        deployment
+        for deployment in ready
+        if caller is not None and _are_served_together(deployment, caller)
+    )
+    return next((deployment for deployment in ready if deployment.id == last), None) or next(
+        neighbours, None
+    )
 
 
-def _are_served_together(one: DeploymentResponse, other: DeploymentResponse) -> bool:
-    """By workers of one pool; or by one process without a pool, which has one name for all."""
-    if one.work_pool_name is not None or other.work_pool_name is not None:
-        return one.work_pool_name == other.work_pool_name
-    return one.name == other.name
+def _are_served_together(first: DeploymentResponse, second: DeploymentResponse) -> bool:
+    """Whether workers of one pool serve both, or one process, whose deployments share a name."""
+    if first.work_pool_name is not None or second.work_pool_name is not None:
+        return first.work_pool_name == second.work_pool_name
+    return first.name == second.name
 
 
 def _last_deployment(client: SyncPrefectClient, history: RunHistory) -> UUID | None:
@@ -104,8 +115,8 @@ def _last_deployment(client: SyncPrefectClient, history: RunHistory) -> UUID | N
 
 
 def _own_deployment(client: SyncPrefectClient) -> DeploymentResponse | None:
-    own: str | None = own_deployment.id
-    return client.read_deployment(UUID(own)) if own is not None else None
+    deployment_id: str | None = own_deployment.id
+    return client.read_deployment(UUID(deployment_id)) if deployment_id is not None else None
 
 
 def _key(run_id: str, history: RunHistory) -> str:

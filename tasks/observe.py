@@ -1,4 +1,4 @@
-"""What a run is doing right now, for the terminal and the artifacts.
+"""Observations of a run at one moment, for the terminal and the artifacts.
 
 Observers are called from the flow's thread and must return at once.
 """
@@ -15,10 +15,10 @@ from perdure.training.journal.history import RunHistory
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One look at a run.
+    """State of a run at one moment.
 
     Attributes:
-        activity: what is being done, for the user: "training", "recovering: ...".
+        activity: current activity for the user: "training", "recovering: ...".
         steps: step records that are new since the last look.
     """
 

@@ -1,6 +1,6 @@
 """Pausing with Prefect: a flow run's state and the request to pause its run follow each other.
 
-Of the two the one that changed since the last look is right. Facts about Prefect 3.8.8: a state
+The side that changed since the last poll wins. Facts about Prefect 3.8.8: a state
 `Suspended` (the pause button of a deployed run) has the engine end this process at the end of
 the attempt, and Resume has a worker start another one; a state `Paused` does neither, Resume just
 makes it Running. The dialog of the button sets a limit of 300 s, after which the server fails the
@@ -24,8 +24,8 @@ class ServedFlowRun:
     """The flow run that supervises, as the server has it. Any call may fail.
 
     Args:
-        client: of the server.
-        flow_run_id: of the flow run.
+        client: client of the Prefect server.
+        flow_run_id: id on that server.
     """
 
     def __init__(self, client: SyncPrefectClient, flow_run_id: UUID) -> None:
@@ -38,12 +38,12 @@ class ServedFlowRun:
 
     def lift_limit(self, state: State[Any]) -> None:
         """Set the same state once more, without a limit."""
-        again: State[Any] = Paused(
+        unlimited: State[Any] = Paused(
             name=state.name,
             message=state.message,
             reschedule=state.state_details.pause_reschedule,
         )
-        self._client.set_flow_run_state(self._flow_run_id, again, force=True)
+        self._client.set_flow_run_state(self._flow_run_id, unlimited, force=True)
 
     def show_running(self, message: str) -> None:
         """Put it into the state that it has while this process supervises."""
@@ -77,8 +77,8 @@ class PauseLink:
         """Compare both sides, and have the other one follow.
 
         Args:
-            state: of the flow run, now.
-            flow_run: to be changed.
+            state: current state of the flow run.
+            flow_run: flow run whose state may be set.
             paused_at: step at which all ranks are paused, None while they are not.
 
         Raises:
@@ -103,14 +103,14 @@ class PauseLink:
         if state.state_details.pause_timeout is not None:
             flow_run.lift_limit(state)
 
-    def _see_no_longer_paused(self, state: State[Any], before: State[Any]) -> None:
+    def _see_no_longer_paused(self, state: State[Any], pause: State[Any]) -> None:
         if not (state.is_running() or state.is_scheduled() or state.is_pending()):
             return  # cancelled, or failed by the server: the ranks do not go on because of that
         if not self._is_resuming:  # or a next pause may be requested already
             clear_requests(self._store, self._run_id)
         self._paused, self._is_resuming = None, False
         # Another process may be Running under our name already when we look.
-        rescheduled = before.state_details.pause_reschedule
+        rescheduled = pause.state_details.pause_reschedule
         self.is_handed_over = rescheduled or not state.is_running()
 
     def _is_wanted(self) -> bool:
@@ -121,7 +121,7 @@ def was_resumed(states: list[State[Any]]) -> bool:
     """Whether a flow run that has just begun to run did so because a user resumed it.
 
     Args:
-        states: that it went through, oldest first.
+        states: states of the flow run, oldest first.
     """
-    before = [state for state in states if not (state.is_running() or state.is_pending())]
-    return bool(before) and before[-1].name == "Resuming"
+    earlier_states = [state for state in states if not (state.is_running() or state.is_pending())]
+    return bool(earlier_states) and earlier_states[-1].name == "Resuming"

@@ -9,7 +9,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import SettingsContext, get_settings_context
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
 
-_made: tuple[Settings, Settings] | None = None
+_cached: tuple[Settings, Settings] | None = None
 
 
 @contextmanager
@@ -31,12 +31,12 @@ def client_without_retries() -> Iterator[SyncPrefectClient]:
 
 
 def _without_retries(settings: Settings) -> Settings:
-    """The same settings without retries, made once: reading all sources takes a tenth of a second.
+    """Copy settings, without retries, once: reading all sources takes a tenth of a second.
 
     Two threads that make them at once make the same.
     """
-    global _made  # noqa: PLW0603 a cache of one
-    if _made is None or _made[0] is not settings:
+    global _cached  # noqa: PLW0603 a cache of one
+    if _cached is None or _cached[0] is not settings:
         changed = settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
-        _made = (settings, changed)
-    return _made[1]
+        _cached = (settings, changed)
+    return _cached[1]

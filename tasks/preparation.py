@@ -38,11 +38,11 @@ class PreparedCorpora(WritableFileSystem):
     """Results of `prepare_data` as Prefect asks for them, by cache key; never saved as a block."""
 
     _store: ObjectStore = PrivateAttr()
-    _found: dict[str, bytes] = PrivateAttr(default_factory=dict)
+    _records: dict[str, bytes] = PrivateAttr(default_factory=dict)
 
     @classmethod
     def of(cls, store: ObjectStore) -> PreparedCorpora:
-        """Those in a store."""
+        """Open the prepared corpora of a store."""
         block = cls()
         block._store = store
         return block
@@ -54,7 +54,7 @@ class PreparedCorpora(WritableFileSystem):
         Raises:
             FileNotFoundError: there is none, or it does not hold any more.
         """
-        if path not in self._found:
+        if path not in self._records:
             result = find_prepared(self._store, path, log=get_run_logger().warning)
             if result is None:
                 raise FileNotFoundError(path)
@@ -62,8 +62,8 @@ class PreparedCorpora(WritableFileSystem):
                 "metadata": {"storage_key": path, "serializer": PLAIN.model_dump()},
                 "result": PLAIN.dumps(result.outcome.model_dump()).decode(),
             }
-            self._found[path] = json.dumps(record).encode()
-        return self._found[path]
+            self._records[path] = json.dumps(record).encode()
+        return self._records[path]
 
     @override
     def write_path(self, path: str, content: bytes, **_options: Any) -> None:  # type: ignore[override]

@@ -71,20 +71,26 @@ def place(supervision: Supervision) -> Placement:
 
 @task(name="check", cache_policy=NO_CACHE)
 def check(supervision: Supervision, placement: Placement) -> bool:
-    """The nodes of a placement, before the first step. Whether it can be used."""
+    """Check the nodes of a placement before the first step. Returns whether it can be used."""
     supervision.story.show("checking nodes")
     verdict = supervision.run.check(placement)
     logger = get_run_logger()
-    for one in verdict.checks:
-        if one.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED):
-            logger.warning("%s: %s on %s: %s", one.outcome, one.name, one.node, one.seen)
-    for what in verdict.common:
-        logger.warning("no single node is to blame, the attempt will show: %s", what)
+    for node_check in verdict.checks:
+        if node_check.outcome in (CheckOutcome.WARNING, CheckOutcome.FAILED):
+            logger.warning(
+                "%s: %s on %s: %s",
+                node_check.outcome,
+                node_check.name,
+                node_check.node,
+                node_check.seen,
+            )
+    for problem in verdict.common:
+        logger.warning("no single node is to blame, the attempt will show: %s", problem)
     supervision.story.update()
     if not verdict.is_passed:
         reasons = "; ".join(f"{node}: {why}" for node, why in verdict.refused.items())
         return completed(False, f"isolated before the first step: {reasons}", name="NodesRefused")
-    nodes = len({one.node for one in verdict.checks if one.node is not None})
+    nodes = len({node_check.node for node_check in verdict.checks if node_check.node is not None})
     done = f"{counted(len(verdict.checks), 'check')} on {counted(nodes, 'node')}"
     return completed(True, done)
 
@@ -160,7 +166,7 @@ def train(
 def attempt(
     supervision: Supervision, placement: Placement, data_manifest_key: str | None
 ) -> AttemptResult:
-    """One start of the training processes, or the living one adopted, watched to its end."""
+    """Start the training processes, or adopt the living attempt, and watch it to its end."""
     adopted = supervision.run.refresh().open_attempt is not None
     supervision.story.show("watching an adopted attempt" if adopted else "starting processes")
     verdict = supervision.run.attempt(
@@ -186,7 +192,7 @@ def _state_of(verdict: AttemptResult) -> AttemptResult:
 
 def _state_text(verdict: AttemptResult) -> str:
     assert verdict.fault is not None  # noqa: S101 a decision answers a fault
-    assert verdict.decision is not None  # noqa: S101 likewise
+    assert verdict.decision is not None  # noqa: S101 a failed attempt has a decision
     step = f" at step {verdict.step}" if verdict.step is not None else ""
     healed = ""
     if verdict.healed is not None:
@@ -200,5 +206,5 @@ def _state_text(verdict: AttemptResult) -> str:
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE)
 def report(supervision: Supervision, outcome: str) -> None:
-    """What is left to read, in the UI and the store: tables, the loss and the timeline."""
+    """Publish tables, the loss and the timeline, in the UI and the store."""
     supervision.story.end(outcome)

@@ -2,8 +2,8 @@
 
 With the server down one call blocks for over a minute (3.8.8: five client retries with
 back-off), so nothing here may run in the flow's thread, and nothing here may fail a run: what
-the server did not take waits and is sent again, unless it refuses it for good. Of updates to one
-artifact only the newest waits, of events the newest `MAX_EVENTS`. Times are seconds.
+the server did not take waits and is sent again, unless it refuses it for good. Only the newest
+update of an artifact waits, and the newest `MAX_EVENTS` events. Times are seconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAST_RETRY_S = 0.5  # once the run has ended: what is not sent soon is never sen
 MAX_EVENTS = 1000  # that wait: an outage of days must not fill the memory of the flow's process
 EVENT = "event-"  # how the names of events begin
 PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
-# Of a payload: labels of the event's resource, `perdure.fault_class` and so on.
+# Fields of a payload that become labels of the resource, `perdure.fault_class` and so on.
 LABELS = ("fault_class", "rung", "point", "node", "recoverable_by", "need")
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
@@ -45,10 +45,10 @@ class Reporter:
     """Sends what is reported of a run to the Prefect server.
 
     Args:
-        run_id: of the run.
-        flow_run_id: that artifacts belong to and events are related to.
+        run_id: run that is reported.
+        flow_run_id: flow run that artifacts and events belong to.
         logger: learns once that the server is away.
-        flow_runs: those that have supervised the run, for the artifacts that they have left.
+        flow_runs: flow runs that have supervised the run, for the artifacts that they have left.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Reporter:
         """An event `perdure.<kind>` about this run, for automations.
 
         Args:
-            kind: of the event.
+            kind: last part of the event's name.
             payload: all known facts.
-            at_s: when it happened, which may be long before it is reported; None: now.
+            at_s: time of the event, which may be long before its report; None: now.
         """
         resource = {
             "prefect.resource.id": f"perdure.run.{self._run_id}",
@@ -218,7 +218,7 @@ def is_final(error: Exception) -> bool:
 
 
 def why_not_sent(error: Exception) -> str:
-    """What failed, as a line of the log that the name of the report goes into."""
+    """Line of the log about a report that was not sent, with a place for the report's name."""
     if isinstance(error, StorageError):
         return "%s waits for the run's store"
     if isinstance(error, httpx.HTTPError | PrefectException | OSError):
@@ -227,7 +227,7 @@ def why_not_sent(error: Exception) -> str:
 
 
 def labels_of(payload: Mapping[str, Any]) -> dict[str, str]:
-    """What of an event's payload automations can ask for; triggers do not see the payload."""
+    """Labels of an event that automations can match; triggers do not see the payload."""
     return {
         f"perdure.{name}": str(payload[name]) for name in LABELS if payload.get(name) is not None
     }

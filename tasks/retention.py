@@ -30,36 +30,36 @@ TAG = "retention"
 
 @task(name="choose", task_run_name="choose", cache_policy=NO_CACHE)
 def choose(job: Job, older_than_s: float) -> list[Removal]:
-    """What the job's retention policy gives up, and what broken saves left."""
-    found = _chosen(job, older_than_s)
+    """List the checkpoints that the policy gives up, and the leftovers of broken saves."""
+    candidates = _chosen(job, older_than_s)
     logger = get_run_logger()
-    for removal in found:
+    for removal in candidates:
         place = "" if removal.step is None else f" of step {removal.step}"
         logger.info("%s%s: %s", removal.kind, place, removal.reason)
-    return completed(found, totals(found))
+    return completed(candidates, totals(candidates))
 
 
 @task(name="delete", task_run_name="delete", cache_policy=NO_CACHE)
 def delete(job: Job, chosen: Sequence[Removal], older_than_s: float) -> list[Removal]:
     """Delete what was chosen, as far as it has not changed since."""
-    gone, uploads = _delete(job, chosen, older_than_s)
-    return completed(gone, f"{totals(gone)}; unfinished uploads aborted: {uploads}")
+    deleted, uploads = _delete(job, chosen, older_than_s)
+    return completed(deleted, f"{totals(deleted)}; unfinished uploads aborted: {uploads}")
 
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE)
-def publish_table(job: Job, gone: Sequence[Removal], *, dry_run: bool) -> None:
+def publish_table(job: Job, listed: Sequence[Removal], *, dry_run: bool) -> None:
     """The table of what was deleted, as an artifact of the run."""
-    _publish(job, gone, dry_run=dry_run)
+    _publish(job, listed, dry_run=dry_run)
 
 
 @dataclass(frozen=True, slots=True)
 class ToDo:
-    """What the retention has to do for a run of this machine.
+    """Work of the retention for a run of this machine.
 
     Attributes:
-        run_id: of the run.
-        chosen: what is to go.
-        error: why that is not known; None: it is.
+        run_id: run that the checkpoints belong to.
+        chosen: objects to delete.
+        error: reason why the choice failed; None when it succeeded.
     """
 
     run_id: str
@@ -68,7 +68,7 @@ class ToDo:
 
 
 def look_at(run_id: str, older_than_s: float, *, dry_run: bool) -> ToDo | None:
-    """What is to be done for a run; None: nothing that anybody has to see."""
+    """Find the work for a run; None when there is nothing to show."""
     try:
         job = known_job(home_folder(), run_id)
         chosen = _chosen(job, older_than_s)
@@ -90,14 +90,14 @@ def retain_run(todo: ToDo, older_than_s: float, *, dry_run: bool) -> bool:
         return failed(False, todo.error, name="Failed")
     try:
         job = known_job(home_folder(), todo.run_id)
-        gone, uploads = list(todo.chosen), 0
+        deleted, uploads = list(todo.chosen), 0
         if not dry_run:
-            gone, uploads = _delete(job, todo.chosen, older_than_s)
+            deleted, uploads = _delete(job, todo.chosen, older_than_s)
     except (PerdureError, StorageError) as error:
         return failed(False, str(error), name="Failed")
-    if gone:
-        _publish(job, gone, dry_run=dry_run)
-    message = f"{_verb(dry_run=dry_run)}: {totals(gone)}; unfinished uploads aborted: {uploads}"
+    if deleted:
+        _publish(job, deleted, dry_run=dry_run)
+    message = f"{_verb(dry_run=dry_run)}: {totals(deleted)}; unfinished uploads aborted: {uploads}"
     return completed(True, message)
 
 
@@ -107,13 +107,13 @@ def _chosen(job: Job, older_than_s: float) -> list[Removal]:
 
 
 def _delete(job: Job, chosen: Sequence[Removal], older_than_s: float) -> tuple[list[Removal], int]:
-    """What is gone, and how many uploads that nobody finished were aborted."""
+    """Delete objects, and abort unfinished uploads; returns both, the uploads as a number."""
     checkpoints = _checkpoints_of(job)
-    gone = carry_out(checkpoints, chosen)
-    return gone, abort_uploads(checkpoints, older_than_s)
+    deleted = carry_out(checkpoints, chosen)
+    return deleted, abort_uploads(checkpoints, older_than_s)
 
 
-def _publish(job: Job, gone: Sequence[Removal], *, dry_run: bool) -> None:
+def _publish(job: Job, listed: Sequence[Removal], *, dry_run: bool) -> None:
     create_table_artifact(
         [
             {
@@ -123,10 +123,10 @@ def _publish(job: Job, gone: Sequence[Removal], *, dry_run: bool) -> None:
                 "size_bytes": removal.size_bytes,
                 "why": removal.reason,
             }
-            for removal in gone
+            for removal in listed
         ],
         key=f"{job.run_id}-retention",
-        description=f"{_verb(dry_run=dry_run)}: {totals(gone)}",
+        description=f"{_verb(dry_run=dry_run)}: {totals(listed)}",
     )
 
 

@@ -35,12 +35,12 @@ class RetryDelay:
         self._waiting = threading.Event()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._before: Any = None
+        self._previous_handler: Any = None
 
     def __enter__(self) -> Self:
         self._closed.clear()
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGUSR1, self._interrupt)
+            self._previous_handler = signal.signal(signal.SIGUSR1, self._interrupt)
             self._thread = threading.Thread(target=self._watch, name="perdure-delay", daemon=True)
             self._thread.start()
         return self
@@ -55,11 +55,11 @@ class RetryDelay:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()  # before the handler goes: without one the signal ends the process
-            signal.signal(signal.SIGUSR1, self._before)
+            signal.signal(signal.SIGUSR1, self._previous_handler)
             self._thread = None
 
     def begin(self) -> None:
-        """From here on a request to stop raises NotWanted in the main thread."""
+        """Have a request to stop raise NotWanted in the main thread from now on."""
         self._waiting.set()
 
     def over(self) -> None:

@@ -15,7 +15,7 @@ from prefect.states import Cancelled, Completed, Failed
 
 T = TypeVar("T")
 
-# Of a flow run whose run has ended so.
+# State of a flow run, by the outcome of its run.
 FINAL_STATES: Mapping[str, Callable[..., State[Any]]] = {
     "completed": Completed,
     "cancelled": Cancelled,
@@ -34,7 +34,7 @@ def failed(data: T, message: str, *, name: str) -> T:
 
 
 def data_of(state: State[T]) -> T:
-    """What a task put into its state.
+    """Result that a task put into its state.
 
     Raises:
         Exception: the task raised instead of returning a state.

@@ -1,7 +1,7 @@
 """The story of a run, as its supervisor reports it to terminal, UI, log and automations.
 
 What follows from the ledger is shown whenever that has grown, so it also follows after another
-supervisor's death. What changes with every step is shown now and then. Times are seconds.
+supervisor's death. Values that change with every step are shown now and then. Times are seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from uuid import UUID
 from perdure.storage.errors import StorageError
 from perdure.tasks.artifacts import Artifact, ArtifactKind
 from perdure.tasks.checkpoint_table import checkpoint_rows
-from perdure.tasks.engine_log import quieten
+from perdure.tasks.engine_log import silence_engine_log
 from perdure.tasks.flow_runs import flow_runs_of
 from perdure.tasks.observe import Observation, publish
 from perdure.tasks.reporting import Log, Reporter
@@ -64,7 +64,7 @@ from perdure.training.supervisor.watch import Progress
 UPDATE_PERIOD_S = 30.0
 CHECKPOINTS_PERIOD_S = 300.0
 ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
-# Of the run's age: pictures of weeks need not follow every half a minute.
+# Share of the run's age: pictures of weeks need not follow every half a minute.
 ACCOUNT_AGE_SHARE = 0.01
 ACCOUNT_MAX_PERIOD_S = 600.0
 RECENT = 5  # attempts whose reports may still change
@@ -73,13 +73,13 @@ BAD_NEWS = (
 )  # fmt: skip
 
 
-class RunStory:
-    """What is reported of a run while it is supervised.
+class RunReporter:
+    """Reports a run to the terminal, the UI and the store while it is supervised.
 
     Args:
-        run: that is supervised.
-        reporter: takes what the UI shows, and events.
-        logger: of the flow run.
+        run: the supervised run.
+        reporter: sends artifacts and events to the server.
+        logger: logger of the flow run.
         target_step: the step the run ends at; None when the program decides.
     """
 
@@ -107,7 +107,7 @@ class RunStory:
 
     def start(self) -> None:
         """Begin to send to the server: first what the ledger says now."""
-        quieten()
+        silence_engine_log()
         self.reporter.start()
         self.update()
 
@@ -157,13 +157,13 @@ class RunStory:
         """Report what broke the newest attempt, and what was decided about it.
 
         Args:
-            text: both on one line.
-            log: of the task; its page shows this line, and no message of a state (3.8.8).
+            text: fault and decision on one line.
+            log: logger of the task, whose page shows this line and no state's message (3.8.8).
         """
         view = self._run.history.attempts[-1]
         assert view.ended is not None  # noqa: S101 the caller saw it fail
-        assert view.ended.fault is not None  # noqa: S101 likewise
-        assert view.decision is not None  # noqa: S101 likewise
+        assert view.ended.fault is not None  # noqa: S101 the caller saw it fail
+        assert view.decision is not None  # noqa: S101 the caller saw it fail
         fault, stops = view.ended.fault, view.decision.rung is Rung.STOP
         level = logging.ERROR if stops else logging.WARNING
         log.log(level, "attempt %d.%d ended: %s", *view.key, text)
@@ -197,8 +197,8 @@ class RunStory:
         """Show how the run ended: tables, the loss and the timeline, in the UI and the store."""
         self._run.refresh()
         if self._last is None:  # this process has watched no attempt
-            kept = self._accountant.kept()
-            self._last = kept[max(kept)] if kept else None
+            records = self._accountant.kept()
+            self._last = records[max(records)] if records else None
         self._shown_s = 0.0
         self._are_checkpoints_new = True
         try:
@@ -228,9 +228,11 @@ class RunStory:
             self.reporter.artifact(
                 Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)
             )
-        made = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
-        self.reporter.artifact(Artifact("needs-you", ArtifactKind.MARKDOWN, made.body, made.title))
-        self._call_for_help(made.needs)
+        items = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
+        self.reporter.artifact(
+            Artifact("needs-you", ArtifactKind.MARKDOWN, items.body, items.title)
+        )
+        self._call_for_help(items.needs)
 
     def _call_for_help(self, needs: Sequence[Need]) -> None:
         """An event for each need that is new; a failed run is an event of Prefect's own."""
@@ -238,7 +240,9 @@ class RunStory:
         for key, need in now.items():
             if key not in self._called_for and need.kind is not NeedKind.FAILED:
                 facts = {"what": need.what, "why": need.why, "action": need.action}
-                self.reporter.event("needs_you", {"need": need.kind, "node": need.node, **facts})
+                self.reporter.event(
+                    "action_required", {"need": need.kind, "node": need.node, **facts}
+                )
         self._called_for = set(now)
 
     def _show_progress(self) -> None:
@@ -293,7 +297,7 @@ class RunStory:
         self.reporter.event("fault", fault_facts(view, fault), at_s=fault.at_s)
 
     def _show_account(self) -> None:
-        """Where the time went, in the UI and the store."""
+        """Publish the time account, in the UI and the store."""
         report = self._account(self._run.history)
         self._run.store.put(f"runs/{self._run.job.run_id}/timeline.png", report.png)
         self.reporter.artifacts("account", lambda: _account_artifacts(report))
@@ -322,8 +326,10 @@ class RunStory:
 
     def _publish(self, steps: tuple[StepRecord, ...]) -> None:
         run_id, history = self._run.job.run_id, self._run.history
-        seen = Observation(run_id, self._target_step, self.activity, history, self._last, steps)
-        publish(seen)
+        observation = Observation(
+            run_id, self._target_step, self.activity, history, self._last, steps
+        )
+        publish(observation)
 
 
 def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
@@ -333,7 +339,7 @@ def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
         return
     former = flow_runs_of(history)
     reporter = Reporter(run.job.run_id, flow_run_id, logger, flow_runs=lambda: former)
-    story = RunStory(run, reporter, logger, target_step=run.job.target_step)
+    story = RunReporter(run, reporter, logger, target_step=run.job.target_step)
     story.start()
     try:
         story.end(history.ended.outcome)

@@ -33,7 +33,7 @@ from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from perdure.tasks.prefect_client import client_without_retries
 from perdure.tasks.reporting import Log, Reporter
 from perdure.tasks.retry_delay import RetryDelay
-from perdure.tasks.story import RunStory
+from perdure.tasks.story import RunReporter
 from perdure.tasks.taken_jobs import artifact_of, is_kept
 from perdure.training.config.job import Job
 from perdure.training.errors import AlreadySupervised, InputError, RunConflict
@@ -192,7 +192,7 @@ class Supervision:
             flow_run=str(self.flow_run_id) if self.flow_run_id else None,
             outage=self.outage,
         )
-        self.story = RunStory(
+        self.story = RunReporter(
             self.run,
             Reporter(
                 job.run_id,
@@ -231,7 +231,7 @@ class Supervision:
     ) -> None:
         self.outage.give_up()  # first: the renewal of the lease may be waiting for the store
         self._end_threads()
-        # What ends a flow's process is no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
+        # A flow's process is ended by no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
         # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
@@ -265,22 +265,24 @@ class Supervision:
         """End the task runs, and the flow runs, of supervisors before this one."""
         took = history.supervisor
         by = f"supervisor {took.epoch} (process {took.pid} on {took.host})" if took else None
-        before = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+        process_began = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
         with get_client(sync_client=True) as client:
-            own = self.flow_run_id
-            close_left_open(client, history, own=own, before=before, adopted_by=by)
-            if own is not None:
-                close_flow_runs(client, history, own=own)
+            flow_run_id = self.flow_run_id
+            close_left_open(
+                client, history, flow_run_id=flow_run_id, began=process_began, adopted_by=by
+            )
+            if flow_run_id is not None:
+                close_flow_runs(client, history, successor=flow_run_id)
 
     def close_own(self) -> None:
         """Have the task runs of this process end as the ledger has it, not by the signal."""
-        before = datetime.now(UTC)  # later ones are not over
-        self.story.reporter.submit("left open", lambda: self._close_own(before))
+        now = datetime.now(UTC)  # later ones are not over
+        self.story.reporter.submit("left open", lambda: self._close_own(now))
 
-    def _close_own(self, before: datetime) -> None:
+    def _close_own(self, now: datetime) -> None:
         with get_client(sync_client=True) as client:
-            history, own = self.run.refresh(), self.flow_run_id
-            close_left_open(client, history, own=own, before=before, adopted_by=None)
+            history, flow_run_id = self.run.refresh(), self.flow_run_id
+            close_left_open(client, history, flow_run_id=flow_run_id, began=now, adopted_by=None)
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""
@@ -310,8 +312,12 @@ class Supervision:
         Raises:
             Abort: one does; this ends the process, and nothing else (3.8.8).
         """
-        own = str(self.flow_run_id) if self.flow_run_id else None
-        if own is not None and isinstance(conflict, AlreadySupervised) and conflict.flow_run == own:
+        flow_run_id = str(self.flow_run_id) if self.flow_run_id else None
+        if (
+            flow_run_id is not None
+            and isinstance(conflict, AlreadySupervised)
+            and conflict.flow_run == flow_run_id
+        ):
             self.logger.info(OWN_SUPERVISOR_LIVES)
             raise Abort(OWN_SUPERVISOR_LIVES) from conflict
 

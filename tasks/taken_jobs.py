@@ -29,11 +29,11 @@ _DOCUMENT = re.compile(r"^```json\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 
 
 def artifact_of(job: Job, epoch: int) -> Artifact:
-    """What keeps a job on the server.
+    """Artifact that keeps a job on the server.
 
     Args:
-        job: of the run, as its supervisor took it.
-        epoch: of the supervisor: each one that takes the run makes the artifact news.
+        job: job of the run, as its supervisor took it.
+        epoch: number of the supervisor: each new supervisor makes the artifact news.
     """
     document = json.dumps(job.model_dump(mode="json"), indent=1)
     return Artifact(
@@ -58,9 +58,9 @@ def learn(client: SyncPrefectClient, home: Path, *, run_id: str | None = None) -
     """Note in a home folder the jobs that the server keeps, as far as they are news there.
 
     Args:
-        client: of the server.
-        home: as `home_folder` gives it.
-        run_id: the only run that is asked for; None: the newest of all.
+        client: client of the Prefect server.
+        home: Perdure's folder on this machine.
+        run_id: the only run to fetch; None fetches the newest of all.
 
     Raises:
         Exception: the server did not answer.
@@ -68,31 +68,31 @@ def learn(client: SyncPrefectClient, home: Path, *, run_id: str | None = None) -
     key = ArtifactCollectionFilterKey(any_=[f"{run_id}-{NAME}"])
     if run_id is None:
         key = ArtifactCollectionFilterKey(like_=f"%-{NAME}")
-    found = client.read_latest_artifacts(
+    artifacts = client.read_latest_artifacts(
         artifact_filter=ArtifactCollectionFilter(key=key),
         sort=ArtifactCollectionSort.UPDATED_DESC,
         limit=MOST,
     )
-    for one in found:
-        _note(home, one)
+    for artifact in artifacts:
+        _note(home, artifact)
 
 
-def _note(home: Path, kept: ArtifactCollection) -> None:
-    job = _job_in(kept)
-    if job is None or not is_kept(job) or kept.key != f"{job.run_id}-{NAME}":
+def _note(home: Path, artifact: ArtifactCollection) -> None:
+    job = _job_in(artifact)
+    if job is None or not is_kept(job) or artifact.key != f"{job.run_id}-{NAME}":
         return
-    seen = job_path(home, job.run_id).with_name("learned")
-    version = f"{kept.latest_id} {kept.updated}"
-    if seen.exists() and seen.read_text(encoding="utf-8") == version:
+    version_file = job_path(home, job.run_id).with_name("learned")
+    version = f"{artifact.latest_id} {artifact.updated}"
+    if version_file.exists() and version_file.read_text(encoding="utf-8") == version:
         return
     # Not before: it also says that the run goes on, until a look at its ledger says otherwise.
     remember_job(home, job)
-    write_whole(private_folder(seen.parent) / seen.name, version)
+    write_whole(private_folder(version_file.parent) / version_file.name, version)
 
 
-def _job_in(kept: ArtifactCollection) -> Job | None:
+def _job_in(artifact: ArtifactCollection) -> Job | None:
     """The job; None where an artifact of another kind has such a name, or of another version."""
-    document = _DOCUMENT.search(kept.data) if isinstance(kept.data, str) else None
+    document = _DOCUMENT.search(artifact.data) if isinstance(artifact.data, str) else None
     if document is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is to be done about a run that nobody supervises: pure, whatever its flow run shows.
+"""Remedies for a run that nobody supervises, whatever state its flow run shows. Pure.
 
 A flow run's state is what the server last received, so it is only evidence: the ledger says what
 lives. One rule holds for every state: a living attempt gets a supervisor, unless the user has
@@ -23,7 +23,7 @@ LONGEST_PAUSE_S = 3600.0
 
 
 class Remedy(StrEnum):
-    """What is done."""
+    """Action for a run that nobody supervises."""
 
     NOTHING = "nothing"
     RESCHEDULE = "reschedule"  # the same flow run is started again
@@ -34,13 +34,13 @@ class Remedy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlowRunFacts:
-    """What the server has of the flow run that last supervised.
+    """Facts from the server about the flow run that last supervised.
 
     Attributes:
         state: type of its state, as Prefect has it.
-        since_s: when it came into it.
+        since_s: time at which it entered the state, seconds since the epoch.
         is_deployed: whether a worker can start it again.
-        failed_starts: in a row, up to now.
+        failed_starts: number of failed starts in a row, up to now.
         speaks_for_run: whether a cancellation of it is one of the run: the ledger names it, and
             it was not ended for the sake of another flow run.
     """
@@ -59,10 +59,10 @@ class FlowRunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What answers a state.
+    """Remedies for one state of the flow run.
 
     Attributes:
-        patience_s: that long it may still come right by itself.
+        patience_s: time in which the run may still recover by itself.
         alive: while an attempt is open.
         otherwise: while none is.
     """
@@ -96,14 +96,14 @@ def remedy_for(
     flow_run: FlowRunFacts | None,
     now_s: float,
 ) -> Remedy:
-    """What to do about a run.
+    """Choose the remedy for a run.
 
     Args:
-        history: its ledger.
+        history: ledger of the run, as read.
         supervised: whether a supervisor lives.
-        renewed_s: when one last said so; 0 when that is not known.
-        flow_run: that last supervised it; None when the server has none.
-        now_s: the time.
+        renewed_s: time of the last renewal of the lease; 0 when unknown.
+        flow_run: flow run that last supervised; None when the server has none.
+        now_s: seconds since the epoch.
     """
     if supervised or history.ended is not None:
         return Remedy.NOTHING
@@ -141,11 +141,11 @@ def pause_after(failed_starts: int) -> float:
 
 
 def failed_starts(states: Sequence[tuple[str, float]], *, advanced_s: float) -> int:
-    """How many starts in a row, up to the last, have failed.
+    """Count the failed starts in a row, up to the last start.
 
     Args:
         states: type and time of every state of a flow run, oldest first.
-        advanced_s: when the ledger last had a record that a mere start does not write.
+        advanced_s: time of the last record in the ledger that a mere start does not write.
     """
     count, began_s, running_s = 0, None, None
     for state, at_s in states:

@@ -151,7 +151,7 @@ def _saves(setting: Setting) -> Iterator[Saves]:
             placement=PLACEMENT,
             attempt=ATTEMPT,
         )
-        refused = saver.prepare(setting.state)
+        refused = saver.prepare(lambda: setting.state)
         if refused is not None:
             raise RuntimeError(refused)
         yield Saves(saver, _checkpoints(setting), setting)

@@ -59,12 +59,12 @@ class CheckpointClient:
     """A connection to the checkpoint server of this node.
 
     Attributes:
-        name: of the checkpoint server's socket.
+        name: name of the checkpoint server's socket.
         owner: (placement, attempt) that saves, and whose failures are raised; None: any.
 
     Raises (every call):
         TimedOut: the checkpoint server is gone.
-        StorageError: it refused.
+        StorageError: the checkpoint server refused.
     """
 
     name: str
@@ -100,8 +100,8 @@ class CheckpointClient:
         """A slot, or None when none became free within a moment.
 
         Args:
-            rank: whose share it is for.
-            size_bytes: of the share.
+            rank: rank that the share belongs to.
+            size_bytes: size of the share's file.
             keep: saves whose memory is not for this one.
             copied: save whose copies are whole on all partners.
 
@@ -120,11 +120,11 @@ class CheckpointClient:
         if reply.busy:
             return None
         assert reply.slot is not None  # noqa: S101 not refused, not busy
-        assert descriptor is not None  # noqa: S101 likewise
-        known = self._mapped.get(reply.slot)
-        if known is not None and known[0] == reply.memory_id:
+        assert descriptor is not None  # noqa: S101 not refused, not busy
+        mapped = self._mapped.get(reply.slot)
+        if mapped is not None and mapped[0] == reply.memory_id:
             os.close(descriptor)
-            return ReservedSlot(reply.slot, known[1])
+            return ReservedSlot(reply.slot, mapped[1])
         memory = _map(descriptor, reply.size_bytes, flags=_POPULATE)
         self._mapped[reply.slot] = (reply.memory_id or 0, memory)
         return ReservedSlot(reply.slot, memory)
@@ -140,15 +140,15 @@ class CheckpointClient:
         """Hand a copied share over.
 
         Args:
-            slot: that holds it.
-            share: what it is.
+            slot: slot with the copied bytes.
+            share: description of the copied bytes.
             announce: file that gets a line once the checkpoint is committed.
             keep: saves that partners keep beside a copy of this one; None: it is not copied.
         """
         self._asked(Ready(slot=slot.number, share=share, announce=announce, keep=keep))
 
     def address(self) -> PeerAddress | None:
-        """Where other nodes' checkpoint servers reach this one; None: it takes no copies."""
+        """Address for other nodes' checkpoint servers; None when this one takes no copies."""
         return self._asked(Greet())[0].address
 
     def set_partners(self, partners: tuple[PeerAddress, ...], ranks: tuple[int, ...]) -> None:
@@ -160,7 +160,7 @@ class CheckpointClient:
         self._asked(CopyAgain(save=save, rank=rank))
 
     def copy_state(self, save: SaveId, rank: int) -> CopyState:
-        """How far the copies of a share are."""
+        """Progress of the copies of a share."""
         return self._asked(CopyStateQuery(save=save, rank=rank))[0].copies or CopyState.FAILED
 
     def bring(self, save: SaveId, rank: int, source: PeerAddress) -> None:
@@ -190,11 +190,11 @@ class CheckpointClient:
         """Have a save that was restored from the nodes put into the store.
 
         Args:
-            save: that was restored.
+            save: identity of the restored save.
             owner: (placement, attempt) that publishes.
             commit: whether this node's checkpoint server writes the manifest.
             announce: file that gets a line once the checkpoint is committed.
-            ranks: whose shares this node publishes; None: all that it holds.
+            ranks: ranks that this node publishes the shares of; None: all that it holds.
         """
         self._asked(
             Republish(save=save, owner=owner, commit=commit, announce=announce, ranks=ranks)

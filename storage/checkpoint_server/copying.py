@@ -25,7 +25,7 @@ class Copier:
     """Sends shares to the partners of this node.
 
     Args:
-        slots: that hold them.
+        slots: memory that holds the shares.
         bytes_per_s: limit of this node; None: none.
     """
 
@@ -41,7 +41,7 @@ class Copier:
         self._newest: dict[int, tuple[SaveId, CopyState]] = {}
 
     def set_partners(self, partners: Sequence[PeerAddress]) -> None:
-        """Where shares go from now on."""
+        """Send shares to these partners from now on."""
         with self._lock:
             self._partners = tuple(partners)
 
@@ -57,8 +57,8 @@ class Copier:
         """Copy a share that a slot holds. Never raises: no save fails for its copy.
 
         Args:
-            save: of the share.
-            rank: whose share it is.
+            save: save that the share belongs to.
+            rank: rank that the share belongs to.
             keep: saves that partners keep beside it.
         """
         self.expect(save, rank)
@@ -99,7 +99,7 @@ class Copier:
                 give_copy(partner, written, view, keep=keep, pace=self._pace)
 
     def state(self, save: SaveId, rank: int) -> CopyState:
-        """How far the copies of a share are; of an older one than the newest nothing is known."""
+        """Progress of the copies of a share; only that of the newest share is known."""
         with self._lock:
             newest = self._newest.get(rank)
         return newest[1] if newest is not None and newest[0] == save else CopyState.FAILED

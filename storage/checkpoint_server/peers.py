@@ -1,4 +1,4 @@
-"""What checkpoint servers of different nodes say to each other: shares, copied or brought back.
+"""The conversation between checkpoint servers of two nodes: a share is copied, or brought back.
 
 One TCP connection for each copy. Its first message has the token of the server that is called, and
 is short; then comes one request. `Offer`: the caller's share, which the server takes into its own
@@ -35,7 +35,7 @@ HELLO_BYTES = 4096
 MESSAGE_BYTES = 256 << 20  # of a share's record, which names every tensor
 CONNECT_TIMEOUT_S = 10.0  # and of the whole first message
 MAX_UNKNOWN = 64  # connections at a time that have not shown the token; others wait for their turn
-# Of a peer that is there: it hashes gigabytes before it answers, or waits for its pace.
+# A peer that is there hashes gigabytes before it answers, or waits for its pace.
 SILENT_S = 120.0
 CUT_OFF_S = 30  # a host that acknowledges nothing for so long is gone
 SLOT_WAIT_S = 10.0
@@ -82,7 +82,7 @@ class PeerReply(Message):
     Attributes:
         refused: why not; everything else is then empty.
         is_held: the share is here as a whole.
-        written: what a `Fetch` asked for.
+        written: share that a `Fetch` asked for.
     """
 
     refused: str | None = None
@@ -110,7 +110,7 @@ class Pace:
 
     @property
     def piece_bytes(self) -> int:
-        """How much to send at once: a tenth of a second, or it would come in bursts."""
+        """Bytes sent in a tenth of a second; larger pieces would come in bursts."""
         if self._rate is None:
             return PIECE_BYTES
         return min(PIECE_BYTES, max(SMALLEST_PIECE_BYTES, int(self._rate / 10)))
@@ -162,7 +162,7 @@ def give_copy(
     """Copy a share to another node; it is held there when this returns.
 
     Raises:
-        NotCopied: it is not.
+        NotCopied: the partner does not hold the copy.
     """
     try:
         with _called(address) as connection:
@@ -188,7 +188,7 @@ def bring(slots: SlotTable, address: PeerAddress, save: SaveId, rank: int) -> No
     """Take a share that another node holds into this one's memory.
 
     Raises:
-        NotCopied: it could not be.
+        NotCopied: the source gave no whole share.
     """
     try:
         with _called(address) as connection:
@@ -268,8 +268,8 @@ class PeerServer:
 
     Args:
         host: name or address to bind; of several addresses of a name the first one.
-        slots: of this checkpoint server.
-        run_id: of the run; no other run's shares are taken.
+        slots: memory of this checkpoint server.
+        run_id: run of this node; shares of other runs are refused.
         changed: called when a share was taken.
     """
 

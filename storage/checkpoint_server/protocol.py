@@ -27,16 +27,16 @@ MAX_MESSAGE_BYTES = 1 << 30
 
 
 class Message(ManifestPart):
-    """One message of either side."""
+    """Base of the messages of either side."""
 
 
 class PeerAddress(Message):
-    """Where the checkpoint server of a node takes copies from others, and gives them back.
+    """Address at which a node's checkpoint server takes copies from other nodes, and returns them.
 
     Attributes:
-        host: that it listens on, for the other nodes.
-        port: likewise.
-        token: that a connection begins with; made by the checkpoint server when it starts.
+        host: name or IP address that other nodes connect to.
+        port: TCP port of the listener.
+        token: first bytes of every connection; made by the checkpoint server when it starts.
     """
 
     host: str
@@ -108,7 +108,7 @@ class Republish(Message):
     Attributes:
         owner: (placement, attempt) that publishes.
         commit: whether this checkpoint server writes the manifest.
-        ranks: whose shares; None: of all that are held. Where nodes hold copies of each other's,
+        ranks: ranks of the shares; None: all held shares. Where nodes hold copies of each other's,
             one node publishes each.
     """
 
@@ -142,8 +142,8 @@ class SetPartners(Message):
     """Copy this node's shares there from now on.
 
     Attributes:
-        partners: of this node.
-        ranks: whose shares this node holds, its own and those that others copy to it.
+        partners: checkpoint servers that take copies of this node's shares.
+        ranks: ranks of the shares that this node holds, its own and those of other nodes.
     """
 
     op: Literal["set_partners"] = "set_partners"
@@ -202,7 +202,7 @@ class HeldShare(Message):
 
 
 class Failure(Message):
-    """What went wrong with a save that was handed over; see `perdure.storage.errors.describe`."""
+    """Failure of a save that was handed over; see `perdure.storage.errors.describe`."""
 
     kind: str
     text: str
@@ -215,11 +215,11 @@ class Reply(Message):
         refused: why not; everything else is then empty.
         slot: number of the slot whose memory is attached.
         memory_id: changes when the slot has other memory than before.
-        size_bytes: of that memory.
+        size_bytes: size of that memory.
         busy: no slot became free, or not everything has settled, within the time.
-        failure: of a save that was handed over before; reported once.
-        address: for other checkpoint servers; None: it takes no copies.
-        copies: how far they are.
+        failure: failure of an earlier save; reported once.
+        address: address for other checkpoint servers; None when this one takes no copies.
+        copies: progress of the copies.
     """
 
     refused: str | None = None
@@ -253,9 +253,9 @@ def receive(
     """The JSON of one message and the descriptor it carries; b"" when the other end closed.
 
     Args:
-        connection: with the other end.
-        limit_bytes: of the message.
-        timeout_s: for the whole message, which also becomes the socket's; None: the socket's own,
+        connection: socket of the other end.
+        limit_bytes: longest message that is accepted.
+        timeout_s: limit for the whole message, also set on the socket; None: the socket's own,
             for each piece that comes.
 
     Raises:
@@ -268,7 +268,7 @@ def receive(
     if not head:
         return b"", None
     try:
-        data = _after(connection, head, limit_bytes, deadline_s)
+        data = _receive_message(connection, head, limit_bytes, deadline_s)
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -276,7 +276,7 @@ def receive(
     return data, descriptors[0] if descriptors else None
 
 
-def _after(
+def _receive_message(
     connection: socket.socket, head: bytes, limit_bytes: int, deadline_s: float | None
 ) -> bytes:
     """The message whose length begins with `head`."""
@@ -312,7 +312,7 @@ def check_peer(connection: socket.socket) -> None:
     """Refuse an end that belongs to another user.
 
     Raises:
-        ConnectionError: it does.
+        ConnectionError: another user owns the process.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)

@@ -1,4 +1,4 @@
-"""From shares to a committed checkpoint: node disk, object store, manifest.
+"""Publishing of shares: to the node's disk and the object store, then the manifest.
 
 The checkpoint server of the first rank commits once every rank's record lies in the store, so
 checkpoint servers need no connection to each other. Killed anywhere, it leaves a committed
@@ -50,7 +50,7 @@ class Committing:
     """A checkpoint that is to be committed.
 
     Attributes:
-        save: whose shares.
+        save: save that the manifest is of.
         owner: (placement, attempt) that publishes.
         announce: log of the attempt, which records the commit afterwards.
     """
@@ -65,11 +65,11 @@ class Publisher:
 
     Args:
         store: checkpoints of the run in the object store.
-        disk: likewise on the node's disk; None: there is no such tier.
+        disk: checkpoints on the node's disk; None without that tier.
         retain: called after a commit with the step; deletes what is no longer wanted.
         announce: called after a commit with `Committing.announce` and the step; an OSError of it
             is only logged.
-        wait_s: how long a commit waits for the records of other ranks.
+        wait_s: time that a commit waits for the records of other ranks.
         clock: monotonic seconds.
         reached: called with the name of each point of a save, for fault injection.
     """
@@ -258,8 +258,8 @@ def prune_disk(
     """Delete all but the newest saves of a node's disk, and older shards without a record.
 
     Args:
-        disk: of the node.
-        keep_saves: how many whole ones stay.
+        disk: checkpoints on the node's disk.
+        keep_saves: number of whole saves that stay.
         writing: placement, attempt and step of saves that are on their way; they stay, too.
     """
     saves: defaultdict[tuple[int, int, int], list[str]] = defaultdict(list)
@@ -271,15 +271,15 @@ def prune_disk(
     # A shard without its record, of a checkpoint server that was killed, is no save; the newest may
     # be being written.
     whole = {save for save, keys in saves.items() if any(key.endswith(".json") for key in keys)}
-    kept = {*sorted(whole)[-keep_saves:], *sorted(saves)[-1:], *writing}
-    for save in saves.keys() - kept:
+    protected = {*sorted(whole)[-keep_saves:], *sorted(saves)[-1:], *writing}
+    for save in saves.keys() - protected:
         for key in saves[save]:  # records come before their shards
             disk.store.delete(key)
 
 
 def shares_on_disk(disk: CheckpointStore) -> list[WrittenShare]:
     """The whole shares that a node's disk holds, by their records; not hashed."""
-    found: list[WrittenShare] = []
+    shares: list[WrittenShare] = []
     for info in list(disk.store.list(f"runs/{disk.run_id}/checkpoints/")):
         if not info.key.endswith(".json"):
             continue
@@ -288,8 +288,8 @@ def shares_on_disk(disk: CheckpointStore) -> list[WrittenShare]:
             share = written.share
             stat = disk.store.stat(disk.key(share.step, share.shard))
             if stat.size_bytes == written.record.size_bytes:
-                found.append(written)
-    return found
+                shares.append(written)
+    return shares
 
 
 def is_recorded(checkpoints: CheckpointStore, save: SaveId, rank: int) -> bool:

@@ -65,7 +65,7 @@ ACCEPT_PAUSE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """One worker's connection, and the slots it reads."""
+    """The connection of a worker, and the slots that it reads."""
 
     socket: socket.socket
     reading: list[Slot] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Connection:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """That this node's shares are copied to others, and those of others to it.
+    """Settings of copies between nodes, of this node's shares and of those it takes.
 
     Attributes:
         host: address that it listens on for them.
@@ -88,7 +88,7 @@ class CheckpointServer:
     """Holds the checkpoints of a node's ranks and publishes them.
 
     Args:
-        name: of the socket in the abstract namespace.
+        name: name of the socket in the abstract namespace.
         publisher: writes and commits.
         disk: the node's disk tier, if there is one.
         store: the run's checkpoints in the object store.
@@ -260,8 +260,8 @@ class CheckpointServer:
         if failure is not None:  # before a slot is taken: it would stay COPYING
             return Reply(failure=failure), None
         if request.copied is not None and self._ranks is not None:
-            # Of nodes whose copies others hold by now.
-            self._slots.drop((*self._ranks, request.rank), before=request.copied)
+            # Other nodes hold the copies of these nodes by now.
+            self._slots.drop((*self._ranks, request.rank), whole_save=request.copied)
         try:
             slot = self._slots.reserve(
                 request.rank,
@@ -326,7 +326,7 @@ class CheckpointServer:
         share = written.share
         try:
             # A save under other names than the first ones may be of a step that is committed.
-            wanted = not share.first_file or self._publisher.may_commit(
+            wanted = not share.save_id.first_file or self._publisher.may_commit(
                 share.step, share.save_id.owner
             )
             if wanted:
@@ -344,9 +344,11 @@ class CheckpointServer:
         self._publisher.commit(task)
 
     def _republish(self, request: Republish) -> None:
-        held = {(one.written.share.save_id, one.written.share.rank): one for one in self._held()}
-        for (save, rank), one in held.items():
-            share, work = one.written.share, None
+        by_save = {
+            (held.written.share.save_id, held.written.share.rank): held for held in self._held()
+        }
+        for (save, rank), held_share in by_save.items():
+            share, work = held_share.written.share, None
             if save == request.save and (request.ranks is None or rank in request.ranks):
                 work = partial(self._publish_again, save, rank, request.owner)
             elif share.attachments and share.step < request.save.step:
@@ -363,7 +365,7 @@ class CheckpointServer:
         with self._lock:
             if (owner, save, rank) in self._republished:
                 return False
-            self._republished = {one for one in self._republished if one[0] >= owner}
+            self._republished = {request for request in self._republished if request[0] >= owner}
             self._republished.add((owner, save, rank))
             return True
 
@@ -401,8 +403,8 @@ class CheckpointServer:
             except StorageError as exc:
                 _log.error(f"the node's disk: {exc}")
         return [
-            *(HeldShare(written=one, tier=Tier.MEMORY) for one in self._in_memory()),
-            *(HeldShare(written=one, tier=Tier.DISK) for one in on_disk),
+            *(HeldShare(written=written, tier=Tier.MEMORY) for written in self._in_memory()),
+            *(HeldShare(written=written, tier=Tier.DISK) for written in on_disk),
         ]
 
     def _in_memory(self) -> list[WrittenShare]:

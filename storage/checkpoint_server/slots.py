@@ -28,7 +28,7 @@ SLOTS_PER_RANK = 2
 
 
 class SlotState(StrEnum):
-    """What a slot holds."""
+    """Content of a slot."""
 
     EMPTY = "empty"
     COPYING = "copying"
@@ -41,14 +41,14 @@ class NoMemory(Exception):  # noqa: N818 a state of affairs
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One buffer of a rank.
+    """A buffer for the share of a rank.
 
     Attributes:
         number: names the slot within its checkpoint server.
         writer: connection that copies into it.
         record: size and hash of the share, None until they are wanted.
         settled: whether its share was published, or will never be.
-        readers: how many connections read it.
+        readers: number of connections that read it.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class Slot:
     def view(self) -> memoryview:
         """The bytes of the share."""
         assert self.memory is not None  # noqa: S101 a READY slot has memory
-        assert self.share is not None  # noqa: S101 likewise
+        assert self.share is not None  # noqa: S101 a whole share was handed over
         return memoryview(self.memory)[: self.share.size_bytes]
 
 
@@ -116,10 +116,10 @@ class SlotTable:
         """A slot to copy into, or None when none became free in time.
 
         Args:
-            rank: whose share it is for.
-            size_bytes: of the share.
-            writer: who copies.
-            timeout_s: to wait for a slot.
+            rank: rank that the share belongs to.
+            size_bytes: size of the share's file.
+            writer: connection that copies into the slot.
+            timeout_s: longest wait for a slot.
             keep: saves that stay whatever is newer. Where one of them is here, the newest share
                 may be given away instead: a whole one is left all the same.
 
@@ -174,7 +174,7 @@ class SlotTable:
             return None
 
     def saves(self) -> list[tuple[SaveId, int]]:
-        """What the whole shares are: save and rank."""
+        """Save and rank of every whole share."""
         with self._changed:
             return [(s.share.save_id, s.share.rank) for s in self._all() if s.share is not None]
 
@@ -192,14 +192,14 @@ class SlotTable:
                 slot.readers += 1
             return whole
 
-    def drop(self, ranks: Collection[int], *, before: SaveId) -> None:
+    def drop(self, ranks: Collection[int], *, whole_save: SaveId) -> None:
         """Give back the memory of ranks that are not among these, if all they have is older.
 
         Args:
-            ranks: whose shares may come.
-            before: a save that is whole elsewhere.
+            ranks: ranks that may still send shares.
+            whole_save: a save that is whole elsewhere.
         """
-        limit = (*before.owner, before.step)
+        limit = (*whole_save.owner, whole_save.step)
         with self._changed:
             for rank in self._slots.keys() - set(ranks):
                 slots = self._slots[rank]
@@ -214,9 +214,9 @@ class SlotTable:
         if empty is not None:
             return empty
         ready = [s for s in slots if s.state is SlotState.READY]
-        kept = [s for s in ready if s.share is not None and s.share.save_id in keep]
+        protected = [s for s in ready if s.share is not None and s.share.save_id in keep]
         # Not by step alone: after going back, an attempt saves lower steps than the one before.
-        stays = kept or [max(ready, key=_age_key)] if ready else []
+        stays = protected or [max(ready, key=_age_key)] if ready else []
         old = (s for s in ready if s not in stays and s.settled and not s.readers)
         return min(old, key=_age_key, default=None)
 
@@ -280,7 +280,7 @@ def _age_key(slot: Slot) -> tuple[int, int, int]:
     return (*slot.share.save_id.owner, slot.share.step)
 
 
-# Of what is available when a slot is made: the rest is the training's and the page cache's.
+# Share of the memory available when a slot is made; training and page cache get the rest.
 MEMORY_SHARE = 0.8
 UNLIMITED = 1 << 62
 _MOUNTED = Path("sys/fs/cgroup")
@@ -288,7 +288,7 @@ _MOUNTED = Path("sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What the files of a memory controller are called, and its page cache within `memory.stat`."""
+    """Names of a memory controller's files, and of its page cache within `memory.stat`."""
 
     limit: str
     used: str
@@ -300,15 +300,15 @@ _V2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes() -> int:
-    """What slots may take now."""
+    """Memory that slots may take now."""
     return int(MEMORY_SHARE * min(psutil.virtual_memory().available, cgroup_left_bytes(Path("/"))))
 
 
 def cgroup_left_bytes(root: Path) -> int:
-    """What the tightest limit of this process's control groups leaves.
+    """Memory that the tightest limit of this process's control groups leaves.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -327,14 +327,14 @@ def _memory_groups(root: Path, line: str) -> Iterator[tuple[Path, _Names]]:
         return
     top, names = (root / _MOUNTED / "memory", _V1) if controllers else (root / _MOUNTED, _V2)
     # A container may get its path as the host has it, and have its own group at the top.
-    own = Path(path.lstrip("/"))
-    for part in (own, *own.parents):
+    group = Path(path.lstrip("/"))
+    for part in (group, *group.parents):
         if ".." not in part.parts:
             yield top / part, names
 
 
 def _left_bytes(group: Path, names: _Names) -> int:
-    """What one group leaves; its page cache can be given up and does not count."""
+    """Memory that one group leaves; its page cache can be given up and does not count."""
     try:
         limit = (group / names.limit).read_text(encoding="ascii").strip()
         if limit == "max":

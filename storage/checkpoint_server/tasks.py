@@ -33,19 +33,19 @@ class Tasks:
         """Have a pool do something for an attempt."""
         future = pool.submit(self._guarded, work, owner)
         with self._lock:
-            unfinished = [one for one in self._open if not one[1].done()]
+            unfinished = [task for task in self._open if not task[1].done()]
             self._open = [*unfinished, (pool, future)]
 
     def take_failure(self, owner: Owner | None) -> Failure | None:
-        """What failed since the last call, for an attempt; None: for any."""
+        """Take the newest failure since the last call, of an attempt or, with None, of any."""
         with self._lock:
-            mine = [one for one in self._failures if owner is None or one == owner]
-            newest = self._failures[max(mine)] if mine else None
+            owners = [reporter for reporter in self._failures if owner is None or reporter == owner]
+            newest = self._failures[max(owners)] if owners else None
             # Failures of attempts before it have no reader any more.
             self._failures = {
-                one: failure
-                for one, failure in self._failures.items()
-                if owner is not None and one > owner
+                reporter: failure
+                for reporter, failure in self._failures.items()
+                if owner is not None and reporter > owner
             }
             return newest
 
@@ -56,7 +56,7 @@ class Tasks:
 
         Args:
             timeout_s: give up after it.
-            pools: whose tasks; None: all.
+            pools: pools that run the tasks; None: all.
 
         Returns:
             Whether nothing is left.

@@ -87,7 +87,7 @@ def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, rece
         reporter = Reporter("notified", notified, logging.getLogger("test"))
         reporter.start()
         reporter.event("fault", {"fault_class": "hang", "node": "node-1"})  # it was mended
-        reporter.event("needs_you", ISOLATED)
+        reporter.event("action_required", ISOLATED)
         reporter.close()
     wait_for(lambda: received, timeout_s=60, what="the first message")
     fail(api, flow_run_of(api, "checkpoint-retention-of-all", "all runs"), "not a run")

@@ -66,7 +66,7 @@ def test_a_supervisor_changes_nothing_of_a_run_of_the_same_name_that_its_ledger_
         with get_client(sync_client=True) as client:
             now = datetime.now(UTC)
             num_ended = close_left_open(
-                client, history, own=None, before=now, adopted_by="supervisor 2"
+                client, history, flow_run_id=None, began=now, adopted_by="supervisor 2"
             )
         num_cancelled = _set_flow_runs(history, Cancelling())
 

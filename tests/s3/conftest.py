@@ -14,7 +14,7 @@ from perdure.storage.local import LocalStore
 from perdure.storage.objects import ObjectStore
 from perdure.storage.retry import Retry
 from perdure.storage.s3 import S3Store
-from perdure.storage.s3_client import S3Options
+from perdure.storage.s3_options import S3Options
 from tests.s3.programs import HOST
 from tests.s3.proxy import FaultProxy
 from tests.s3.rgw import Rgw

@@ -18,7 +18,7 @@ from perdure.storage.checkpoint import CheckpointStore, StepState
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.collect import abort_uploads
 from perdure.storage.s3 import S3Store
-from perdure.storage.s3_client import PART_SIZE_BYTES
+from perdure.storage.s3_options import PART_SIZE_BYTES
 from perdure.training.agent.checkpoint_server import CheckpointServerProcess
 from tests.jobs import small_job
 from tests.s3.conftest import BUCKET, RGW, Opener

@@ -13,7 +13,8 @@ from perdure.storage.checkpoint import CheckpointStore, Tier
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.local import LocalStore
 from perdure.storage.partner_copies import CopyState
-from perdure.storage.restoring import NodeRestore, NodeShares, RestorableSave
+from perdure.storage.restorable import RestorableSave
+from perdure.storage.restoring import NodeRestore, NodeShares
 from perdure.storage.saving import TieredSaver
 from perdure.storage.share import SaveId
 from perdure.training.config.job import parse_job

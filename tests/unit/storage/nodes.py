@@ -28,8 +28,8 @@ from perdure.storage.checkpoint import CheckpointStore, shard_name
 from perdure.storage.checkpoint_server.client import CheckpointClient, ReservedSlot
 from perdure.storage.collect import InUse, Rules, carry_out, decide, take_listing
 from perdure.storage.local import LocalStore
-from perdure.storage.manifest import Chunk, ShardRecord, digest
-from perdure.storage.share import PartOfTensor, Share, WrittenShare
+from perdure.storage.manifest import Chunk, ShardRecord, TensorRecord, digest
+from perdure.storage.share import SaveId, Share, WrittenShare
 from perdure.training.agent import checkpoint_server
 from perdure.training.config.job import Job
 from perdure.training.injection.inside import CHECKPOINT_SERVER_DIES_AT
@@ -64,14 +64,11 @@ def share_of(
     chunk = Chunk(
         offsets=(rank, 0), lengths=(1, size_bytes), shard=shard_name(*owner, rank), key="weight"
     )
-    part = PartOfTensor(dtype="U8", shape=(world_size, size_bytes), chunks=(chunk,))
+    part = TensorRecord(dtype="U8", shape=(world_size, size_bytes), chunks=(chunk,))
     return Share(
         run_id=run_id,
-        placement=owner[0],
-        attempt=owner[1],
-        step=step,
+        save_id=SaveId(step=step, placement=owner[0], attempt=owner[1], world_size=world_size),
         rank=rank,
-        world_size=world_size,
         size_bytes=size_bytes,
         tensors={"weight": part},
         extra={"step": step},

@@ -19,7 +19,7 @@ from perdure.storage.errors import PermanentError, PreconditionFailed, StorageEr
 from perdure.storage.local import LocalStore
 from perdure.storage.manifest import Manifest
 from perdure.storage.objects import ObjectInfo, ObjectStore
-from perdure.storage.s3_client import S3Options
+from perdure.storage.s3_options import S3Options
 from perdure.storage.saving import DirectSaver
 from perdure.storage.staging import SavePlans
 

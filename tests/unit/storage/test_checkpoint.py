@@ -81,8 +81,8 @@ def test_latest_can_be_asked_below_a_step_and_is_none_without_checkpoints(checkp
         checkpoints.manifest(10)
     commit(checkpoints, 5, 10, 123456789)
     assert checkpoints.latest() == 123456789
-    assert checkpoints.latest(before=10) == 5
-    assert checkpoints.latest(before=5) is None
+    assert checkpoints.latest(below_step=10) == 5
+    assert checkpoints.latest(below_step=5) is None
 
 
 def test_a_writer_killed_before_the_manifest_leaves_the_older_step_latest(

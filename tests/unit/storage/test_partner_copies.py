@@ -76,24 +76,24 @@ def test_the_first_save_is_copied_and_the_next_one_when_its_copies_are_whole():
     plan = CopyPlan()
     turn = plan.next([])
     assert (turn.begins, turn.keep) == (True, ())
-    plan = turn.after(save(10))
+    plan = turn.plan_after(save(10))
     turn = plan.next([COPIED, COPIED])
     assert (turn.begins, turn.keep) == (True, (save(10),))
-    assert turn.after(save(20)) == CopyPlan(copied=save(10), begun=save(20))
+    assert turn.plan_after(save(20)) == CopyPlan(copied=save(10), begun=save(20))
 
 
 def test_a_save_is_not_copied_while_any_copy_of_another_one_is_on_its_way():
     plan = CopyPlan(copied=save(10), begun=save(20))
     turn = plan.next([COPIED, COPYING])
     assert (turn.begins, turn.keep) == (False, (save(10), save(20)))
-    assert turn.after(save(30)) == plan
+    assert turn.plan_after(save(30)) == plan
 
 
 @pytest.mark.parametrize("states", [[FAILED, COPIED], [FAILED, FAILED]])
 def test_copies_that_failed_leave_the_older_ones_in_their_place(states):
     turn = CopyPlan(copied=save(10), begun=save(20)).next(states)
     assert (turn.begins, turn.has_failed, turn.keep) == (True, True, (save(10),))
-    assert turn.after(save(30)) == CopyPlan(copied=save(10), begun=save(30))
+    assert turn.plan_after(save(30)) == CopyPlan(copied=save(10), begun=save(30))
 
 
 def test_after_a_fault_all_go_on_with_the_plan_of_the_rank_that_came_furthest():

@@ -28,7 +28,8 @@ from perdure.storage.errors import (
 )
 from perdure.storage.retry import Retry
 from perdure.storage.s3 import S3Store
-from perdure.storage.s3_client import S3Options, fold
+from perdure.storage.s3_client import fold
+from perdure.storage.s3_options import S3Options
 from tests.unit.storage.conftest import REFUSALS, _Handler
 from tests.unit.storage.stores import race
 

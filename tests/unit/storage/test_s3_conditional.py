@@ -18,12 +18,12 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from perdure.storage.conditional import (
+from perdure.storage.bakery_lock import (
     CLOCK_GRAIN_S,
     LAST_POLL_S,
     TICKET,
-    ClaimRoom,
-    Claims,
+    BakeryLock,
+    LockEntries,
     Target,
     publish_once,
 )
@@ -81,7 +81,7 @@ class Writer:
             self.thread.throw(GreenletExit)
 
     def _run(self) -> None:
-        room = ClaimRoom(write=self._write, read=self._read, remove=self._remove)
+        room = BakeryLock(write=self._write, read=self._read, remove=self._remove)
         target = Target(exists=self._exists, is_ours=self._is_ours, publish=self._publish)
         try:
             self.outcome = publish_once(
@@ -113,7 +113,7 @@ class Writer:
         self._stop("remove")
         self.world.claims.pop(name, None)
 
-    def _read(self) -> Claims:
+    def _read(self) -> LockEntries:
         """In two pieces, as stores read whose index has shards."""
         self._stop("read")
         now_s = float(math.floor(self.world.now_s))
@@ -122,7 +122,7 @@ class Writer:
         self._stop("read on")
         rest = {name: at_s for name, at_s in self.world.claims.items() if not is_first(name)}
         self.lands_by_s = self.world.now_s + REQUEST_S
-        return Claims(now_s + self.sees_clock_ahead_s, {**first, **rest})
+        return LockEntries(now_s + self.sees_clock_ahead_s, {**first, **rest})
 
     def _exists(self) -> bool:
         self._stop("exists")

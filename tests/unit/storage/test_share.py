@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 
 from perdure.storage.checkpoint import shard_name
 from perdure.storage.errors import Corrupt, NotFound
-from perdure.storage.manifest import Chunk, Manifest, checksummed, parse_manifest, verified_document
+from perdure.storage.manifest import (
+    Chunk,
+    Manifest,
+    TensorRecord,
+    checksummed,
+    parse_manifest,
+    verified_document,
+)
 from perdure.storage.share import (
-    PartOfTensor,
+    SaveId,
     WrittenShare,
     delete_records,
     merge,
@@ -34,7 +41,10 @@ def world(size: int, *, step: int = 10) -> list[WrittenShare]:
 
 
 def changed(one: WrittenShare, **fields: Any) -> WrittenShare:
-    return one.model_copy(update={"share": one.share.model_copy(update=fields)})
+    of_save = {name: fields.pop(name) for name in SaveId.model_fields if name in fields}
+    save_id = one.share.save_id.model_copy(update=of_save)
+    share = one.share.model_copy(update={"save_id": save_id, **fields})
+    return one.model_copy(update={"share": share})
 
 
 def merged(shares: list[WrittenShare]) -> Manifest:
@@ -109,7 +119,7 @@ def sharded(shape: tuple[int, ...], dealt: list[list[Chunk]]) -> list[WrittenSha
     return [
         changed(
             one,
-            tensors={"w": PartOfTensor(dtype="F32", shape=shape, chunks=tuple(chunks))}
+            tensors={"w": TensorRecord(dtype="F32", shape=shape, chunks=tuple(chunks))}
             if chunks
             else {},
         )
@@ -206,6 +216,22 @@ def test_numbers_that_json_does_not_know_come_back(checkpoints):
     one = changed(world(1)[0], run_id=checkpoints.run_id, extra={"loss": float("inf")})
     put_record(checkpoints, one)
     assert read_record(checkpoints, one.share.save_id, 0).share.extra == {"loss": float("inf")}
+
+
+STORED = (
+    '{"share":{"run_id":"run","placement":3,"attempt":2,"step":10,"rank":1,"world_size":2,'
+    '"size_bytes":4,"tensors":{"weight":{"dtype":"U8","shape":[2,4],"chunks":[{"offsets":[1,0],'
+    '"lengths":[1,4],"shard":"p0003-a0002-rank00001.safetensors","key":"weight"}]}},'
+    '"extra":{"step":10},"attachments":{},"first_file":0},"record":{"size_bytes":4,'
+    '"xxh3_128":"HASH"}}'
+)
+
+
+def test_a_record_has_the_fields_of_its_save_beside_the_others():
+    one = written(share_of(10, rank=1, world_size=2, owner=(3, 2), size_bytes=4))
+    stored = STORED.replace("HASH", one.record.xxh3_128)
+    assert parse_record(checksummed(stored), url="u") == one
+    assert json.loads(one.model_dump_json()) == json.loads(stored)
 
 
 def flips(data: bytes):

@@ -143,12 +143,12 @@ def test_a_save_to_be_kept_that_is_not_here_does_not_cost_the_newest(table):
 def test_memory_of_ranks_that_are_of_other_nodes_now_is_given_back_once_nobody_needs_it(table):
     publish(table, 10)
     foreign = fill(table, 10, rank=5)
-    table.drop((0,), before=share_of(20).save_id)
+    table.drop((0,), whole_save=share_of(20).save_id)
     assert foreign.memory is not None, "it is not published, nor taken over"
     table.settle(foreign)
-    table.drop((0,), before=share_of(10).save_id)
+    table.drop((0,), whole_save=share_of(10).save_id)
     assert foreign.memory is not None, "nothing newer is whole"
-    table.drop((0,), before=share_of(20).save_id)
+    table.drop((0,), whole_save=share_of(20).save_id)
     assert foreign.memory is None
     assert [slot.share for slot in table.pin_all()] == [share_of(10)]
 

@@ -42,7 +42,7 @@ def put_on_disk(home, node: str, one: SaveId, rank: int) -> None:
     disk = CheckpointStore(
         LocalStore(home / "runs" / RUN / "nodes" / node / "life-1" / "checkpoints"), RUN
     )
-    share = Share(run_id=RUN, rank=rank, size_bytes=3, tensors={}, **dict(one))
+    share = Share(run_id=RUN, rank=rank, size_bytes=3, tensors={}, save_id=one)
     record = ShardRecord(size_bytes=3, xxh3_128="0" * 32)
     disk.store.put(disk.key(one.step, share.shard), b"123")
     put_record(disk, WrittenShare(share=share, record=record))

@@ -26,23 +26,23 @@ ASKING = deployment("each-minute", "perdure", tags=[])
 
 
 def test_the_deployment_of_the_last_flow_run_is_used_again():
-    assert choose([FIRST, LOCAL, SERVED], last=SERVED.id, asking=ASKING) is SERVED
+    assert choose([FIRST, LOCAL, SERVED], last=SERVED.id, caller=ASKING) is SERVED
 
 
 def test_without_one_it_is_a_deployment_that_the_same_worker_or_process_serves():
     found = [FIRST, deployment("other", None), SERVED, LOCAL]
-    assert choose(found, last=None, asking=ASKING) is LOCAL
-    assert choose(found, last=uuid4(), asking=ASKING) is LOCAL
-    assert choose(found, last=None, asking=deployment("served", None, tags=[])) is SERVED
+    assert choose(found, last=None, caller=ASKING) is LOCAL
+    assert choose(found, last=uuid4(), caller=ASKING) is LOCAL
+    assert choose(found, last=None, caller=deployment("served", None, tags=[])) is SERVED
 
 
 def test_where_none_is_served_with_it_a_run_of_elsewhere_is_not_started():
-    assert choose([FIRST, SERVED], last=None, asking=ASKING) is None
-    assert choose([FIRST], last=None, asking=None) is None
+    assert choose([FIRST, SERVED], last=None, caller=ASKING) is None
+    assert choose([FIRST], last=None, caller=None) is None
 
 
 def test_a_deployment_that_nothing_serves_or_that_is_not_brought_back_is_passed_over():
     asleep = deployment("local", "perdure", status=DeploymentStatus.NOT_READY)
     untagged = deployment("untagged", "perdure", tags=["perdure"])
-    assert choose([asleep, untagged, LOCAL], last=asleep.id, asking=ASKING) is LOCAL
-    assert choose([asleep, untagged], last=asleep.id, asking=ASKING) is None
+    assert choose([asleep, untagged, LOCAL], last=asleep.id, caller=ASKING) is LOCAL
+    assert choose([asleep, untagged], last=asleep.id, caller=ASKING) is None

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from perdure.tasks.artifacts import Artifact
-from perdure.tasks.story import UPDATE_PERIOD_S, RunStory
+from perdure.tasks.story import UPDATE_PERIOD_S, RunReporter
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.journal.history import replay
 from perdure.training.supervisor.run import Run
@@ -67,9 +67,9 @@ def run(tmp_path, monkeypatch) -> Run:
 
 
 @pytest.fixture
-def story(run, reported, caplog) -> RunStory:
+def story(run, reported, caplog) -> RunReporter:
     caplog.set_level(logging.INFO)
-    return RunStory(run, reported, logging.getLogger("test"), target_step=1000)
+    return RunReporter(run, reported, logging.getLogger("test"), target_step=1000)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, reported):
 def test_somebody_is_called_once_for_each_thing_and_again_when_it_comes_back(see, reported):
     for _ in range(2):
         see(HOT, fresh=1)
-    calls = [facts for kind, facts in reported.events if kind == "needs_you"]
+    calls = [facts for kind, facts in reported.events if kind == "action_required"]
     assert [(call["need"], call["what"]) for call in calls] == [
         ("alert", "Alert: memory_high on node-1, device 3")
     ]
@@ -228,4 +228,4 @@ def test_somebody_is_called_once_for_each_thing_and_again_when_it_comes_back(see
     assert calls[0]["action"] == "Look at node-1, device 3"
     see(HOT, COOLED, fresh=1)
     see(HOT, fresh=1)
-    assert [kind for kind, _ in reported.events].count("needs_you") == 2
+    assert [kind for kind, _ in reported.events].count("action_required") == 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,11 @@ from torch import Tensor
 
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.checkpoint_server.client import CheckpointClient
-from perdure.storage.errors import StorageError
 from perdure.storage.manifest import LOSS, Manifest
 from perdure.storage.partner_copies import CopyPlan
 from perdure.storage.partnering import Partnering
 from perdure.storage.retention import apply_retention
-from perdure.storage.saving import DirectSaver, SaveHooks, TieredSaver
+from perdure.storage.saving import DirectSaver, SaveHooks, Saver, TieredSaver
 from perdure.storage.staging import SavePlans, raw
 from perdure.training.device import pin, synchronize
 from perdure.training.runtime.context import WorkerContext
@@ -68,7 +67,7 @@ class Checkpointer:
         self._loader = training.loader
         self._device = device
         self._hooks = hooks
-        self._saver: TieredSaver | DirectSaver | None = None
+        self._saver: Saver | None = None
         self._newest_saved: int | None = 0
         self._generation = 0
         self._copies = CopyPlan()  # of the generations before
@@ -80,17 +79,13 @@ class Checkpointer:
         """Have the checkpoint server allocate memory, for the optimizer's state too. Collective."""
         plans = SavePlans(self._device)
         saver = self._new_saver(plans)
-        if isinstance(saver, TieredSaver):
-            tensors, _ = self._full_state({})
-            refused = [why for why in plans.gather_json(_refusal(saver, tensors)) if why]
-            if refused:
-                _log.warning(f"saves go to the store while training waits: {refused[0]}")
-                saver.close()
-                saver = self._new_saver(plans, is_direct=True)
-        if isinstance(saver, TieredSaver):
-            saver.copies = self._copies
-            saver.meet_partners(self._restorer.from_memory)
-            self._restorer.from_memory = None  # once: later saves are copied themselves
+        refusal = saver.prepare(lambda: self._full_state({})[0])
+        if refusal is not None:
+            _log.warning(f"saves go to the store while training waits: {refusal}")
+            saver.close()
+            saver = self._new_saver(plans, is_direct=True)
+        saver.meet_partners(self._restorer.from_memory)
+        self._restorer.from_memory = None  # once: later saves are copied themselves
         self._saver = saver
 
     def forget(self, generation: int) -> None:
@@ -104,7 +99,7 @@ class Checkpointer:
         self._generation = generation
         self._newest_saved = None
         self._restorer.from_memory = None  # as with ranks that are new
-        if isinstance(self._saver, TieredSaver):
+        if self._saver is not None:
             self._copies = self._saver.copies
             self._saver.close()
         self._saver = None
@@ -143,17 +138,11 @@ class Checkpointer:
         if not plans.is_alone:
             plans.group = dist.new_group(list(savers), use_local_synchronization=True)
         saver = self._new_saver(plans)
-        if isinstance(saver, TieredSaver):
-            saver.partnering = None  # it goes into the store before the processes end
-            # Under the number among the savers it would take the place of another rank's copies.
-            saver.memory_of, saver.copies = self._context.rank, self._copies
-        saver.rank, saver.world_size = list(savers).index(self._context.rank), len(savers)
-        saver.first_file += self._context.world_size
+        saver.narrow(savers)
         saver.save(tensors, step, extra, attachments=attachments)
-        if isinstance(saver, TieredSaver):
-            saver.settle(timeout_s)
+        saver.settle(timeout_s)
 
-    def _new_saver(self, plans: SavePlans, *, is_direct: bool = False) -> TieredSaver | DirectSaver:
+    def _new_saver(self, plans: SavePlans, *, is_direct: bool = False) -> Saver:
         context = self._context
         common: dict[str, Any] = {
             "plans": plans,
@@ -165,6 +154,7 @@ class Checkpointer:
             "hooks": self._hooks,
             "synchronize": partial(synchronize, self._device),
             "first_file": 2 * self._generation * context.world_size,
+            "copies": self._copies,
         }
         if context.checkpoint_server is None or is_direct:
             return DirectSaver(checkpoints=self._checkpoints, **common)
@@ -221,7 +211,7 @@ class Checkpointer:
     @property
     def is_behind(self) -> bool:
         """Whether what `save` returns from may not be in the store yet."""
-        return isinstance(self._saver, TieredSaver)
+        return self._saver is not None and self._saver.is_behind
 
     def settle(self, timeout_s: float) -> None:
         """Wait until everything that was saved is committed. Collective.
@@ -232,8 +222,7 @@ class Checkpointer:
         saver = self._saver
         if saver is None:
             saver = self._new_saver(SavePlans(self._device))  # what was restored is published
-        if isinstance(saver, TieredSaver):
-            saver.settle(timeout_s)
+        saver.settle(timeout_s)
 
     def apply_retention(self, step: int) -> None:
         """Delete what the job does not keep now that `step` is committed; on the first rank."""
@@ -327,11 +316,3 @@ def _json_tensor(document: Any) -> Tensor:
 
 def _json_of(tensor: Tensor) -> Any:
     return json.loads(bytes(raw(tensor)))
-
-
-def _refusal(saver: TieredSaver, tensors: Mapping[str, Tensor]) -> str | None:
-    """Why this node's checkpoint server cannot take saves, else None."""
-    try:
-        return saver.prepare(tensors)
-    except StorageError as exc:
-        return str(exc)

@@ -23,7 +23,8 @@ from perdure.storage.errors import Corrupt, NotFound, StorageError
 from perdure.storage.loading import load
 from perdure.storage.local import LocalStore
 from perdure.storage.manifest import Manifest
-from perdure.storage.restoring import NodeRestore, NodeShares, RestorableSave
+from perdure.storage.restorable import RestorableSave
+from perdure.storage.restoring import NodeRestore, NodeShares
 from perdure.storage.share import SaveId
 from perdure.storage.staging import gather_json
 from perdure.training.journal.attempt_log import AttemptLog

@@ -32,19 +32,19 @@ CHOOSING, TICKET = "choosing-", "ticket-"
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
-    """The claims on one key, and the server's time of the listing."""
+class LockEntries:
+    """A listing of the claims on one key, with the server's time."""
 
     now_s: float
     written_s: Mapping[str, float]  # name of a claim -> when, by the same clock
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimRoom:
-    """Where the claims on one key are kept, as the three requests it takes."""
+class BakeryLock:
+    """The claims on one key, as the three requests that keep them."""
 
     write: Callable[[str], object]  # makes a claim; each name is written once
-    read: Callable[[], Claims]  # shows every claim that was written before
+    read: Callable[[], LockEntries]  # shows every claim that was written before
     remove: Callable[[str], None]  # one that is gone already is no error
 
 
@@ -63,7 +63,7 @@ def _unique() -> str:
 
 def publish_once(
     target: Target,
-    room: ClaimRoom,
+    lock: BakeryLock,
     *,
     lifetime_s: float,
     retry: Retry,
@@ -72,11 +72,11 @@ def publish_once(
     """Publish `target` unless something is there.
 
     Args:
-        target: what to publish.
-        room: the claims on its key; the same for all writers.
+        target: object to publish.
+        lock: the claims on its key; the same for all writers.
         lifetime_s: age at which a claim counts as left behind; the same for all writers, and
             more than twice what one request may take.
-        retry: how often a failed request is repeated; its `sleep` and `rng` serve waiting too.
+        retry: repeats failed requests; its `sleep` and `rng` also serve the wait for a turn.
         new_identity: never gives the same text twice, on whatever machine.
 
     Returns:
@@ -85,7 +85,7 @@ def publish_once(
     Raises:
         StorageError: it may or may not be published.
     """
-    claimant = _Claimant(target, room, lifetime_s, retry, new_identity)
+    claimant = _Claimant(target, lock, lifetime_s, retry, new_identity)
     try:
         return retry.run(lambda _tries: claimant.attempt())
     finally:
@@ -96,13 +96,13 @@ class _Claimant:
     def __init__(
         self,
         target: Target,
-        room: ClaimRoom,
+        lock: BakeryLock,
         lifetime_s: float,
         retry: Retry,
         new_identity: Callable[[], str],
     ) -> None:
         self._target = target
-        self._room = room
+        self._lock = lock
         self._lifetime_s = lifetime_s
         self._retry = retry
         self._new_identity = new_identity
@@ -142,16 +142,16 @@ class _Claimant:
             # A store may read a listing in pieces: only one that begins after a choosing writer
             # was seen gone is sure to show its ticket.
             all_chosen = not self._awaited
-            claims = self._room.read()
-            if self._ticket is None or not self._may_rely_on(self._ticket, claims):
+            entries = self._lock.read()
+            if self._ticket is None or not self._may_rely_on(self._ticket, entries):
                 self._give_back()
                 if num_draws == MAX_DRAWS:
-                    raise TimedOut(f"claims turn old faster than they can be used: {claims.now_s}")
+                    raise TimedOut(f"claims turn old faster than they can be used: {entries.now_s}")
                 was_first = False
                 continue
-            others = self._living(claims)
-            self._awaited &= others
-            earlier = {name for name in others if name.startswith(TICKET) and name < self._ticket}
+            rivals = self._living(entries)
+            self._awaited &= rivals
+            earlier = {name for name in rivals if name.startswith(TICKET) and name < self._ticket}
             is_first = all_chosen and not earlier
             # The second time we know that the object was not there since those before us left,
             # and have an answer as young as can be that our claim is.
@@ -168,39 +168,39 @@ class _Claimant:
         identity = self._new_identity()
         marker = f"{CHOOSING}{identity}"
         self._write(marker)
-        tickets = [name for name in self._room.read().written_s if name.startswith(TICKET)]
+        tickets = [name for name in self._lock.read().written_s if name.startswith(TICKET)]
         number = 1 + max((int(name.split("-")[1]) for name in tickets), default=0)
         ticket = f"{TICKET}{number:010d}-{identity}"
         self._write(ticket)
-        claims = self._room.read()
+        entries = self._lock.read()
         # A writer that took our marker for an abandoned one does not wait for our ticket.
-        in_time = self._may_rely_on(marker, claims)
-        self._awaited = {name for name in self._living(claims) if name.startswith(CHOOSING)}
+        in_time = self._may_rely_on(marker, entries)
+        self._awaited = {name for name in self._living(entries) if name.startswith(CHOOSING)}
         self._remove(marker)
         return ticket if in_time else None
 
-    def _may_rely_on(self, name: str, claims: Claims) -> bool:
+    def _may_rely_on(self, name: str, entries: LockEntries) -> bool:
         """Whether no writer can have taken our claim for an abandoned one, nor soon will."""
-        written_s = claims.written_s.get(name)
+        written_s = entries.written_s.get(name)
         if written_s is None:
             return False
-        return claims.now_s - written_s + CLOCK_GRAIN_S < self._lifetime_s / 2
+        return entries.now_s - written_s + CLOCK_GRAIN_S < self._lifetime_s / 2
 
-    def _living(self, claims: Claims) -> set[str]:
-        """Claims of others; those that outlived their writers are removed."""
-        others = {name: at_s for name, at_s in claims.written_s.items() if name not in self._ours}
-        oldest_s = claims.now_s - self._lifetime_s - CLOCK_GRAIN_S
-        for name in [name for name, at_s in others.items() if at_s < oldest_s]:
-            del others[name]
-            self._room.remove(name)
-        return set(others)
+    def _living(self, entries: LockEntries) -> set[str]:
+        """LockEntries of others; those that outlived their writers are removed."""
+        rivals = {name: at_s for name, at_s in entries.written_s.items() if name not in self._ours}
+        oldest_s = entries.now_s - self._lifetime_s - CLOCK_GRAIN_S
+        for name in [name for name, at_s in rivals.items() if at_s < oldest_s]:
+            del rivals[name]
+            self._lock.remove(name)
+        return set(rivals)
 
     def _write(self, name: str) -> None:
         self._ours.add(name)
-        self._room.write(name)
+        self._lock.write(name)
 
     def _remove(self, name: str) -> None:
-        self._room.remove(name)
+        self._lock.remove(name)
         self._ours.discard(name)
 
     def _give_back(self) -> None:
