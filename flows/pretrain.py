@@ -40,6 +40,7 @@ from perdure.training.config.job import Job, JobTemplate
 from perdure.training.engines.base import Placement
 from perdure.training.errors import AlreadySupervised, RunConflict
 from perdure.training.files import home_folder
+from perdure.training.preflight.job import CheckedJob
 from perdure.training.reporting.summary import final_message
 from perdure.training.supervisor.finishing import AttemptResult
 from perdure.training.supervisor.run_identity import begin_store, completed_before
@@ -87,9 +88,8 @@ require_job(pretrain)
 
 
 def _pretrain(job: Job) -> State[Any]:
-    if not has_open_attempt(job):
-        preflight(job)
-    supervision = Supervision(job, get_run_logger())
+    checked = CheckedJob.of_living_attempt(job) if has_open_attempt(job) else preflight(job)
+    supervision = Supervision(checked, get_run_logger())
     try:
         return _supervise(supervision)
     except KeyboardInterrupt:
@@ -118,9 +118,9 @@ def _supervise(supervision: Supervision) -> State[Any]:
 @flow(name="prepare-data", flow_run_name="{job.run_id}")
 def prepare(job: JobParameter) -> None:
     """Prepare the corpus of a job, so that its run finds everything there."""
-    preflight(job)
-    begin_store(job, home_folder())
-    ensure_data(job)
+    checked = preflight(job)
+    begin_store(checked.job, home_folder())
+    ensure_data(checked.job)
 
 
 class TaskSteps(RunSteps):

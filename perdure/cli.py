@@ -28,13 +28,13 @@ from perdure.console import (
 )
 from perdure.diagnosis import diagnose
 from perdure.drills import drill
-from perdure.ladder import ladder
 from perdure.logs import logs
 from perdure.nodes import nodes
-from perdure.notify import notify
 from perdure.pausing import pause, resume
+from perdure.policy import ladder
 from perdure.preflight import preflight
 from perdure.run import demo, run
+from perdure.run_status import RunStatus
 from perdure.runs import named_job, run_to_observe
 from perdure.schema_page import job_page
 from perdure.status import status
@@ -55,7 +55,7 @@ app.add_typer(server.app, name="server")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(policy.app, name="policy")
 for command in (
-    run, demo, drill, status, pause, resume, logs, nodes, notify, diagnose, preflight, ladder,
+    run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder,
 ):  # fmt: skip
     app.command()(command)
 
@@ -65,8 +65,8 @@ def env(job_file: JobFile, overrides: Overrides = None, *, as_json: AsJson = Fal
     """Print the HCCL and torch environment of a job's workers, with the reasons."""
     job = load_job(job_file, overrides or ())
     check_environment(job)
-    kept = [Variable(name, "***", f"from {one.text}") for name, one in job.env_from.items()]
-    variables = [*worker_variables(job), *kept]
+    secrets = [Variable(name, "***", f"from {src.text}") for name, src in job.env_from.items()]
+    variables = [*worker_variables(job), *secrets]
     if as_json:
         print_json([asdict(variable) for variable in variables])
         return
@@ -82,12 +82,16 @@ def schema(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="print the reference page docs/job.md instead")
     ] = False,
+    of_status: Annotated[
+        bool, typer.Option("--status", help="of what `perdure status RUN --json` prints")
+    ] = False,
 ) -> None:
-    """Print the JSON schema of a job file: every field with its meaning, type and default."""
+    """Print the JSON schema of a job file, or of a run's status."""
     if markdown:
         print(job_page())
-    else:
-        print_json(Job.model_json_schema())
+        return
+    # A field of the status that may be missing has a default, which only this mode shows.
+    print_json((RunStatus if of_status else Job).model_json_schema(mode="validation"))
 
 
 @app.command()
@@ -98,16 +102,32 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def cancel(run: RunName) -> None:
-    """Stop a run: its workers save and end, its containers go away."""
+    """Stop a run: its workers save and exit, and its containers are removed."""
     job = named_job(run)
     if not job.engine.on_this_machine and not os.environ.get("PREFECT_API_URL"):
-        # Its Prefect server is elsewhere: store and cluster are enough.
+        # Its Prefect server is elsewhere; a cancellation needs only store and cluster.
         print(cancelling.cancel(run_to_observe(run)))
         return
     server.use_server()
     from perdure.tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect
 
     print(cancel_run(job))
+
+
+@app.command()
+def notify(
+    block: Annotated[
+        str, typer.Argument(metavar="TYPE/NAME", help="a notification block of the Prefect server")
+    ],
+) -> None:
+    """Have the server send a message when a run has failed or needs you.
+
+    Creates two automations, or changes the block to which they send.
+    """
+    server.use_server()
+    from perdure.flows.notifications import ensure  # noqa: PLC0415 imports Prefect
+
+    print(ensure(block)["automations"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,6 +142,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    # What another library says of its error may have several lines; a script expects one.
+    # The error of another library may have several lines; a script expects a single one.
     warn(" ".join(message.split()))
     raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""`perdure diagnose`: what broke, from any logs."""
+"""`perdure diagnose`: diagnoses a failure from any logs."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def diagnose(
     *,
     as_json: AsJson = False,
     each: Annotated[
-        bool, typer.Option("--each", help="every file of a folder is a case of its own")
+        bool, typer.Option("--each", help="diagnose every file of a folder by itself")
     ] = False,
 ) -> None:
-    """Find out what broke, from any logs: a folder is one attempt with the logs of its ranks."""
+    """Diagnose a failure from any logs; a folder holds the logs of one attempt's ranks."""
     objects, is_whole = [], True
     console = make_console()
     for case in _cases(paths, each=each):
         is_whole = is_whole and bool(case.readings)
         for line in case.unreadable:
-            warn(f"not read: {line}")
+            warn(f"cannot read {line}")
         if as_json:
             objects.append(_object(case))
         else:
@@ -60,14 +60,14 @@ def diagnose(
 
 
 def _cases(paths: Sequence[str], *, each: bool) -> Iterator[PathDiagnosis]:
-    """Diagnose the given paths in their order; what cannot be read is a case that reports it."""
+    """Diagnose the paths in their order; a path that cannot be read becomes a case that says so."""
     if paths.count(STANDARD_INPUT) > 1:
-        raise InputError("PATH", "'-' can be read once")
+        raise InputError("PATH", "'-' (standard input) can be read only once")
     # All paths first, so that a mistyped one is refused before a long log has been read.
-    found = [(path, files_of(Path(path))) for path in paths]
+    path_files = [(path, files_of(Path(path))) for path in paths]
     now_s = time.time()
     year = datetime.fromtimestamp(now_s, UTC).year
-    for path, files in found:
+    for path, files in path_files:
         groups = [(str(file), [file]) for file in files] if each else [(path, files)]
         for name, group in groups:
             try:
@@ -117,7 +117,7 @@ def _key_line(fault: Fault) -> dict[str, Any]:
 
 def _nothing(case: PathDiagnosis) -> str:
     if not case.readings:
-        return f"It could not be read: {'; '.join(case.unreadable)}."
+        return f"The logs could not be read: {'; '.join(case.unreadable)}."
     size_bytes = sum(reading.size_bytes for reading in case.readings)
     files = f"{len(case.readings)} files, " if len(case.readings) > 1 else ""
     garbled = [r.source.name for r in case.readings if not r.is_text]
@@ -126,7 +126,7 @@ def _nothing(case: PathDiagnosis) -> str:
 
 
 def _first_decision(fault: Fault) -> Decision:
-    """What the ladder decides for a first fault when every rung is supported."""
+    """The ladder's decision for a first fault when every rung is supported."""
     return decide(fault, now_s=fault.at_s, history=(), supported=frozenset(Rung), policy=Policy())
 
 
@@ -156,8 +156,8 @@ def _show(console: Console, case: PathDiagnosis) -> None:
 
 def _label(case: PathDiagnosis) -> str:
     source = case.diagnosis.source if case.diagnosis is not None else None
-    own = Path(case.path).name
-    return case.path if source in {None, own} else f"{case.path}: {source}"
+    name = Path(case.path).name
+    return case.path if source in {None, name} else f"{case.path}: {source}"
 
 
 def _context(case: PathDiagnosis) -> Iterator[Text]:

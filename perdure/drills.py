@@ -1,4 +1,4 @@
-"""`perdure drill`: faults injected on purpose, and whether the run recovered from them.
+"""`perdure drill`: injects faults on purpose and reports whether the run recovered from them.
 
 Times are seconds.
 """
@@ -46,7 +46,7 @@ def drill(
     name: Annotated[
         str,
         typer.Argument(
-            help="a drill, all of them, or list: which there are, and whether they can run there",
+            help="name of a drill, all, or list to show the drills and whether they can run",
             show_default=False,
         ),
     ],
@@ -55,7 +55,7 @@ def drill(
     job_file: Annotated[
         Path | None,
         typer.Option(
-            "--job", help="on the engine and with the store of this job file, not on this machine"
+            "--job", help="use the engine and the store of this job file, not this machine"
         ),
     ] = None,
     overrides: Overrides = None,
@@ -63,7 +63,7 @@ def drill(
         str | None, typer.Option(help="ddp, hsdp or fsdp2; default: the job's, else ddp")
     ] = None,
     home: Annotated[
-        Path | None, typer.Option(help="keep the drills' folder below this one")
+        Path | None, typer.Option(help="keep the drills' folder inside this one")
     ] = None,
 ) -> None:
     """Break a small run on purpose, and compare it with an undisturbed one.
@@ -71,7 +71,7 @@ def drill(
     The run is Perdure's own, on this machine or on the nodes of a job; the job itself is not run.
     """
     if job_file is None and overrides:
-        raise InputError("--set", "overrides fields of a job: give --job, too")
+        raise InputError("--set", "overrides fields of a job, so it needs --job")
     job = load_job(job_file, overrides or ()) if job_file is not None else None
     if name == LIST:
         _list(job, as_json=as_json)
@@ -79,9 +79,9 @@ def drill(
     asked, kind = chosen(name), parallel_kind(parallelism, job)
     num_devices = count_devices() if job is None else 0
     drills = able(asked, job, num_devices=num_devices)
-    for one in asked:
-        if one not in drills:
-            warn(f"{one.name} is left out: {why_not(one, job, num_devices=num_devices)}")
+    for candidate in asked:
+        if candidate not in drills:
+            warn(f"{candidate.name} is skipped: {why_not(candidate, job, num_devices=num_devices)}")
     credentials = credentials_of(job) if job is not None else None
     folder = _make_folder(home)
     runner = drills_on(job, drills, kind, home=folder, credentials=credentials)
@@ -90,11 +90,13 @@ def drill(
         outcomes = run_drills(runner, drills)
         is_fine = all(outcome.as_expected for outcome in outcomes)
         if as_json:
-            print_json([{**asdict(one), "as_expected": one.as_expected} for one in outcomes])
+            print_json(
+                [{**asdict(outcome), "as_expected": outcome.as_expected} for outcome in outcomes]
+            )
         else:
             _show(make_console(), outcomes)
     finally:
-        # They are kept of drills that failed or were interrupted, and where a folder was named.
+        # Logs stay after a failure or an interruption, and where the user named a folder.
         if not is_fine or home is not None or not _clear(runner):
             for place in runner.places:
                 warn(f"logs and ledgers of the drills: {place}")
@@ -102,15 +104,15 @@ def drill(
 
 
 def _list(job: Job | None, *, as_json: bool) -> None:
-    """Print what there is, and whether it can run on the nodes of a job."""
+    """Print the drills, and whether each can run on the nodes of a job."""
     rows = [
         {
-            "drill": one.name,
-            "injected": one.injected,
-            "expected": " ".join(one.expected.rungs) or "-",
-            "can run": why_not(one, job) or "yes",
+            "drill": candidate.name,
+            "injected": candidate.injected,
+            "expected": " ".join(candidate.expected.rungs) or "-",
+            "can run": why_not(candidate, job) or "yes",
         }
-        for one in DRILLS
+        for candidate in DRILLS
     ]
     if as_json:
         print_json(rows)
@@ -122,7 +124,7 @@ def _list(job: Job | None, *, as_json: bool) -> None:
 
 
 def run_drills(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcome]:
-    """Run drills one after the other, and show on stderr which one it is."""
+    """Run drills one after the other, and name each on stderr."""
     outcomes = []
     console = Console(stderr=True)  # stdout is for the table, or for a script's JSON
     with console.status("") as status:
@@ -132,7 +134,7 @@ def run_drills(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcom
             if not console.is_terminal:  # where rich shows no status
                 warn(text)
 
-        show("the same job without a fault")
+        show("running the same job without a fault")
         runner.undisturbed()
         for number, drill in enumerate(drills, start=1):
             show(f"{drill.name} ({number} of {len(drills)})")
@@ -143,17 +145,17 @@ def run_drills(runner: DrillRunner, drills: Sequence[Drill]) -> list[DrillOutcom
 
 
 def _clear(runner: DrillRunner) -> bool:
-    """Delete what the drills left. Whether that was possible."""
+    """Delete the drills' remains; return whether that was possible."""
     try:
         runner.clear()
     except StorageError as error:
-        warn(f"could not be deleted: {error}")
+        warn(f"cannot delete the drills' remains: {error}")
         return False
     return True
 
 
 def _make_folder(home: Path | None) -> Path:
-    """A new folder, so that no run of an earlier drill has the name of one of these."""
+    """Make a new folder, so that no run of an earlier drill has the same name."""
     try:
         if home is not None:
             home.mkdir(parents=True, exist_ok=True)
@@ -164,9 +166,9 @@ def _make_folder(home: Path | None) -> Path:
 
 def _show(console: Console, outcomes: Sequence[DrillOutcome]) -> None:
     table = make_table(*outcomes[0].row)
-    for one in outcomes:
-        table.add_row(*one.row.values())
+    for outcome in outcomes:
+        table.add_row(*outcome.row.values())
     console.print(table)
-    for one in outcomes:
-        for problem in one.problems:
-            console.print(f"{one.name}: {problem}", soft_wrap=True)
+    for outcome in outcomes:
+        for problem in outcome.problems:
+            console.print(f"{outcome.name}: {problem}", soft_wrap=True)

@@ -1,7 +1,7 @@
-"""`perdure logs`: the logs of a run, from its store and from the nodes of the attempt that lives.
+"""`perdure logs`: lists, prints and follows the logs of a run.
 
-Of attempts that have ended it reads the store and the ledger alone, so that it works on any
-machine. Sizes are bytes.
+Logs of attempts that have ended come from the store alone, so the command works on any machine;
+those of a living attempt come from its nodes on this machine. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import typer
 from rich.filesize import decimal
 
 from perdure.console import AsJson, RunName, make_console, make_table, print_json, warn
-from perdure.log_following import follow_logs
-from perdure.log_index import (
+from perdure.log_reading import (
     Key,
+    LogFilter,
     LogIndex,
     LogRow,
-    Wanted,
-    chosen,
     content_of,
+    follow_logs,
     living_rows,
     living_text,
+    newest_matches,
     read_index,
 )
 from perdure.runs import run_to_observe
@@ -44,44 +44,44 @@ def logs(
     rank: Annotated[
         int | None, typer.Option(min=0, help="print the logs of this rank; default: list")
     ] = None,
-    node: Annotated[
-        str | None, typer.Option(help="print what the ranks of this node wrote")
-    ] = None,
+    node: Annotated[str | None, typer.Option(help="print the output of this node's ranks")] = None,
     file: Annotated[
         str | None,
         typer.Option(help="print the logs of this name, such as coordinator.log or hang.txt"),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="print what is written from now on")
+        bool, typer.Option("--follow", "-f", help="print new output until the run ends")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the logs of a run, or print those of a rank.
 
-    Nodes put them into the store at the end of each attempt, with secrets masked. Those of the
-    attempt that lives are read from its nodes, when they run on this machine. Without --attempt,
-    the logs of the newest attempt that has any are printed. All ranks of a command write into one
-    log for each node.
+    Nodes upload their logs to the store at the end of each attempt, with secrets masked. The
+    command reads the logs of a living attempt from its nodes, when they run on this machine.
+    Without --attempt, it prints the logs of the newest attempt that has any. All ranks of a
+    command write into one log for each node.
     """
     observed = run_to_observe(run)
-    key, wanted = _attempt_of(attempt), Wanted(rank, node, file)
-    _check(observed.job, wanted)
+    key, log_filter = _attempt_of(attempt), LogFilter(rank, node, file)
+    if rank is not None and observed.job.worker.is_launcher:
+        problem = "the ranks of a command share one log on each node: use --node, such as node-0"
+        raise InputError("--rank", problem)
     if follow:
         if key is not None or as_json:
-            raise InputError("--follow", "goes neither with --attempt nor with --json")
-        follow_logs(observed, wanted)
+            raise InputError("--follow", "cannot be combined with --attempt or --json")
+        follow_logs(observed, log_filter)
         return
     history = observed.refresh()
     index = read_index(observed.store, observed.job.run_id)
-    known = {(row.placement, row.attempt, row.node, row.file) for row in index.rows}
+    stored = {(row.placement, row.attempt, row.node, row.file) for row in index.rows}
     living = [
         row
         for row in living_rows(observed)
-        if (row.placement, row.attempt, row.node, row.file) not in known
+        if (row.placement, row.attempt, row.node, row.file) not in stored
     ]
     rows = [r for r in (*index.rows, *living) if key in (None, (r.placement, r.attempt))]
-    if wanted != Wanted():
-        _print(observed, rows, wanted)
+    if log_filter != LogFilter():
+        _print(observed, rows, log_filter)
         return
     gaps = list(_gaps(index, history, key))
     if as_json:
@@ -90,42 +90,35 @@ def logs(
         _show(observed.job, rows, gaps)
 
 
-def _check(job: Job, wanted: Wanted) -> None:
-    if wanted.rank is not None and job.worker.is_launcher:
-        raise InputError(
-            "--rank", "the ranks of a command have one log for each node: --node, such as node-0"
-        )
-
-
-def _print(run: Run, rows: Sequence[LogRow], wanted: Wanted) -> None:
-    found = chosen(rows, wanted)
-    if found:
-        _print_logs(run, found)
-    elif rows and wanted.file is None and wanted.rank in range(run.job.engine.world_size):
+def _print(run: Run, rows: Sequence[LogRow], log_filter: LogFilter) -> None:
+    matches, rank = newest_matches(rows, log_filter), log_filter.rank
+    if matches:
+        _print_logs(run, matches)
+    elif rows and log_filter.file is None and rank in range(run.job.engine.world_size):
         # A rank that exists and printed nothing is no mistake of the user's.
-        warn(f"rank {wanted.rank} wrote nothing that is kept")
+        warn(f"rank {rank} left no output in the logs that are kept")
     else:
-        raise InputError("logs", f"no such logs; {_known(rows)}")
+        raise InputError("logs", f"no such logs; {_names_text(rows)}")
 
 
-def _known(rows: Sequence[LogRow]) -> str:
-    """What could have been named."""
+def _names_text(rows: Sequence[LogRow]) -> str:
+    """The nodes and ranks that a user can ask for."""
     ranks = sorted({row.rank for row in rows if row.rank is not None})
     nodes = sorted({row.node for row in rows if row.node is not None})
     return f"nodes: {', '.join(nodes) or 'none'}; ranks: {ranks or 'none'}"
 
 
-def _gaps(index: LogIndex, history: RunHistory, wanted: Key | None) -> Iterator[str]:
-    """What is missing of the attempts that have ended, and why, as far as that is known."""
+def _gaps(index: LogIndex, history: RunHistory, key: Key | None) -> Iterator[str]:
+    """The logs that are missing from ended attempts, with the reason where it is known."""
     members = {placed.placement: placed.members for placed in history.placements}
     for view in history.attempts:
-        if view.ended is None or wanted not in (None, view.key):
+        if view.ended is None or key not in (None, view.key):
             continue  # nodes collect when their attempt has ended: nothing is missing yet
         name = ".".join(map(str, view.key))
         for member in members.get(view.key[0], ()):
             collected = index.collected.get((view.key, member.node))
             if collected is None:
-                yield f"attempt {name}: {member.node} was lost or did not finish collecting"
+                yield f"attempt {name}: {member.node} was lost or did not finish uploading its logs"
             else:
                 yield from (f"attempt {name}: {member.node}: {p}" for p in collected.problems)
 
@@ -135,12 +128,12 @@ def _attempt_of(text: str | None) -> Key | None:
         return None
     match = re.fullmatch(r"(\d+)\.(\d+)", text)
     if match is None:
-        raise InputError("--attempt", f"{text!r} is no placement and attempt, such as 1.2")
+        raise InputError("--attempt", f"{text!r} must name placement and attempt, such as 1.2")
     return int(match[1]), int(match[2])
 
 
 def _print_logs(run: Run, rows: Sequence[LogRow]) -> None:
-    out = sys.stdout.buffer  # bytes: what a rank prints need not be UTF-8
+    out = sys.stdout.buffer  # bytes: the output of a rank need not be UTF-8
     for row in rows:
         cut = f", without its first {decimal(row.cut_bytes)}" if row.cut_bytes else ""
         name = f"{row.node}/{row.file}" if row.node is not None else row.file
@@ -158,7 +151,7 @@ def _show(job: Job, rows: Sequence[LogRow], gaps: Sequence[str]) -> None:
     console = make_console()
     if not rows:
         why = "" if job.watch.log_limit_bytes else ": watch.log_limit_bytes is 0"
-        console.print(f"{job.run_id}: no logs in the store{why}")
+        console.print(f"{job.run_id}: the store has no logs{why}")
     else:
         table = make_table("attempt", "node", "file", "size", "left out")
         for row in rows:

@@ -1,7 +1,7 @@
-"""The state of a run, from its ledger, its store and its agents on this machine.
+"""A monitor of a run: reads its ledger, its store and its agents on this machine.
 
-Nothing is taken or changed: the run may be supervised by another process, or by none. Times are
-seconds since the epoch, durations seconds, steps completed optimizer steps.
+It changes nothing, so another process may supervise the run meanwhile, or none. Times are seconds
+since the epoch, durations seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from pydantic import TypeAdapter
-
+from perdure.run_status import (
+    HeldCheckpoints,
+    NodeStatus,
+    PauseStatus,
+    RankFacts,
+    RecentFault,
+    RestoredState,
+    RunState,
+    RunStatus,
+)
 from perdure.runs import OpenAttempt
 from perdure.storage.checkpoint import Tier
 from perdure.training.engines.base import Snapshot
 from perdure.training.files import home_folder
-from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import kept_of
 from perdure.training.journal.time_account import Account, SeenStep, account
 from perdure.training.recovery.faults import Fault
-from perdure.training.recovery.rungs import Rung
 from perdure.training.reporting.ettr import Accountant
-from perdure.training.reporting.rows import (
-    alert_rows,
-    attempt_rows,
-    outcome_of,
-    program_notices,
-    recovery_facts,
-)
+from perdure.training.reporting.rows import alert_rows, attempt_rows, program_notices
 from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.checkpoints import node_tiers, program_saves, saves_are_known
 from perdure.training.supervisor.evidence import newest_of, step_of
+from perdure.training.supervisor.facts import FaultFacts, RecoveryFacts
 from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.store_outage import unwritable
@@ -45,43 +45,43 @@ from perdure.training.wire.requests import is_pause_wanted
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
 ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
 _NUM_FAULTS = 5
-_FAULT = TypeAdapter(Fault)
 _PACE_STEPS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """The state of a run.
+class RunSnapshot:
+    """The state of a run at one moment.
 
     Attributes:
-        history: its ledger, with what the open attempt has logged since.
-        document: the same for scripts.
-        records: of every step that counts so far, by step.
+        status: the state for scripts.
+        history: its ledger, and the events that the open attempt has logged since.
+        records: step records that count so far, by step.
+        account: the wall time by category.
     """
 
+    status: RunStatus
     history: RunHistory
-    document: dict[str, Any]
     records: dict[int, StepRecord]
     account: Account
 
 
 class RunMonitor:
-    """Reads the state of one run, repeatedly; what was read once is not read again.
+    """Reads the state of one run repeatedly, and each record of it once.
 
     Args:
-        run: not taken by this process.
+        run: a run that another process may supervise.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
         self._open_attempt = OpenAttempt(run)
-        self._known_account: Account | None = None
+        self._last_account: Account | None = None
         self._account_due_s = float("-inf")
-        self._tiers: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._tiers: tuple[float, dict[str, HeldCheckpoints]] = (float("-inf"), {})
 
-    def status(self, *, now_s: float | None = None) -> Status:
-        """The state of the run by now.
+    def snapshot(self, *, now_s: float | None = None) -> RunSnapshot:
+        """Read the present state of the run.
 
         Raises:
             StorageError: the store does not answer.
@@ -89,22 +89,63 @@ class RunMonitor:
         now_s = time.time() if now_s is None else now_s
         history = self._run.refresh()
         observer = self._open_attempt.observer(history)
-        seen = observer.look() if observer is not None else AttemptSnapshot(None)
-        self._accountant.saw(seen.steps)
-        _add_events(history, seen)
-        every = self._accountant.records(history)
-        newest = newest_of(seen.snapshot, now_s=now_s) if seen.snapshot is not None else None
-        records, spent = kept_of(every), self._account(history, every, newest, now_s)
-        document = {
-            **_facts(self._run, history, records, seen.snapshot, now_s=now_s),
-            "ettr": round(spent.known_ettr, 4) if spent.known_ettr is not None else None,
-            "wall_s": round(spent.wall_s, 3),
-            "time_s": {owner: round(s, 3) for owner, s in spent.seconds.items() if s > 0},
-            "checkpoints": self._program_checkpoints(history) or self._checkpoints(now_s),
-            "nodes": _nodes(history, seen.snapshot),
-            "metrics_url": _metrics_url(seen.snapshot),
-        }
-        return Status(history, document, records, spent)
+        attempt = observer.look() if observer is not None else AttemptSnapshot(None)
+        self._accountant.saw(attempt.steps)
+        _add_events(history, attempt)
+        records = self._accountant.records(history)
+        agents = attempt.snapshot
+        newest = newest_of(agents, now_s=now_s) if agents is not None else None
+        account = self._account(history, records, newest, now_s)
+        kept_records = kept_of(records)
+        status = self._status(history, kept_records, account, agents, now_s=now_s)
+        return RunSnapshot(status, history, kept_records, account)
+
+    def _status(
+        self,
+        history: RunHistory,
+        records: dict[int, StepRecord],
+        account: Account,
+        agents: Snapshot | None,
+        *,
+        now_s: float,
+    ) -> RunStatus:
+        """The facts from the ledger; of a command, those that heartbeats and output show."""
+        run, job, pause = self._run, self._run.job, history.pause
+        last = records[max(records)] if records else None
+        is_supervised = history.ended is None and run.ledger.is_supervised()
+        return RunStatus(
+            run_id=job.run_id,
+            state=_state(history),
+            ledger_unwritable=unwritable(run.ledger, run.home, now_s=now_s),
+            supervised=is_supervised,
+            step=_command_step(history, agents) if job.worker.is_command else _step(history, last),
+            committed_step=history.committed_step if saves_are_known(job) else None,
+            target_step=job.target_step,
+            eta_s=_eta_s(history, records, job.target_step),
+            tokens_per_s=last.tokens_per_s if last is not None else None,
+            loss=_finite(last.loss if last is not None else None),
+            grad_norm=_finite(last.grad_norm if last is not None else None),
+            lr=last.lr if last is not None else None,
+            last_step_age_s=_last_step_age_s(last, agents, now_s),
+            isolated=tuple(history.isolated),
+            sub_healthy=len(history.sub_healthy),
+            pause_wanted=is_pause_wanted(run.store, job.run_id),
+            pause=PauseStatus(at_s=pause.began.at_s, step=pause.began.step) if pause else None,
+            attempts=tuple(attempt_rows(history)),
+            abnormal=abnormal_steps(history),
+            notices=tuple(program_notices(history)),
+            recoveries=_recoveries(history),
+            restored=_restored(history),
+            fault=_last_fault(history),
+            faults=_recent_faults(history),
+            alerts=tuple(alert_rows(history)),
+            ettr=round(account.known_ettr, 4) if account.known_ettr is not None else None,
+            wall_s=round(account.wall_s, 3),
+            time_s={owner: round(s, 3) for owner, s in account.seconds.items() if s > 0},
+            checkpoints=self._program_checkpoints(history) or self._checkpoints(now_s),
+            nodes=_nodes(history, agents),
+            metrics_url=_metrics_url(agents),
+        )
 
     def _account(
         self,
@@ -113,99 +154,54 @@ class RunMonitor:
         newest: SeenStep | None,
         now_s: float,
     ) -> Account:
-        """The account; while a run of many steps goes on, perhaps an older one."""
-        known = self._known_account
-        if known is not None and history.ended is None and now_s < self._account_due_s:
-            return known
+        """The account of the wall time; that of a long run may be a little old."""
+        last = self._last_account
+        if last is not None and history.ended is None and now_s < self._account_due_s:
+            return last
         began_s = time.monotonic()
-        made = self._known_account = account(history, records, now_s=now_s, newest=newest)
+        fresh = self._last_account = account(history, records, now_s=now_s, newest=newest)
         self._account_due_s = now_s + (time.monotonic() - began_s) / ACCOUNT_SHARE
-        return made
+        return fresh
 
-    def _program_checkpoints(self, history: RunHistory) -> dict[str, Any]:
-        """Of a command that says where it saves: how many are there, and the newest."""
+    def _program_checkpoints(self, history: RunHistory) -> dict[str, HeldCheckpoints]:
+        """The checkpoints of a command whose job says where it saves them."""
         if self._run.job.worker.checkpoints is None:
             return {}
-        kept = [one for one in program_saves(history) if one.is_kept is not False]
-        newest = max((one.step for one in kept), default=None)
-        return {"program": {"newest": newest, "count": len(kept)}}
+        steps = [save.step for save in program_saves(history) if save.is_kept is not False]
+        held = HeldCheckpoints(newest=max(steps, default=None), count=len(steps))
+        return {"program": held}
 
-    def _checkpoints(self, now_s: float) -> dict[str, Any]:
-        """Per tier how many checkpoints it holds, and the newest."""
-        listed_s, known = self._tiers
+    def _checkpoints(self, now_s: float) -> dict[str, HeldCheckpoints]:
+        """The checkpoints that each tier holds."""
+        listed_s, listed = self._tiers
         if now_s - listed_s < CHECKPOINTS_PERIOD_S:
-            return known
+            return listed
         on_nodes = node_tiers(home_folder(), self._run.job.run_id)
         steps: dict[str, list[int]] = {tier.value: [] for tier in Tier}
         in_store = {step.step: step.tiers({}) for step in self._run.checkpoints.list_steps()}
         for step in sorted({*in_store, *on_nodes}):
             for tier in (*on_nodes.get(step, ()), *in_store.get(step, ())):
                 steps[tier].append(step)
-        found = {
-            tier: {"newest": held[-1] if held else None, "count": len(held)}
+        tiers = {
+            tier: HeldCheckpoints(newest=held[-1] if held else None, count=len(held))
             for tier, held in steps.items()
         }
-        self._tiers = (now_s, found)
-        return found
+        self._tiers = (now_s, tiers)
+        return tiers
 
 
-def _add_events(history: RunHistory, seen: AttemptSnapshot) -> None:
-    """Add what the open attempt has logged and no supervisor has recorded yet."""
+def _add_events(history: RunHistory, attempt: AttemptSnapshot) -> None:
+    """Add events that the open attempt has logged and no supervisor has recorded yet."""
     view = history.open_attempt
     if view is None:
         return
-    known = {(event.kind, event.number) for event in view.events}
-    fresh = [event for event in seen.events if (event.kind, event.number) not in known]
+    recorded = {(event.kind, event.number) for event in view.events}
+    fresh = [event for event in attempt.events if (event.kind, event.number) not in recorded]
     history.attempts[-1] = replace(view, events=(*view.events, *fresh))
 
 
-def _facts(
-    run: Run,
-    history: RunHistory,
-    records: dict[int, StepRecord],
-    seen: Snapshot | None,
-    *,
-    now_s: float,
-) -> dict[str, Any]:
-    """What the ledger shows; of a command, what heartbeats and output do."""
-    job, pause = run.job, history.pause
-    target = job.target_step
-    last = records[max(records)] if records else None
-    newest = newest_of(seen, now_s=now_s) if seen is not None else None
-    last_s = last.at_s if last is not None else newest.at_s if newest is not None else None
-    abnormal = abnormal_steps(history)
-    is_supervised = history.ended is None and run.ledger.is_supervised()
-    return {
-        "run_id": job.run_id,
-        "state": _state(history),
-        "ledger_unwritable": unwritable(run.ledger, run.home, now_s=now_s),
-        "supervised": is_supervised,
-        "step": _step(history, last) if not job.worker.is_command else _command_step(history, seen),
-        "committed_step": history.committed_step if saves_are_known(job) else None,
-        "target_step": target,
-        "eta_s": _eta_s(history, records, target),
-        "tokens_per_s": last.tokens_per_s if last is not None else None,
-        "loss": _number_of(last.loss if last is not None else None),
-        "grad_norm": _number_of(last.grad_norm if last is not None else None),
-        "lr": last.lr if last is not None else None,
-        "last_step_age_s": round(now_s - last_s, 1) if last_s is not None else None,
-        "isolated": list(history.isolated),
-        "sub_healthy": len(history.sub_healthy),
-        "pause_wanted": is_pause_wanted(run.store, job.run_id),
-        "pause": pause.began.model_dump(include={"at_s", "step"}) if pause is not None else None,
-        "attempts": [asdict(row) for row in attempt_rows(history)],
-        "abnormal": asdict(abnormal) if abnormal is not None else None,
-        "notices": program_notices(history),
-        "recoveries": [recovery_facts(v, one) for v in history.attempts for one in v.recoveries],
-        "restored": _restored(history),
-        "fault": _last_fault(history),
-        "faults": _last_faults(history),
-        "alerts": [asdict(row) for row in alert_rows(history)],
-    }
-
-
-def _number_of(value: float | None) -> float | None:
-    """JSON knows no NaN."""
+def _finite(value: float | None) -> float | None:
+    """The value, or None where JSON has no number for it."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -215,134 +211,120 @@ def _step(history: RunHistory, last: StepRecord | None) -> int:
 
 
 def _command_step(history: RunHistory, snapshot: Snapshot | None) -> int | None:
-    """The newest step of a command; None where neither heartbeats nor output show one."""
+    """The newest step of a command; None where neither heartbeats nor output show any."""
     step = step_of(snapshot, None) if snapshot is not None else None
     if step is not None:
         return step
     ends = [view.ended.to_step for view in history.attempts if view.ended is not None]
-    return next((one for one in reversed(ends) if one is not None), None)
+    return next((step for step in reversed(ends) if step is not None), None)
+
+
+def _last_step_age_s(
+    last: StepRecord | None, agents: Snapshot | None, now_s: float
+) -> float | None:
+    """The time since the newest step; of a command, since its heartbeat or output showed it."""
+    newest = newest_of(agents, now_s=now_s) if agents is not None and last is None else None
+    step = last or newest
+    return round(now_s - step.at_s, 1) if step is not None else None
 
 
 def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | None) -> float | None:
-    """Until the target at the pace of the newest steps, saves included; None without a pace."""
+    """The time to the target at the pace of the newest steps, saves included."""
     newest = list(records.values())[-_PACE_STEPS:]
     if target is None or history.ended is not None or not newest:
         return None
     attempt = (newest[-1].placement, newest[-1].attempt)
     # The downtime before a restart is no part of the pace.
-    own = [one for one in newest if (one.placement, one.attempt) == attempt]
-    first, last = own[0], own[-1]
+    steps = [record for record in newest if (record.placement, record.attempt) == attempt]
+    first, last = steps[0], steps[-1]
     pace_s = (last.at_s - first.at_s + first.step_s) / (last.step - first.step + 1)
     return round(max(0, target - last.step) * pace_s, 1)
 
 
 def _metrics_url(snapshot: Snapshot | None) -> str | None:
-    """Where the open attempt answers Prometheus."""
+    """The address at which the open attempt serves Prometheus metrics."""
     agents = snapshot.agents.values() if snapshot is not None else ()
     return next((status.metrics_url for status in agents if status.metrics_url), None)
 
 
-def _nodes(history: RunHistory, snapshot: Snapshot | None) -> list[dict[str, Any]]:
+def _nodes(history: RunHistory, snapshot: Snapshot | None) -> tuple[NodeStatus, ...]:
     """The nodes of the run; without an answer only their names are known."""
     view = history.open_attempt
     if history.ended is not None or history.placement is None:
-        return []
+        return ()
     if snapshot is None or view is None:
-        return [{"node": m.node, "state": None} for m in history.placement.members]
-    answered = [_node(status) for status in snapshot.agents.values()]
-    lost = [{"node": node, "state": "lost", "health": "lost"} for node in snapshot.lost]
-    busy = [{"node": n, "state": None, "health": "no answer"} for n in snapshot.unanswered]
-    return [*answered, *lost, *busy]
+        return tuple(NodeStatus(node=m.node, state=None) for m in history.placement.members)
+    return (
+        *(_node(status) for status in snapshot.agents.values()),
+        *(NodeStatus(node=node, state="lost", health="lost") for node in snapshot.lost),
+        *(NodeStatus(node=n, state=None, health="no answer") for n in snapshot.unanswered),
+    )
 
 
-def _node(status: AgentStatus) -> dict[str, Any]:
-    return {
-        "node": status.node,
-        "state": status.state.value,
-        "health": _health(status),
-        "ranks": [
-            worker.model_dump(include={"rank", "local_rank", "pid", "step", "phase", "exit_code"})
-            for worker in status.known_ranks
-        ],
-        "shown_step": status.shown.step if status.shown is not None else None,
-        "sample": status.sample.model_dump(mode="json") if status.sample is not None else None,
-    }
+def _node(status: AgentStatus) -> NodeStatus:
+    return NodeStatus(
+        node=status.node,
+        state=status.state,
+        health=_health(status),
+        ranks=tuple(map(RankFacts.of, status.known_ranks)),
+        shown_step=status.shown.step if status.shown is not None else None,
+        sample=status.sample,
+    )
 
 
 def _health(status: AgentStatus) -> str:
-    """What is wrong with a node, "ok" when nothing is known to be."""
-    wrong = []
+    """The problems of a node, or "ok" when none is known."""
+    problems = []
     if status.hang is not None:
-        who = f"rank {status.hang.rank}" if status.hang.rank is not None else "the command"
-        wrong.append(f"{who} silent for {status.hang.silent_s:.0f} s")
+        process = f"rank {status.hang.rank}" if status.hang.rank is not None else "the command"
+        problems.append(f"{process} silent for {status.hang.silent_s:.0f} s")
     if status.staging_error is not None:
-        wrong.append(status.staging_error)
+        problems.append(status.staging_error)
     if status.oom_kills:
-        wrong.append(f"{status.oom_kills} killed because memory ran out")
+        problems.append(f"{status.oom_kills} killed because memory ran out")
     devices = status.sample.devices if status.sample is not None else ()
     for device in devices:
         if not device.is_healthy:
             link = "link down" if device.link_is_up is False else None
-            seen = ", ".join(filter(None, (device.health if device.is_ill else None, link)))
-            wrong.append(f"device {device.index}: {seen}")
-    return "; ".join(wrong) or "ok"
+            symptoms = ", ".join(filter(None, (device.health if device.is_ill else None, link)))
+            problems.append(f"device {device.index}: {symptoms}")
+    return "; ".join(problems) or "ok"
 
 
-def _last_fault(history: RunHistory) -> dict[str, Any] | None:
-    """The newest fault that ended an attempt, without the fields that have their defaults."""
+def _last_fault(history: RunHistory) -> Fault | None:
+    """The newest fault that ended an attempt."""
     faults = [a.ended.fault for a in history.attempts if a.ended is not None and a.ended.fault]
-    return _FAULT.dump_python(faults[-1], mode="json", exclude_defaults=True) if faults else None
+    return faults[-1] if faults else None
 
 
-def _restored(history: RunHistory) -> list[dict[str, Any]]:
-    """Where the attempts got their state from, oldest first."""
-    return [
-        {
-            "attempt": "{}.{}".format(*view.key),
-            **place.model_dump(mode="json", exclude={"kind", "number"}),
-            "text": place.text,
-        }
+def _recoveries(history: RunHistory) -> tuple[RecoveryFacts, ...]:
+    """The recoveries inside the processes of all attempts, oldest first."""
+    return tuple(
+        RecoveryFacts.of(view, recovery)
         for view in history.attempts
-        if (place := view.restored) is not None
-    ]
+        for recovery in view.recoveries
+    )
 
 
-def _last_faults(history: RunHistory) -> list[dict[str, Any]]:
-    """The newest faults and what was done about each, newest first."""
-    found = [fault for view in history.attempts for fault in _faults_of(view)]
-    return sorted(found, key=lambda fault: -fault["at_s"])[:_NUM_FAULTS]
+def _restored(history: RunHistory) -> tuple[RestoredState, ...]:
+    """The states that attempts began with, oldest first."""
+    return tuple(
+        RestoredState.of(view, event)
+        for view in history.attempts
+        if (event := view.restored) is not None
+    )
 
 
-def _faults_of(view: AttemptView) -> list[dict[str, Any]]:
-    found = [
-        _fault_facts(view, one.began.fault, one.began.decision.rung, outcome_of(view, one))
-        for one in view.recoveries
-    ]
-    fault = view.ended.fault if view.ended is not None else None
-    if fault is not None:
-        rung = view.decision.rung if view.decision is not None else None
-        found.append(_fault_facts(view, fault, rung, "ended the attempt"))
-    return found
+def _recent_faults(history: RunHistory) -> tuple[RecentFault, ...]:
+    """The newest faults and the answer to each, newest first."""
+    faults = [facts for view in history.attempts for facts in FaultFacts.of_attempt(view)]
+    newest = sorted(faults, key=lambda facts: -facts.at_s)[:_NUM_FAULTS]
+    return tuple(map(RecentFault.of, newest))
 
 
-def _fault_facts(
-    view: AttemptView, fault: Fault, rung: Rung | None, outcome: str
-) -> dict[str, Any]:
-    return {
-        "at_s": fault.at_s,
-        "attempt": "{}.{}".format(*view.key),
-        "fault_class": fault.fault_class.value,
-        "where": fault.where,
-        "step": fault.step,
-        "evidence": fault.evidence,
-        "rung": rung.value if rung is not None else None,
-        "outcome": outcome,
-    }
-
-
-def _state(history: RunHistory) -> str:
+def _state(history: RunHistory) -> RunState:
     if history.ended is not None:
-        return history.ended.outcome
+        return RunState(history.ended.outcome)
     if history.job is None:
-        return "not started"
-    return "paused" if history.pause is not None else "running"
+        return RunState.NOT_STARTED
+    return RunState.PAUSED if history.pause is not None else RunState.RUNNING

@@ -1,6 +1,6 @@
-"""`perdure nodes`: which nodes of a run are isolated or sub-healthy and why; letting one back in.
+"""`perdure nodes`: lists the isolated and sub-healthy nodes of a run, and releases a node.
 
-Reads and writes the ledger; a supervisor that lives reads it before it makes a placement.
+The command reads and writes the ledger, which a supervisor reads before it makes a placement.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ def nodes(
     *,
     release: Annotated[
         str | None,
-        typer.Option(metavar="NODE", help="take a node as healthy again, once it is mended"),
+        typer.Option(metavar="NODE", help="treat a node as healthy again after its repair"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the nodes of a run that are isolated or sub-healthy, with the reason, or release one.
 
-    A sub-healthy node is the last that a new placement takes.
-    A released node is a spare again: the next placement may use it, and what it did before
-    counts no more. A living run goes on where it is.
+    A new placement uses a sub-healthy node last. A released node is a spare again: the next
+    placement may use it, and its earlier faults no longer count. A living run stays on its nodes.
     """
     job = named_job(run)
     ledger = Ledger(store_of(job), job.run_id)
     history = ledger.read()
     if history.job is None:
-        raise InputError("run", f"{job.run_id!r}: never started")
+        raise InputError("run", f"{job.run_id!r} was never started")
     if release is not None:
         _refuse_unknown(history, release)
         ledger.note(NodeReleased, node=release)
@@ -54,17 +53,21 @@ def nodes(
 
 
 def _refuse_unknown(history: RunHistory, node: str) -> None:
-    known = [*history.isolated, *(one.node for one in sub_healthy_nodes(history))]
-    if node not in known:
-        text = f"is neither isolated nor sub-healthy; those are: {', '.join(known) or 'none'}"
-        raise InputError("--release", f"{node!r}: {text}")
+    releasable = [
+        *history.isolated,
+        *(sub_healthy.node for sub_healthy in sub_healthy_nodes(history)),
+    ]
+    if node not in releasable:
+        names = ", ".join(releasable) or "none"
+        problem = f"{node!r} is neither isolated nor sub-healthy; nodes that are: {names}"
+        raise InputError("--release", problem)
 
 
 def _document(history: RunHistory, released: str | None) -> dict[str, Any]:
     placed = history.placement if history.ended is None else None
     return {
-        "isolated": [asdict(one) for one in history.isolated_nodes],
-        "sub_healthy": [asdict(one) for one in sub_healthy_nodes(history)],
+        "isolated": [asdict(isolation) for isolation in history.isolated_nodes],
+        "sub_healthy": [asdict(sub_healthy) for sub_healthy in sub_healthy_nodes(history)],
         "in_use": [member.node for member in placed.members] if placed is not None else [],
         "released": released,
     }
@@ -77,13 +80,13 @@ def _show(run_id: str, history: RunHistory) -> None:
     else:
         print(f"{run_id}: no node is isolated")
     if sub_healthy:
-        _print_nodes("sub-healthy node, taken last", sub_healthy)
+        _print_nodes("sub-healthy node, used last", sub_healthy)
     if sub_healthy or history.isolated_nodes:
-        print(f"once a node is mended: perdure nodes {run_id} --release NODE")
+        print(f"after the repair of a node: perdure nodes {run_id} --release NODE")
 
 
 def _print_nodes(title: str, nodes: Sequence[Isolation | SubHealthyNode]) -> None:
     table = make_table(title, "since (UTC)", "why")
-    for one in nodes:
-        table.add_row(one.node, clock_text(one.at_s), " ".join(one.why.split()))
+    for node in nodes:
+        table.add_row(node.node, clock_text(node.at_s), " ".join(node.why.split()))
     make_console().print(table)

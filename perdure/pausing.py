@@ -1,7 +1,7 @@
-"""`perdure pause` and `perdure resume`: a request, and waiting until the ranks have followed it.
+"""`perdure pause` and `perdure resume`: request a change, and wait until the ranks follow.
 
-The request lies in the run's store, where the coordinator of the attempt finds it; the run needs
-no supervisor for it. Times are seconds.
+The coordinator of the attempt reads the request from the run's store, so a run without a
+supervisor can be paused as well. Times are seconds.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ POLL_S = 0.5
 # A supervisor records a pause at once; without one only the attempt's own log shows it.
 OBSERVE_AFTER_S = 5.0
 
-WaitS = Annotated[
-    float, typer.Option("--wait-s", min=0, help="seconds to wait until the ranks have followed")
-]
+WaitS = Annotated[float, typer.Option("--wait-s", min=0, help="seconds to wait for the ranks")]
 
 
 def pause(run_id: RunId, *, wait_s: WaitS = 60.0) -> None:
     """Stop every rank of a run at one step boundary until it is resumed.
 
-    The state stays in memory, nothing is saved for it. The run stays paused whatever happens to
-    its processes: a new attempt stops at its first step boundary, and `perdure run` adopts a
-    paused run without resuming it. Only `perdure resume`, the Resume button of Prefect, or the
-    end of the run, as by `perdure cancel`, ends the pause.
+    The state stays in memory; a pause saves nothing. The run stays paused even if its processes
+    fail: a new attempt stops at its first step boundary, and `perdure run` adopts a paused run
+    without resuming it. Only `perdure resume`, the Resume button of Prefect, or the end of the
+    run, for example by `perdure cancel`, ends the pause.
     """
     Pausing(run_to_observe(run_id), wait_s=wait_s).pause()
 
 
 def resume(run_id: RunId, *, wait_s: WaitS = 60.0) -> None:
-    """Continue a paused run from where it is."""
+    """Continue a paused run from its present step."""
     Pausing(run_to_observe(run_id), wait_s=wait_s).resume()
 
 
@@ -49,7 +47,7 @@ class Pausing:
     """Pauses and resumes one run.
 
     Args:
-        run: not taken by this process.
+        run: a run that another process may supervise.
         wait_s: how long to wait until the ranks have paused or continued.
     """
 
@@ -77,9 +75,8 @@ class Pausing:
         """
         self._refuse_ended()
         if self._run.job.worker.is_command:
-            raise InputError(
-                "run_id", f"{self._run_id!r}: runs a command, only a session can be paused"
-            )
+            problem = f"{self._run_id!r} runs a command; only a session can be paused"
+            raise InputError("run_id", problem)
         write_control(self._run.store, self._run_id, pause=True)
         self._print("waiting until every rank pauses at a step boundary")
         if not self._await(paused=True):
@@ -99,12 +96,12 @@ class Pausing:
         history = self._refuse_ended()
         # A request may not have reached the ranks yet, and a pause may outlast its request.
         if history.pause is None and not is_pause_wanted(self._run.store, self._run_id):
-            self._print("is not paused")
+            self._print("the run is not paused")
             return
         write_control(self._run.store, self._run_id, pause=False)
         self._print("waiting until the ranks continue")
         if not self._await(paused=False):
-            raise PerdureError(f"{self._run_id}: still paused after {self._wait_s:g} s")
+            raise PerdureError(f"{self._run_id}: the run is still paused after {self._wait_s:g} s")
         self._print("training continues")
 
     def _print(self, text: str) -> None:
@@ -113,10 +110,10 @@ class Pausing:
     def _refuse_ended(self) -> RunHistory:
         history = self._run.refresh()
         if history.job is None:
-            raise InputError("run_id", f"{self._run_id!r}: is not running: never started")
+            raise InputError("run_id", f"{self._run_id!r} is not running: it was never started")
         if history.ended is not None:
             outcome = history.ended.outcome
-            raise InputError("run_id", f"{self._run_id!r}: is not running: {outcome}")
+            raise InputError("run_id", f"{self._run_id!r} is not running: {outcome}")
         return history
 
     def _await(self, *, paused: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`perdure run` and `perdure demo`: a run in this process, under a live view.
+"""`perdure run` and `perdure demo`: supervise a run in this process, under a live view.
 
 Prefect reads its settings when it is imported, so it is imported after the server is known.
 """
@@ -11,7 +11,6 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +18,18 @@ import typer
 from rich.console import Console
 
 from perdure import server
-from perdure.console import EXIT_FAILED, JobFile, Overrides, make_console, warn
-from perdure.preflight import check_inputs, warn_of_departures
-from perdure.runs import store_of
+from perdure.console import (
+    EXIT_FAILED,
+    JobFile,
+    Overrides,
+    account_table,
+    attempts_view,
+    make_console,
+    warn,
+)
+from perdure.preflight import warn_of_departures
+from perdure.runs import credentials_of, store_of
 from perdure.storage.address import StorageSpec, has_store
-from perdure.tables import account_table, attempts_view
 from perdure.training.config.drill import DrillSpec, Kill, Victim
 from perdure.training.config.engine import LocalEngineSpec
 from perdure.training.config.job import Job, JobTemplate, load_job
@@ -36,7 +42,7 @@ from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import RunReopened
 from perdure.training.journal.steps import StepReader, kept_of
 from perdure.training.journal.time_account import Account, account
-from perdure.training.preflight.job import check_job
+from perdure.training.preflight.job import CheckedJob, check_job
 from perdure.training.reporting.ettr import ettr_text, timeline_picture
 from perdure.training.reporting.rows import loss_picture, story_rows
 from perdure.training.supervisor.run import Run
@@ -53,40 +59,35 @@ def run(
     job_file: JobFile,
     overrides: Overrides = None,
     *,
-    reopen: Annotated[
-        bool, typer.Option("--reopen", help="have a run go on that was completed")
-    ] = False,
+    reopen: Annotated[bool, typer.Option("--reopen", help="continue a completed run")] = False,
 ) -> None:
     """Run the pretrain flow in this process; start it again to adopt a living run.
 
-    A run that was paused stays paused until `perdure resume`. One that was completed trains on
-    with a larger `steps`, or with --reopen, which is for a command that had not come to its end.
+    A paused run stays paused until `perdure resume`. A completed run continues with a larger
+    `steps`, or with --reopen, which is for a command that had not reached its end.
     """
     job = load_job(job_file, overrides or ())
-    check_inputs(job)
+    checked = _check(job)
     warn_of_departures(job)
-    way_on = ["perdure", "run", str(job_file), *_repeated("--set", overrides or ()), "--reopen"]
-    raise typer.Exit(_supervise(job, reopen=reopen, way_on=shlex.join(way_on)))
-
-
-def _repeated(option: str, values: Sequence[str]) -> list[str]:
-    return [word for value in values for word in (option, value)]
+    settings = [word for value in overrides or () for word in ("--set", value)]
+    resume_hint = shlex.join(["perdure", "run", str(job_file), *settings, "--reopen"])
+    raise typer.Exit(_supervise(checked, reopen=reopen, resume_hint=resume_hint))
 
 
 def demo() -> None:
     """Run the main job on this machine, kill a worker and a node, and watch it recover."""
     home = home_folder()
     job = demo_job(home)
-    check_inputs(job)
+    checked = _check(job)
     injector = KillInjector(DEMO_KILLS)
-    code = _supervise(job, injector)
+    code = _supervise(checked, injector)
     for number in injector.fired_s:
         print(f"injected: {DEMO_KILLS[number]}")
     program = shutil.which("perdure") or Path(sys.executable).with_name("perdure")
-    print(f"show it again with: PERDURE_HOME={home} {program} status {job.run_id}")
+    print(f"to show its status again: PERDURE_HOME={home} {program} status {job.run_id}")
     missing = [str(kill) for n, kill in enumerate(DEMO_KILLS) if n not in injector.fired_s]
     if missing:
-        raise PerdureError(f"did not fire: {', '.join(missing)}")
+        raise PerdureError(f"these faults were never injected: {', '.join(missing)}")
     raise typer.Exit(code)
 
 
@@ -111,34 +112,46 @@ def demo_job(home: Path) -> Job:
     )
 
 
+def _check(job: Job) -> CheckedJob:
+    """Check a job, the only time in this process; a mistyped one ends before Prefect is imported.
+
+    Raises:
+        InputError: the first problem.
+    """
+    # Lines of Prefect's own logger would tear the live view; a user may ask for them.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    return check_job(job, read_credentials=credentials_of)
+
+
 def _supervise(
-    job: Job, injector: KillInjector | None = None, *, reopen: bool = False, way_on: str = REOPEN
+    checked: CheckedJob,
+    injector: KillInjector | None = None,
+    *,
+    reopen: bool = False,
+    resume_hint: str = REOPEN,
 ) -> int:
-    """Run the flow under a live view, then print the table. Returns the exit code.
+    """Run the flow under a live view, then print the table; return the exit code.
 
     Args:
-        job: what is run.
-        injector: of faults.
-        reopen: whether a run that was completed goes on.
-        way_on: the command that has it do so.
+        checked: the job to run.
+        injector: kills processes at certain steps.
+        reopen: whether a completed run continues.
+        resume_hint: the command that continues a completed run.
     """
+    job = checked.job
     console = make_console()
     with console.status("starting the Prefect server"):
-        # Lines of Prefect's own logger would tear the live view; whoever sets it gets them.
-        os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
         ui_url = server.use_server()
         from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
-        from perdure.tasks.credentials import credentials_of  # noqa: PLC0415 imports Prefect
         from perdure.tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
         from perdure.tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from perdure.tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.pretrain import checked_already  # noqa: PLC0415 imports Prefect
         from perdure.tasks.supervision import has_open_attempt  # noqa: PLC0415 imports Prefect
 
-        # What check_inputs had to leave out: the keys, and other secrets, are blocks of the server.
-        if job.storage.credentials_block is not None:
-            check_job(job, credentials=credentials_of(job.storage))
-        if not has_open_attempt(job):  # one that lives is adopted, whatever became of the blocks
+        # A living attempt is adopted, whatever has become of the blocks with its secrets.
+        if not has_open_attempt(job):
             check_blocks(job)
         if reopen:
             _reopen(job)
@@ -152,9 +165,9 @@ def _supervise(
             injector.inject(hit, observation.steps[-1].step)
 
     if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
-        warn(f"{job.run_id}: pause requested; `perdure resume {job.run_id}` continues it")
+        warn(f"{job.run_id}: a pause is requested; `perdure resume {job.run_id}` continues it")
     view = LiveView(console, ui_url=ui_url)
-    with view, observed_by(view.observe), observed_by(inject):
+    with view, checked_already(checked), observed_by(view.observe), observed_by(inject):
         try:
             state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
@@ -164,13 +177,13 @@ def _supervise(
     # Prefect puts this before the text of every exception (3.8.8).
     message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
     kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()
-    text = f"{kind}: {message}".replace(REOPEN, way_on)
+    text = f"{kind}: {message}".replace(REOPEN, resume_hint)
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 
 
 def _reopen(job: Job) -> None:
-    """Put on record that a run which was completed goes on; one that was not does so anyway.
+    """Record that a completed run continues; any other run continues without a record.
 
     Raises:
         InputError: the run was never started.
@@ -196,18 +209,18 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
         console.print(f"fault: {last.fault.evidence}")
         console.print(f"       {last.fault.explanation}")
     records = StepReader(store, job.run_id).read()
-    kept = kept_of(records)
-    if kept:
+    kept_steps = kept_of(records)
+    if kept_steps:
         picture = folder / "loss.png"
-        picture.write_bytes(loss_picture(history, kept))
-        console.print(f"steps kept: {len(kept)}")
+        picture.write_bytes(loss_picture(history, kept_steps))
+        console.print(f"steps kept: {len(kept_steps)}")
         console.print(f"loss picture: {picture}", soft_wrap=True)
     _print_account(console, account(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
 
 
 def _print_account(console: Console, spent: Account, folder: Path) -> None:
-    """Where the time went."""
+    """Print the account of the wall time, and save its picture."""
     if not spent.intervals:
         return
     picture = folder / "timeline.png"

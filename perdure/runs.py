@@ -1,4 +1,4 @@
-"""Runs by their name, and their stores."""
+"""Access to runs by name: their jobs, stores, credentials and open attempts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def store_of(job: Job) -> ObjectStore:
 
 
 def run_to_observe(run: str) -> Run:
-    """The run that `named_job` finds; it is not taken by this process.
+    """The run that `named_job` finds, to read; another process may supervise it.
 
     Raises:
         InputError: there is none.
@@ -48,13 +48,13 @@ def run_to_observe(run: str) -> Run:
 
 
 def credentials_of(job: Job) -> Credentials | None:
-    """The keys of the job's store in the Prefect block that it names; None: it names none.
+    """The keys of the job's store, from its Prefect block; None: the job names no block.
 
     Raises:
         InputError: there is no such block.
     """
     if job.storage.credentials_block is None:
-        return None  # without a server, and without Prefect's second and 82 MB of imports (3.8.8)
+        return None  # saves a server, and Prefect's second and 82 MB of imports (3.8.8)
     server.use_server()
     from perdure.tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
 
@@ -62,10 +62,10 @@ def credentials_of(job: Job) -> Credentials | None:
 
 
 class OpenAttempt:
-    """The observer of a run's open attempt; an attempt keeps its observer.
+    """Keeps the observer of a run's open attempt for as long as the attempt lives.
 
     Args:
-        run: not taken by this process.
+        run: a run that another process may supervise.
     """
 
     def __init__(self, run: Run) -> None:
@@ -74,11 +74,11 @@ class OpenAttempt:
         self._observer: AttemptObserver | None = None
 
     def observer(self, history: RunHistory) -> AttemptObserver | None:
-        """What observes the open attempt of a history; None: there is none."""
+        """The observer of the open attempt of a history; None: no attempt is open."""
         view = history.open_attempt
         if view is None or history.ended is not None:
             return None
-        # A new observer would read the attempt's log from its beginning at every look.
+        # A new observer would read the attempt's log from its beginning at every poll.
         if self._observer is None or self._key != view.key:
             self._key, self._observer = view.key, self._run.observer()
         return self._observer

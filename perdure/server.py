@@ -1,16 +1,19 @@
-"""The Prefect server of this machine, for those who have none configured.
+"""The Prefect server of this machine, for users who have configured none.
 
-SQLite, loopback, in `$PERDURE_HOME/prefect`; it outlives the command that started it, so that
-the UI still shows a run that is over. Times are seconds.
+It listens on loopback and keeps its SQLite database in `$PERDURE_HOME/prefect`. It outlives the
+command that started it, so the UI still shows runs that have ended. Times are seconds.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,21 +23,25 @@ import typer
 from pydantic import ValidationError
 
 from perdure.console import warn
-from perdure.ports import ANOTHER_PORT, owner_of, owner_text
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder, private_folder, write_whole
+from perdure.training.masking import masked_text
 from perdure.training.processes import free_port, is_alive
 
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 
 PORTS = range(4200, 4300)  # from Prefect's own on
+ANOTHER_PORT = "choose another port with `perdure server start --port N`"
 REMEMBERED = (
     "change the port: {port} is remembered from an earlier `perdure server start --port {port}`; "
-    "`perdure server start --port N` takes another one, --port 0 forgets it"
+    "`perdure server start --port N` changes it, --port 0 forgets it"
 )
 START_TIMEOUT_S = 120.0  # 18 s were measured for a first start, 23 s on a loaded machine
 STOP_TIMEOUT_S = 8.0
+MAX_COMMAND = 80  # characters
+_PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)
+_ANSWER_S = 2.0
 
 CLIENT_SETTINGS = {
     # Ten wait half an hour for a server that is down. After the default five, a minute, a flow
@@ -95,13 +102,13 @@ Port = Annotated[
 
 @app.command("start")
 def start(port: Port = None) -> None:
-    """Start the server unless one runs."""
+    """Start the server unless it already runs."""
     record = _running_server()
     if record is not None and port and port != record.port:
         raise InputError(
             "--port",
-            f"{port}: the server of this PERDURE_HOME runs on port {record.port} already; "
-            "`perdure server stop` comes first",
+            f"{port}: the server of this PERDURE_HOME already runs on port {record.port}; stop it "
+            "first with `perdure server stop`",
         )
     if record is None:
         record = _start_as_before() if port is None else start_server(port=port or None)
@@ -114,7 +121,7 @@ def start(port: Port = None) -> None:
 
 @app.command("stop")
 def stop() -> None:
-    """Stop it."""
+    """Stop the server."""
     print("stopped" if stop_server() else "no server was running")
 
 
@@ -139,20 +146,20 @@ def use_server() -> str:
     """
     for name, value in CLIENT_SETTINGS.items():
         os.environ.setdefault(name, value)
-    given = os.environ.get("PREFECT_API_URL") or configured_api()
-    if not given:
+    api_url = os.environ.get("PREFECT_API_URL") or configured_api()
+    if not api_url:
         record = _running_server() or _start_as_before()
-        given = os.environ["PREFECT_API_URL"] = record.api_url
+        api_url = os.environ["PREFECT_API_URL"] = record.api_url
         # This machine's server has it from the same shell as its clients.
         if of_server := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
             os.environ.setdefault("PREFECT_API_AUTH_STRING", of_server)
         _reload_settings()
-    _refuse_unauthorized(given)
-    return given.removesuffix("/api")
+    _refuse_unauthorized(api_url)
+    return api_url.removesuffix("/api")
 
 
 def _refuse_unauthorized(api_url: str) -> None:
-    """Say on one line that the auth string is wrong, which the flow would say with a traceback.
+    """Refuse a wrong auth string on one line; the flow would fail with a traceback.
 
     Raises:
         InputError: the server refuses requests with this auth string, or without one.
@@ -166,10 +173,10 @@ def _refuse_unauthorized(api_url: str) -> None:
         if error.response.status_code == httpx.codes.UNAUTHORIZED:
             raise InputError(
                 "PREFECT_API_AUTH_STRING",
-                f"is not the one that the Prefect server at {api_url} was started with",
+                f"differs from the auth string of the Prefect server at {api_url}",
             ) from None
     except httpx.HTTPError:
-        return  # what needs the server waits for it
+        return  # the flow waits for its server
 
 
 def _running_server() -> ServerRecord | None:
@@ -190,8 +197,8 @@ def _start_as_before() -> ServerRecord:
         PerdureError: it ended, or did not answer in time.
     """
     port = _chosen_port()
-    if port is not None and (taken := _why_taken(port, advice=REMEMBERED.format(port=port))):
-        raise InputError("", taken)
+    if port is not None and (problem := _why_taken(port, advice=REMEMBERED.format(port=port))):
+        raise InputError("", problem)
     return start_server(port=port)
 
 
@@ -208,8 +215,8 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     folder = private_folder(_record_path().parent)  # its database holds the jobs of all flow runs
     if port is None:
         port = _first_free()
-    elif taken := _why_taken(port):
-        raise InputError("--port", taken)
+    elif problem := _why_taken(port):
+        raise InputError("--port", problem)
     log_path = folder / "server.log"
     settings = {
         **CLIENT_SETTINGS,
@@ -243,7 +250,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
 
 
 def _why_taken(port: int, *, advice: str = ANOTHER_PORT) -> str | None:
-    """Who has a port, and what to do about it; None: it is free."""
+    """The reason why a port cannot be used, with advice; None: it is free."""
     try:
         free_port(ports=(port,))
     except OSError:
@@ -264,7 +271,7 @@ def _first_free() -> int:
 
 
 def stop_server() -> bool:
-    """End the server of this machine. Whether there was one."""
+    """End the server of this machine; return whether it ran."""
     record = _alive_server()
     _record_path().unlink(missing_ok=True)
     if record is None:
@@ -273,8 +280,8 @@ def stop_server() -> bool:
     family = [process, *process.children(recursive=True)]
     process.send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
-    for one in alive:
-        one.kill()
+    for survivor in alive:
+        survivor.kill()
     return True
 
 
@@ -320,3 +327,82 @@ def _settings_path() -> Path:
 
 def _record_path() -> Path:
     return home_folder() / "prefect" / "server.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PortOwner:
+    """The process that listens on a port.
+
+    Attributes:
+        pid: None where this user may not see it.
+        command: its name, or its command line where that says more.
+        is_prefect: whether it is a Prefect server.
+        home: PERDURE_HOME of the command that started it as its own server, if one did.
+    """
+
+    pid: int | None
+    command: str
+    is_prefect: bool
+    home: str | None = None
+
+
+def owner_of(port: int) -> PortOwner | None:
+    """The process that listens on a port, as far as this user may see it; None: no process."""
+    listening = [
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.laddr
+        and connection.laddr.port == port
+    ]
+    if not listening:
+        return None
+    pid, command, home = listening[0], "", ""
+    if pid is not None:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            command = shlex.join(process.cmdline()) or process.name()
+            home = _home_of(process, port)
+    is_prefect = _PREFECT_APP in command or _answers_as_prefect(port)
+    return PortOwner(pid, masked_text(command, ())[:MAX_COMMAND], is_prefect, home or None)
+
+
+def owner_text(owner: PortOwner | None, port: int, *, advice: str = ANOTHER_PORT) -> str:
+    """A line that names the owner of a port and says what to do about it.
+
+    Args:
+        owner: the process that listens on it; None where this user may not bind it.
+        port: the port that was asked for.
+        advice: how to choose another port.
+    """
+    if owner is None:
+        return f"port {port} cannot be bound by this user; {advice}"
+    holder = f"pid {owner.pid}" if owner.pid is not None else "a process of another user"
+    if owner.home is not None:
+        return (
+            f"port {port} is taken by the Prefect server of PERDURE_HOME={owner.home} ({holder}); "
+            f"stop it with `PERDURE_HOME={owner.home} perdure server stop`, or {advice}"
+        )
+    if owner.is_prefect:
+        return (
+            f"port {port} is taken by a Prefect server that perdure did not start ({holder}); use "
+            f"it with `export PREFECT_API_URL=http://127.0.0.1:{port}/api`, or {advice}"
+        )
+    program = f"{holder}: {owner.command}" if owner.command else holder
+    return f"port {port} is taken by another program ({program}); {advice}"
+
+
+def _home_of(process: psutil.Process, port: int) -> str:
+    """The PERDURE_HOME whose record of a server has this port; "" where none has."""
+    folder = process.environ().get("PREFECT_HOME", "")
+    record = Path(folder) / "server.json"
+    is_ours = bool(folder) and record.is_file() and f'"port":{port}' in record.read_text("utf-8")
+    return str(Path(folder).parent) if is_ours else ""
+
+
+def _answers_as_prefect(port: int) -> bool:
+    try:
+        answer = httpx.get(f"http://127.0.0.1:{port}/api/health", timeout=_ANSWER_S)
+    except httpx.HTTPError:
+        return False
+    return answer.text.strip() == "true" or "prefect" in answer.text.lower()

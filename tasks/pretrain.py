@@ -10,6 +10,8 @@ state is named after it; the attempt's failure hook publishes both, and the retr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from prefect import get_run_logger, task
@@ -24,7 +26,7 @@ from perdure.tasks.states import completed, data_of, failed
 from perdure.tasks.supervision import Supervision
 from perdure.training.config.job import Job, departures
 from perdure.training.engines.base import Placement
-from perdure.training.preflight.job import check_job, start_warnings
+from perdure.training.preflight.job import CheckedJob, check_job, start_warnings
 from perdure.training.recovery.rungs import RUNGS, restarts_in_a_row
 from perdure.training.reporting.action_items import waits_for_node
 from perdure.training.reporting.markdown import counted
@@ -34,21 +36,36 @@ from perdure.training.supervisor.watch import EndKind
 from perdure.training.trainer.size import num_parameters
 from perdure.training.wire.node import CheckOutcome
 
+_checked_jobs: list[CheckedJob] = []
+
+
+@contextmanager
+def checked_already(checked: CheckedJob) -> Iterator[None]:
+    """Have flow runs of this process rely on a check that it has made."""
+    _checked_jobs.append(checked)
+    try:
+        yield
+    finally:
+        _checked_jobs.remove(checked)
+
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
-def preflight(job: Job) -> None:
-    """Check everything that can be checked before something is started.
+def preflight(job: Job) -> CheckedJob:
+    """Check everything that can be checked before the start, unless this process has done so.
 
     Raises:
         InputError: names field, value and what is allowed.
     """
-    check_job(job, credentials=credentials_of(job.storage))
+    checked = next((checked for checked in _checked_jobs if checked.job == job), None)
+    if checked is None:
+        checked = check_job(job, read_credentials=lambda job: credentials_of(job.storage))
     check_blocks(job)
     logger = get_run_logger()
     for line in departures(job, num_parameters(job)):
-        logger.warning("recommended otherwise: %s", line)
+        logger.warning("not as recommended: %s", line)
     for line in start_warnings(job):
         logger.warning(line)
+    return checked
 
 
 @task(name="place", cache_policy=NO_CACHE)

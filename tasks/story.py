@@ -47,17 +47,19 @@ from perdure.training.reporting.rows import (
     OPEN,
     activity_of,
     alert_cells,
-    alert_facts,
     alert_rows,
-    decision_facts,
     event_text,
-    fault_facts,
     loss_picture,
     progress_text,
-    recovery_facts,
     story_rows,
 )
 from perdure.training.reporting.summary import attempts_table, attempts_title
+from perdure.training.supervisor.facts import (
+    AlertFacts,
+    DecisionFacts,
+    FaultFacts,
+    RecoveryFacts,
+)
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 
@@ -149,7 +151,7 @@ class RunReporter:
         view = self._run.history.attempts[-1]
         for recovery in view.recoveries:
             if recovery.ended is None and view.ended is not None:
-                facts = recovery_facts(view, recovery)
+                facts = RecoveryFacts.of(view, recovery).payload
                 self.reporter.event("recovery", facts, at_s=view.ended.at_s)
         self.update()
 
@@ -168,7 +170,7 @@ class RunReporter:
         level = logging.ERROR if stops else logging.WARNING
         log.log(level, "attempt %d.%d ended: %s", *view.key, text)
         self._fault_event(view, fault)
-        self.reporter.event("recovery", decision_facts(view), at_s=view.ended.at_s)
+        self.reporter.event("recovery", DecisionFacts.of(view).payload, at_s=view.ended.at_s)
         answer = f"{fault.fault_class} -> {view.decision.rung}"
         self.show(f"{'stopping' if stops else 'recovering'}: {answer}")
 
@@ -280,7 +282,7 @@ class RunReporter:
                 case RecoveryBegan():
                     self._fault_event(view, event.fault)
                 case RecoveryEnded() if event.number in recoveries:
-                    facts = recovery_facts(view, recoveries[event.number])
+                    facts = RecoveryFacts.of(view, recoveries[event.number]).payload
                     self.reporter.event("recovery", facts, at_s=event.at_s)
                 case PauseBegan() | PauseEnded():
                     facts = {"paused": isinstance(event, PauseBegan), "step": event.step}
@@ -289,12 +291,14 @@ class RunReporter:
                     facts = event.model_dump(mode="json", exclude={"kind", "number"})
                     self.reporter.event("checkpoint_damaged", facts, at_s=event.at_s)
                 case AlertRaised():
-                    self.reporter.event("alert", alert_facts(view, event), at_s=event.at_s)
+                    facts = AlertFacts.of(view, event).payload
+                    self.reporter.event("alert", facts, at_s=event.at_s)
                 case AlertCleared():
-                    self.reporter.event("alert_cleared", alert_facts(view, event), at_s=event.at_s)
+                    facts = AlertFacts.of(view, event).payload
+                    self.reporter.event("alert_cleared", facts, at_s=event.at_s)
 
     def _fault_event(self, view: AttemptView, fault: Fault) -> None:
-        self.reporter.event("fault", fault_facts(view, fault), at_s=fault.at_s)
+        self.reporter.event("fault", FaultFacts.of(view, fault).payload, at_s=fault.at_s)
 
     def _show_account(self) -> None:
         """Publish the time account, in the UI and the store."""

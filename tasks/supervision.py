@@ -40,6 +40,7 @@ from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import RENEW_S
+from perdure.training.preflight.job import CheckedJob
 from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.store_outage import StoreOutage
@@ -177,8 +178,8 @@ def _is_resumed(flow_run_id: UUID) -> bool:
 class Supervision:
     """A run taken by this flow run: use as a context around everything that touches it."""
 
-    def __init__(self, job: Job, logger: Log) -> None:
-        self.job = job
+    def __init__(self, checked: CheckedJob, logger: Log) -> None:
+        self.job = job = checked.job
         self.logger = logger
         self.flow_run_id = _flow_run_id()
         self.has_cancelled = False  # whether the end of this process was the end of the run

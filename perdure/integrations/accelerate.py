@@ -114,7 +114,7 @@ def training_steps(
     data.seed, data.alone = session.job.seed, session.alone
     session.register(
         model=model,
-        optimizer=[one.optimizer for one in optimizers],
+        optimizer=[prepared.optimizer for prepared in optimizers],
         data=data,
         scheduler=schedulers,
         scaler=accelerator.scaler,
@@ -206,14 +206,14 @@ class PlainStep:
         """Clip, and let optimizers and schedulers run."""
         if self._max_grad_norm is not None:
             self._accelerator.clip_grad_norm_(self._model.parameters(), self._max_grad_norm)
-        for one in (*self._optimizers, *self._schedulers):
-            one.step()
-        for one in self._optimizers:
-            one.zero_grad()
+        for stepper in (*self._optimizers, *self._schedulers):
+            stepper.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         self._is_applied = True
 
 
-def _listed(given: Any) -> list[Any]:
-    if given is None:
+def _listed(value: Any) -> list[Any]:
+    if value is None:
         return []
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+    return list(value) if isinstance(value, (list, tuple)) else [value]

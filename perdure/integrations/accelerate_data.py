@@ -80,10 +80,10 @@ class PreparedData:
         loader.set_epoch(epoch)
         set_epoch(loader, epoch)
         if self.seed is not None:
-            own = seed_epoch(self.seed, epoch=epoch)
+            epoch_seed = seed_epoch(self.seed, epoch=epoch)
             generator = loader.synchronized_generator
             if generator is not None:
-                generator.manual_seed(own)
+                generator.manual_seed(epoch_seed)
         self._drawn_from = skip_first_batches(loader, self.batches) if self.batches else loader
         self._iterator = iter(self._drawn_from)
 
@@ -133,8 +133,8 @@ def whole_batches(samples: int, samples_per_batch: int, *, field: str) -> int:
     Raises:
         InputError: they end within a batch; `field` says how large that is.
     """
-    batches, rest = divmod(samples, samples_per_batch)
-    if rest:
+    batches, remainder = divmod(samples, samples_per_batch)
+    if remainder:
         raise InputError(
             field,
             f"{samples_per_batch} samples of all ranks in a batch do not divide the {samples} that "
@@ -148,6 +148,6 @@ def set_epoch(dataloader: Any, epoch: int) -> None:
     sampler: Any = getattr(dataloader, "batch_sampler", None)
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
-    own: Any = getattr(sampler, "sampler", None)
-    if hasattr(own, "set_epoch"):
-        own.set_epoch(epoch)
+    inner: Any = getattr(sampler, "sampler", None)
+    if hasattr(inner, "set_epoch"):
+        inner.set_epoch(epoch)

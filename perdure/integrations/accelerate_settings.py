@@ -26,8 +26,8 @@ def check_loop(session: Session, accelerator: Any, until: int | None) -> None:
         text = f"{job.steps} in the job, but training_steps has until={until}: leave that out"
         raise InputError("steps", text)
     if accelerator.num_processes != session.world_size:
-        seen = accelerator.num_processes
-        text = f"accelerate sees {seen} ranks, and the run has {session.world_size}"
+        num_processes = accelerator.num_processes
+        text = f"accelerate sees {num_processes} ranks, and the run has {session.world_size}"
         hint = ": without accelerators Accelerator(cpu=True) has it use all of them"
         raise InputError("Accelerator", text + hint)
     if accelerator.distributed_type in REFUSED:

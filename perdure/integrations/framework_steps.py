@@ -126,12 +126,12 @@ class FrameworkSteps:
             self._go_back()
         self.session.close_loop(loop)
 
-    def during(self, phase: Phase, work: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def during(self, phase: Phase, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Call what has the time limit of a phase, between two steps."""
         if self._loop is None or not self._loop.requests.in_loop:
-            return work(*given, **named)
+            return work(*args, **named)
         with self.session.during(phase):
-            return work(*given, **named)
+            return work(*args, **named)
 
     def measure(self, batches: Iterable[Any]) -> None:
         """Tell the session, once, how many tokens a step has.
@@ -147,15 +147,15 @@ class FrameworkSteps:
 
 def measure(session: Session, batches: Iterable[Any]) -> None:
     """Tell a session how many tokens the steps have of which this rank has these batches."""
-    tokens = sum(count_tokens(one) for one in batches)
+    tokens = sum(count_tokens(batch) for batch in batches)
     session.measure(tokens_per_step=tokens * session.world_size)
 
 
 def count_tokens(batch: Any) -> int:
     """The elements of `input_ids`, or of the first tensor, if it is one of whole numbers, 2-D."""
     if hasattr(batch, "get"):
-        found = batch.get("input_ids")
-        return found.numel() if isinstance(found, Tensor) else 0
+        input_ids = batch.get("input_ids")
+        return input_ids.numel() if isinstance(input_ids, Tensor) else 0
     first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
     is_text = isinstance(first, Tensor) and not first.is_floating_point() and first.dim() == 2
     return first.numel() if is_text else 0

@@ -61,9 +61,9 @@ class StepBatches:
         """The next batch, its index and that of its loader."""
         if not self._left:
             self._left = self._begin()
-        one = self._left.pop(0)
-        self.done = one.is_last
-        return one.fetched
+        batch = self._left.pop(0)
+        self.done = batch.is_last
+        return batch.fetched
 
 
 class FromPlace:
@@ -82,16 +82,16 @@ class FromPlace:
         return len(self._indices)
 
     def __iter__(self) -> Iterator[Any]:
-        rest = islice(iter(self._indices), self._num_skipped(), None)
+        remaining = islice(iter(self._indices), self._num_skipped(), None)
         # A sampler draws its order with the first index, and random numbers are seeded for that.
-        return chain(list(islice(rest, 1)), rest)
+        return chain(list(islice(remaining, 1)), remaining)
 
 
 def _samplers(loader: Any) -> Iterator[Any]:
     """The loader's sampler, that of its batch sampler, and what the Trainer has wrapped in them."""
-    for one in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        yield one
-        yield getattr(getattr(one, "dataset", None), "_sampler", None)
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        yield sampler
+        yield getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
 def place_loader(loader: Any, begin: Callable[[], int | None]) -> bool:

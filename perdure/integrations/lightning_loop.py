@@ -73,7 +73,7 @@ class LightningLoop:
         self._module = module
         self._fit = trainer.fit_loop
         self._epoch = trainer.fit_loop.epoch_loop
-        self._own: dict[str, Any] = {}  # methods of the Trainer
+        self._trainer_methods: dict[str, Any] = {}  # methods of the Trainer
         self._completed = 0
         self._steps = FrameworkSteps(session, completed=lambda: self._completed)
         self._data: TrainerData | None = None
@@ -93,7 +93,7 @@ class LightningLoop:
         """Replace the Trainer's methods, and give it the job's target."""
         for name, (path, method) in REPLACED.items():
             target = _at(self._trainer, path)
-            self._own[name] = getattr(target, method)
+            self._trainer_methods[name] = getattr(target, method)
             setattr(target, method, getattr(self, name))
         for phase, (path, method) in PHASES.items():
             target = _at(self._trainer, path)
@@ -116,14 +116,14 @@ class LightningLoop:
     def ask_for_signals(self) -> None:
         """Nothing: ranks agree on the end with the vote of a step."""
 
-    def restore_checkpoint(self, path: Any, *given: Any, **named: Any) -> None:
+    def restore_checkpoint(self, path: Any, *args: Any, **named: Any) -> None:
         """Restore nothing; the session does."""
         check_checkpoint(path)
-        self._own["restore_checkpoint"](path, *given, **named)
+        self._trainer_methods["restore_checkpoint"](path, *args, **named)
 
-    def prepare_loader(self, loader: Any, *given: Any, **named: Any) -> Any:
+    def prepare_loader(self, loader: Any, *args: Any, **named: Any) -> Any:
         """A loader as it is used; the one that is trained on begins at the place in the epoch."""
-        prepared = self._own["prepare_loader"](loader, *given, **named)
+        prepared = self._trainer_methods["prepare_loader"](loader, *args, **named)
         if named.get("mode") is RunningStage.TRAINING:
             self._is_placed = place_loader(prepared, self._place)
         return prepared
@@ -137,7 +137,7 @@ class LightningLoop:
 
     def fit(self) -> None:
         """The whole fit; a run that was complete before it has its last step saved, too."""
-        self._own["fit"]()
+        self._trainer_methods["fit"]()
         self._finish()
 
     def begin_fit(self) -> None:
@@ -154,7 +154,7 @@ class LightningLoop:
         self._joins = self._session.context.generation is not None and loop.has_applied
         self._restore_state(loop.state.step)
         self._forward = self._module.forward
-        self._own["begin_fit"]()
+        self._trainer_methods["begin_fit"]()
 
     def _register(self) -> None:
         trainer, fit = self._trainer, self._fit
@@ -196,12 +196,14 @@ class LightningLoop:
     def begin_epoch(self) -> None:
         """The Trainer begins with an epoch."""
         self.data.begin_epoch(self._fit.epoch_progress.current.processed)
-        self._own["begin_epoch"]()
+        self._trainer_methods["begin_epoch"]()
 
     def begin_batches(self, fetcher: Any) -> None:
         """The batches of an epoch, or what is left of them."""
         data, progress = self.data, self._epoch.batch_progress
-        self._own["begin_batches"](fetcher)  # begins with the loader, but in the first epoch
+        self._trainer_methods["begin_batches"](
+            fetcher
+        )  # begins with the loader, but in the first epoch
         if self._is_placed:
             if self._trainer.current_epoch == 0:
                 iter(fetcher)
@@ -224,7 +226,7 @@ class LightningLoop:
 
     def run_batch(self, _fetcher: Any) -> None:
         """Advance by one batch of those that were drawn for a step."""
-        self._own["run_batch"](self._batches)
+        self._trainer_methods["run_batch"](self._batches)
 
     def _begin_step(self) -> list[HostBatch]:
         """Begin the next step; saves, pauses and ends come before it.
@@ -252,7 +254,7 @@ class LightningLoop:
         if self._fit._should_accumulate():  # noqa: SLF001 there is no public way
             return {}
         results = self._trainer._results  # noqa: SLF001 likewise
-        self._logged = {key: dict(vars(one)) for key, one in results.items()}
+        self._logged = {key: dict(vars(result)) for key, result in results.items()}
         self._steps.run(self._run_step)
         step = self._steps.step
         self._count_step(step.number)
@@ -344,19 +346,19 @@ class LightningLoop:
 
     def _step_schedulers(self) -> None:
         """Those of steps, and with the last batch of an epoch those of epochs."""
-        self._own["update_schedulers"]("step", update_plateau_schedulers=False)
+        self._trainer_methods["update_schedulers"]("step", update_plateau_schedulers=False)
         if self._epoch._num_ready_batches_reached():  # noqa: SLF001 as advance() does
-            self._own["update_schedulers"]("epoch", update_plateau_schedulers=False)
+            self._trainer_methods["update_schedulers"]("epoch", update_plateau_schedulers=False)
 
     def update_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:  # noqa: FBT001 Lightning's signature
         """Those that wait for a metric; the others belong to the step."""
         if update_plateau_schedulers:
-            self._own["update_schedulers"](interval, update_plateau_schedulers=True)
+            self._trainer_methods["update_schedulers"](interval, update_plateau_schedulers=True)
 
     def end_fit(self) -> None:
         """Save the last step, before a hook may load another model."""
         self._finish()
-        self._own["end_fit"]()
+        self._trainer_methods["end_fit"]()
 
     def _finish(self) -> None:
         if self._is_finished or not self._steps.is_open:
@@ -372,7 +374,7 @@ class _Schedulers:
     """All schedulers of a Trainer as one, which it steps in its own way."""
 
     def __init__(self, configs: Any, step: Any) -> None:
-        self._schedulers = [one.scheduler for one in configs]
+        self._schedulers = [config.scheduler for config in configs]
         self.step = step
 
     def get_last_lr(self) -> Any:
@@ -381,12 +383,12 @@ class _Schedulers:
 
     def state_dict(self) -> dict[str, Any]:
         """Of all."""
-        return {"schedulers": [one.state_dict() for one in self._schedulers]}
+        return {"schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        for one, own in zip(self._schedulers, state["schedulers"], strict=True):
-            one.load_state_dict(own)
+        for scheduler, scheduler_state in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(scheduler_state)
 
 
 def _at(trainer: Any, path: str) -> Any:

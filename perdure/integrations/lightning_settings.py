@@ -55,10 +55,10 @@ def check_trainer(session: Session, trainer: Any, module: Any) -> None:
 
 def _check_ranks(session: Session, trainer: Any) -> None:
     if trainer.world_size != session.world_size:
-        given = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}"
+        layout = f"devices={trainer.num_devices} and num_nodes={trainer.num_nodes}"
         hint = "LOCAL_WORLD_SIZE in the environment has the devices of a node"
         raise InputError(
-            "devices", f"{given} are not the {session.world_size} ranks of the run: {hint}"
+            "devices", f"{layout} are not the {session.world_size} ranks of the run: {hint}"
         )
     if trainer.global_rank != session.rank:
         text = f"takes rank {session.rank} for {trainer.global_rank}: leave the plugin out"
@@ -83,8 +83,8 @@ def _check_strategy(session: Session, trainer: Any) -> None:
     if getattr(strategy, "_model_averaging_period", None) is not None:
         raise InputError("strategy", f"{name} averages models, its ranks differ: leave that out")
     plugin = trainer.precision_plugin
-    own = type(plugin).optimizer_step
-    if own not in (Precision.optimizer_step, MixedPrecision.optimizer_step):
+    optimizer_step = type(plugin).optimizer_step
+    if optimizer_step not in (Precision.optimizer_step, MixedPrecision.optimizer_step):
         text = f"{type(plugin).__name__} steps the optimizer in a way of its own"
         raise InputError("precision", text)
 
@@ -121,7 +121,7 @@ def check_optimizer(trainer: Any) -> None:
     Raises:
         InputError: there is none, or a step of it runs the model.
     """
-    optimizers = [one for one in trainer.optimizers if one.param_groups]
+    optimizers = [optimizer for optimizer in trainer.optimizers if optimizer.param_groups]
     if len(optimizers) != 1:
         text = f"configure_optimizers() gave {len(optimizers)}: give one optimizer"
         raise InputError("optimizers", text)

@@ -30,18 +30,18 @@ class TrainerData:
         batches_in_epoch: of each rank.
         alone: around drawing. Accelerate has all ranks take the state of the first one's
             generator, which is the same in all; a rank whose process is new draws by itself.
-        kept: what else of the Trainer a checkpoint has.
+        read_extra_state: what else of the Trainer a checkpoint has.
         only_whole: the batches at the end of an epoch that are too few for a step are left out.
         epoch: of the next batch, from 0.
         batches: of that epoch, handed out.
-        restored: what `kept` was where the state came from.
+        restored: what `read_extra_state` was where the state came from.
     """
 
     setting: str
     samples_per_batch: int
     batches_in_epoch: int
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
-    kept: Callable[[], dict[str, Any]] = dict
+    read_extra_state: Callable[[], dict[str, Any]] = dict
     only_whole: bool = False
     epoch: int = 0
     batches: int = 0
@@ -86,7 +86,7 @@ class TrainerData:
     def state_dict(self) -> dict[str, Any]:
         """Position, in samples, and what is kept of the Trainer."""
         samples = self.batches * self.samples_per_batch
-        return {"epoch": self.epoch, "samples": samples, "trainer": self.kept()}
+        return {"epoch": self.epoch, "samples": samples, "trainer": self.read_extra_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position.

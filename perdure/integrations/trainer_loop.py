@@ -70,7 +70,7 @@ class TrainerLoop:
             trainer.args.max_steps = session.job.steps
         self._session = session
         self._trainer = trainer
-        self._own: dict[str, Any] = {}  # methods of the Trainer
+        self._trainer_methods: dict[str, Any] = {}  # methods of the Trainer
         self._steps = FrameworkSteps(session, completed=lambda: int(trainer.state.global_step))
         self._data: TrainerData | None = None
         self._losses: list[Tensor] = []
@@ -80,11 +80,13 @@ class TrainerLoop:
     def attach(self) -> None:
         """Replace the Trainer's methods."""
         for name in REPLACED:
-            self._own[name] = getattr(self._trainer, name)
+            self._trainer_methods[name] = getattr(self._trainer, name)
             setattr(self._trainer, name, getattr(self, name.lstrip("_")))
         for name, phase in PHASES.items():
-            self._own[name] = getattr(self._trainer, name)
-            setattr(self._trainer, name, partial(self._steps.during, phase, self._own[name]))
+            self._trainer_methods[name] = getattr(self._trainer, name)
+            setattr(
+                self._trainer, name, partial(self._steps.during, phase, self._trainer_methods[name])
+            )
         self._trainer.args.ignore_data_skip = False  # skipping reads no data
         # Its log gathers losses; those that it is given are the mean of all ranks. A fault in a
         # collective between two steps would cost a restart.
@@ -96,12 +98,12 @@ class TrainerLoop:
         assert self._data is not None  # noqa: S101 no step comes before
         return self._data
 
-    def set_initial_training_values(self, *given: Any) -> Any:
+    def set_initial_training_values(self, *args: Any) -> Any:
         """As the Trainer has them, but for its number of epochs, which nothing may end at.
 
         Steps that were done on another number of ranks had another share of an epoch.
         """
-        _, *values = self._own["set_initial_training_values"](*given)
+        _, *values = self._trainer_methods["set_initial_training_values"](*args)
         max_steps = values[-1]
         return max_steps, *values  # each epoch has a step
 
@@ -109,7 +111,9 @@ class TrainerLoop:
         """Once model and optimizer are wrapped: restore them, or take another process's place."""
         trainer, session = self._trainer, self._session
         check_training(session.job, max_steps, resume, train_dataloader, DataLoaderDispatcher)
-        prepared = self._own["_prepare_for_training"](max_steps, train_dataloader, resume)
+        prepared = self._trainer_methods["_prepare_for_training"](
+            max_steps, train_dataloader, resume
+        )
         model, _ = prepared
         args = trainer.args
         limit = args.max_grad_norm or math.inf
@@ -122,7 +126,7 @@ class TrainerLoop:
             # The Trainer applies no such step; it would carry its gradients into the next epoch.
             only_whole=not length,
             alone=session.alone,
-            kept=lambda: {name: getattr(trainer.state, name) for name in KEPT},
+            read_extra_state=lambda: {name: getattr(trainer.state, name) for name in KEPT},
         )
         session.register(
             model=model,
@@ -143,22 +147,22 @@ class TrainerLoop:
         for name, value in data.restored.items():
             setattr(state, name, value)
 
-    def run_epoch(self, **given: Any) -> None:
+    def run_epoch(self, **arguments: Any) -> None:
         """An epoch, or what is left of it; nothing of one that was trained before."""
-        trainer, data, epoch = self._trainer, self.data, given["epoch"]
+        trainer, data, epoch = self._trainer, self.data, arguments["epoch"]
         if trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             return
         if epoch < data.epoch:
             return
         data.begin_epoch(epoch)
-        set_epoch(given["train_dataloader"], epoch)
+        set_epoch(arguments["train_dataloader"], epoch)
         seed_epoch(self._session.job.seed, epoch=epoch)
         if data.batches:
-            given["resume_from_checkpoint"] = "perdure"
-            given["epochs_trained"] = epoch
-            given["steps_trained_in_current_epoch"] = data.batches
-        self._own["_run_epoch"](**given)
+            arguments["resume_from_checkpoint"] = "perdure"
+            arguments["epochs_trained"] = epoch
+            arguments["steps_trained_in_current_epoch"] = data.batches
+        self._trainer_methods["_run_epoch"](**arguments)
 
     def load_rng_state(self, _checkpoint: Any) -> None:
         """Nothing: every step is seeded by its number."""
@@ -206,18 +210,18 @@ class TrainerLoop:
             self._count(self._trainer.args.device)
         for inputs in step.micro_batches():
             # The Trainer takes labels out of its inputs; the step may come again.
-            loss = self._own["training_step"](model, copy.copy(inputs), self._num_items)
+            loss = self._trainer_methods["training_step"](model, copy.copy(inputs), self._num_items)
             step.report_loss(loss)
         step.agree()
 
-    def compute_loss(self, model: nn.Module, *given: Any, **named: Any) -> Any:
+    def compute_loss(self, model: nn.Module, *args: Any, **named: Any) -> Any:
         """The Trainer's own, as drills have it."""
-        found = self._own["compute_loss"](model, *given, **named)
+        loss = self._trainer_methods["compute_loss"](model, *args, **named)
         if not model.training or not self._steps.has_begun:
-            return found
-        if isinstance(found, tuple):
-            return self._steps.step.drilled(found[0]), *found[1:]
-        return self._steps.step.drilled(found)
+            return loss
+        if isinstance(loss, tuple):
+            return self._steps.step.drilled(loss[0]), *loss[1:]
+        return self._steps.step.drilled(loss)
 
     def _in_step(self, work: Any) -> None:
         """Do a part of the step under way, as often as faults have it done again."""
@@ -251,10 +255,10 @@ class TrainerLoop:
         elif self._steps.has_begun:
             self._steps.step.is_applied = True
 
-    def finalize_training(self, *given: Any) -> Any:
+    def finalize_training(self, *args: Any) -> Any:
         """Save the last step and wait for the store, before the Trainer may load another model."""
         self._steps.finish(at=self._trainer.state.global_step)
-        return self._own["_finalize_training"](*given)
+        return self._trainer_methods["_finalize_training"](*args)
 
 
 def _shard(trainer: Any) -> None:

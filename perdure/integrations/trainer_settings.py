@@ -51,12 +51,12 @@ def _check_wrapping(job: Job, trainer: Any) -> None:
     args, kind = trainer.args, job.parallelism.kind
     if args.n_gpu > 1:
         raise InputError("engine.slots_per_node", f"{args.n_gpu} devices for one rank: give it one")
-    others = {
+    refused = {
         "deepspeed": trainer.is_deepspeed_enabled,
         "auto_find_batch_size": args.auto_find_batch_size,
         "distributed_config": trainer.is_distributed_loading_by_transformers,
     }
-    for name, is_on in others.items():
+    for name, is_on in refused.items():
         if is_on:
             raise InputError(name, "is not possible under Perdure, leave it out")
     if kind not in (ParallelKind.DDP, ParallelKind.FSDP2):

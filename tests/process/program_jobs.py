@@ -102,7 +102,7 @@ class AtStep:
 
 def status_of(home: Path, job: Job) -> dict[str, Any]:
     """What `perdure status` shows."""
-    return RunMonitor(Run(job, home=home)).status().document
+    return RunMonitor(Run(job, home=home)).snapshot().status.document
 
 
 def send(rank: int, signal_number: int) -> Any:

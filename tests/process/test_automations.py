@@ -14,7 +14,7 @@ from perdure.flows.automations import automations, ensure, on_fault, put
 from perdure.tasks.reporting import Reporter
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Decision, Rung
-from perdure.training.reporting.rows import fault_facts
+from perdure.training.supervisor.facts import FaultFacts
 from tests.process.rest import Api, ask
 from tests.unit.journal.histories import failed
 from tests.waiting import wait_for
@@ -57,7 +57,7 @@ def fail(run_id: str, flow_run: UUID, *classes: FaultClass) -> None:
         fault = Fault(fault_class, time.time(), "made by a test", node="node-1", step=7)
         decision = Decision(Rung.IN_PLACE_RESTART, None, "a test")
         view = failed(fault, decision, number=number)
-        reporter.event("fault", fault_facts(view, fault), at_s=fault.at_s)
+        reporter.event("fault", FaultFacts.of(view, fault).payload, at_s=fault.at_s)
     reporter.close()
 
 

@@ -89,7 +89,7 @@ class Watcher:
 
 
 def status_of(home: Path, job: Job) -> dict[str, Any]:
-    return RunMonitor(Run(job, home=home)).status().document
+    return RunMonitor(Run(job, home=home)).snapshot().status.document
 
 
 @dataclass

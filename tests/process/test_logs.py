@@ -55,7 +55,7 @@ def test_the_gap_that_a_lost_node_leaves_is_reported(bench):
     assert running.local.kill_node("node-1")
     assert running.finish() == 0, running.out
     text = bench.perdure("logs", "logs-lost")
-    assert "attempt 1.1: node-1 was lost or did not finish collecting" in text
+    assert "attempt 1.1: node-1 was lost or did not finish uploading its logs" in text
     assert "coordinator.log" in text
     text = bench.perdure("logs", "logs-lost", "--file", "coordinator.log", "--attempt", "1.1")
     assert "metrics at http://127.0.0.1:" in text

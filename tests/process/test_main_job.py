@@ -60,7 +60,7 @@ def test_a_new_process_for_a_rank_is_in_the_ledger_on_the_terminal_and_in_the_st
     assert (row[0], row[2], row[8]) == ("1", "node-0", "process_replace")
     assert float(row[9]) == round(ended.duration_s, 2)
     assert "recovery 1, generation 1: native_crash at rank 1 on node-0" in broken.out
-    assert f"recovery 1: training goes on from step {ended.step} after" in broken.out
+    assert f"recovery 1: training continues from step {ended.step} after" in broken.out
 
     (recovery,) = broken.status()["recoveries"]
     assert (recovery["rung"], recovery["outcome"]) == ("process_replace", "recovered")

@@ -9,7 +9,7 @@ import pytest
 
 from perdure.training.config.job import load_job
 from perdure.training.errors import InputError
-from perdure.training.preflight.job import check_job
+from perdure.training.preflight.job import check_without_store
 from perdure.training.runtime.session import Session
 from perdure.training.runtime.step_loop.step import Step
 
@@ -23,14 +23,14 @@ PROGRAMS = sorted({*EXAMPLES.iterdir()} - {*JOBS})
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_every_job_passes_the_checks_from_the_folder_of_the_clone(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    check_job(load_job(path), with_storage=False)
+    check_without_store(load_job(path))
 
 
 def test_a_job_whose_program_is_not_there_would_not(monkeypatch):
     monkeypatch.chdir(ROOT)
     job = load_job(EXAMPLES / "session.yaml", ["worker.recipe=session_train:train"])
     with pytest.raises(InputError, match="defines no 'train'"):
-        check_job(job, with_storage=False)
+        check_without_store(job)
 
 
 @pytest.mark.parametrize("path", [p for p in PROGRAMS if p.is_file()], ids=lambda path: path.name)

@@ -92,7 +92,7 @@ def drills_on(
         runner = DrillRunner(home, kind, target_sections(job, home.name, kind), credentials)
         undisturbed = runner.job(None)
         write_corpus(home, undisturbed.world_size)
-        check_job(undisturbed, credentials=credentials)
+        check_job(undisturbed, read_credentials=lambda _job: credentials)
     except InputError:
         shutil.rmtree(home, ignore_errors=True)
         raise

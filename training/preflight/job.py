@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from perdure.storage.address import (
     Credentials,
@@ -44,15 +45,46 @@ from perdure.training.wire.node import Check, CheckOutcome
 MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedJob:
+    """A job that this process may start: it passed `check_job`, or its attempt, which did, lives.
+
+    Functions that start a run take this type, so the check cannot be forgotten or repeated.
+    """
+
+    job: Job
+
+    @classmethod
+    def of_living_attempt(cls, job: Job) -> Self:
+        """A job whose attempt is adopted, whatever has become of its corpus or store."""
+        return cls(job)
+
+
+def use_default_chain(_job: Job) -> None:
+    """No keys: boto3 finds them by its default chain."""
+
+
 def check_job(
-    job: Job, *, credentials: Credentials | None = None, with_storage: bool = True
-) -> None:
-    """Check a job against this machine.
+    job: Job, *, read_credentials: Callable[[Job], Credentials | None] = use_default_chain
+) -> CheckedJob:
+    """Check a job against this machine and its store.
 
     Args:
-        job: validated by itself already.
-        credentials: keys of the job's store; None: boto3's default chain.
-        with_storage: whether to write and read a probe object.
+        job: a job that is valid by itself.
+        read_credentials: returns the keys of the job's store, called once everything else is fine.
+
+    Raises:
+        InputError: the first problem.
+    """
+    check_without_store(job)
+    credentials = read_credentials(job)
+    _check_storage(job, credentials)
+    _check_init_from(job, open_store(job.storage, credentials))
+    return CheckedJob(job)
+
+
+def check_without_store(job: Job) -> None:
+    """Check a job against this machine alone; its store is neither written nor read.
 
     Raises:
         InputError: the first problem.
@@ -65,9 +97,6 @@ def check_job(
     _check_place_of_store(job)
     if job.data is not None and not job.worker.is_command:
         _check_data(job)
-    if with_storage:
-        _check_storage(job, credentials)
-        _check_init_from(job, open_store(job.storage, credentials))
 
 
 @dataclass(frozen=True, slots=True)

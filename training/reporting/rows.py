@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from perdure.training.journal.attempt_view import Alert, AttemptView, InProcessRecovery
 from perdure.training.journal.events import (
@@ -78,8 +77,8 @@ def story_rows(history: RunHistory) -> list[AttemptRow]:
     rows = attempt_rows(history)
     return [
         row
-        for own, view in zip(rows, history.attempts, strict=True)
-        for row in (own, *_recovery_rows(view))
+        for attempt_row, view in zip(rows, history.attempts, strict=True)
+        for row in (attempt_row, *_recovery_rows(view))
     ]
 
 
@@ -94,7 +93,7 @@ def state_word(history: RunHistory, view: AttemptView) -> str:
         return view.ended.outcome
     if view.pause is not None:
         return "paused"
-    if any(one.ended is None for one in view.recoveries[-1:]):
+    if any(recovery.ended is None for recovery in view.recoveries[-1:]):
         return RECOVERING
     if view.first_step is not None:
         return "training"
@@ -151,64 +150,6 @@ def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
     if recovery.succeeded:
         return SUB_HEALTHY if recovery.left_sub_healthy else RECOVERED
     return RECOVERING if recovery.ended is None and view.ended is None else NOT_RECOVERED
-
-
-def fault_facts(view: AttemptView, fault: Fault) -> dict[str, Any]:
-    """A fault of an attempt as plain values, for events."""
-    placement, attempt = view.key
-    return {
-        "fault_class": fault.fault_class.value,
-        "evidence": fault.evidence,
-        "node": fault.node,
-        "rank": fault.rank,
-        "device": fault.device,
-        "code": fault.code,
-        "step": fault.step,
-        "recoverable_by": fault.recoverable_by,
-        "user_fault": fault.user_fault,
-        "hardware_fault": fault.hardware_fault,
-        "placement": placement,
-        "attempt": attempt,
-    }
-
-
-def decision_facts(view: AttemptView) -> dict[str, Any]:
-    """The decision about an attempt that failed, as plain values for events."""
-    assert view.ended is not None  # noqa: S101 the caller saw it fail
-    assert view.ended.fault is not None  # noqa: S101 likewise
-    assert view.decision is not None  # noqa: S101 likewise
-    fault, decision, (placement, attempt) = view.ended.fault, view.decision, view.key
-    return {
-        "fault_class": fault.fault_class.value, "node": fault.node, "step": fault.step,
-        "recoverable_by": fault.recoverable_by, "rung": decision.rung, "reason": decision.reason,
-        "isolate": decision.isolate, "placement": placement, "attempt": attempt,
-    }  # fmt: skip
-
-
-def recovery_facts(view: AttemptView, recovery: InProcessRecovery) -> dict[str, Any]:
-    """A recovery inside the processes as plain values, for events and scripts."""
-    began, ended = recovery.began, recovery.ended
-    return {
-        "placement": view.started.placement,
-        "attempt": view.started.attempt,
-        "number": began.number,
-        "generation": began.generation,
-        "fault_class": began.fault.fault_class.value,
-        "evidence": began.fault.evidence,
-        "node": began.fault.node,
-        "rank": began.fault.rank,
-        "rung": began.decision.rung.value,
-        "reason": began.decision.reason,
-        "step": ended.step if ended is not None and ended.step is not None else began.fault.step,
-        "steps_lost": ended.steps_lost if ended is not None else None,
-        "duration_s": _duration_s(recovery),
-        "replaced": list(ended.replaced) if ended is not None else [],
-        "repaired": list(ended.repaired) if ended is not None else [],
-        "succeeded": recovery.succeeded,
-        "sub_healthy": began.decision.sub_healthy,
-        "outcome": outcome_of(view, recovery),
-        "why": ended.why if ended is not None else "",
-    }
 
 
 def _duration_s(recovery: InProcessRecovery) -> float | None:
@@ -295,15 +236,6 @@ def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
     )
 
 
-def alert_facts(view: AttemptView, event: AlertRaised | AlertCleared) -> dict[str, Any]:
-    """What raised an alert, or has cleared it, as plain values, for events."""
-    placement, attempt = view.key
-    raised = next((a.began for a in view.alerts if a.began.number == event.number), None)
-    facts = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
-    where = {"placement": placement, "attempt": attempt}
-    return {**facts, **where, "number": event.number, "at_s": event.at_s}
-
-
 def alert_place(raised: AlertRaised) -> str:
     """What an alert is about: node, device and rank, as far as it names them."""
     parts = (("", raised.node), ("device ", raised.device), ("rank ", raised.rank))
@@ -312,10 +244,10 @@ def alert_place(raised: AlertRaised) -> str:
 
 def losses_of_steps(records: Mapping[int, StepRecord]) -> dict[int, float]:
     """The loss of every step that has one."""
-    return {step: one.loss for step, one in records.items() if one.loss is not None}
+    return {step: record.loss for step, record in records.items() if record.loss is not None}
 
 
-def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
+def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> bytes:
     """The loss of every kept step with the faults marked, as PNG."""
     # The font cache makes this import slow, and most of a run does without it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
@@ -324,7 +256,7 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
     figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    losses = losses_of_steps(kept)
+    losses = losses_of_steps(records)
     axes.plot(list(losses), list(losses.values()), color="#1f5fa8", linewidth=1.2)
     marks = _marks(history)
     for number, (step, text, colour) in enumerate(marks):
@@ -341,8 +273,8 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
             fontsize=8,
             color=colour,
         )
-    for seen in history.checkpoints:
-        axes.axvline(seen.step, ymax=0.03, color="#2e7d32", linewidth=1.0)
+    for checkpoint in history.checkpoints:
+        axes.axvline(checkpoint.step, ymax=0.03, color="#2e7d32", linewidth=1.0)
     axes.set_xlabel("step (green marks: committed checkpoints)")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
@@ -354,18 +286,18 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
 
 def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     """Faults as step, text and colour, oldest first."""
-    found = []
+    marks = []
     for view in history.attempts:
         for recovery in view.recoveries:
             fault = recovery.began.fault
             step = fault.step if fault.step is not None else view.from_step
             colour = "#d98e04" if recovery.succeeded else "#c0392b"
-            found.append((step, f"{fault.fault_class}\n{recovery.began.decision.rung}", colour))
+            marks.append((step, f"{fault.fault_class}\n{recovery.began.decision.rung}", colour))
         ended = view.ended.fault if view.ended is not None else None
         if ended is not None and view.decision is not None:
             step = ended.step if ended.step is not None else view.from_step
-            found.append((step, f"{ended.fault_class}\n{view.decision.rung}", "#c0392b"))
-    return found
+            marks.append((step, f"{ended.fault_class}\n{view.decision.rung}", "#c0392b"))
+    return marks
 
 
 def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each kind
@@ -373,28 +305,31 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
     match event:
         case RecoveryBegan():
             where = event.fault.where
-            what = f"{event.fault.fault_class} at {where}: {event.fault.evidence[:160]}"
+            cause = f"{event.fault.fault_class} at {where}: {event.fault.evidence[:160]}"
             began = f"recovery {event.number}, generation {event.generation}"
-            return f"{began}: {what} -> {event.decision.rung}"
+            return f"{began}: {cause} -> {event.decision.rung}"
         case RecoveryEnded():
-            again = counted(event.steps_lost, "step")
-            took = f"after {event.duration_s:.2f} s, {again} done again"
-            went = f": training goes on from step {event.step} {took}"
-            return f"recovery {event.number}{went if event.succeeded else f' failed: {event.why}'}"
+            repeated = counted(event.steps_lost, "step")
+            cost = f"after {event.duration_s:.2f} s, {repeated} repeated"
+            success = f": training continues from step {event.step} {cost}"
+            failure = f" failed: {event.why}"
+            return f"recovery {event.number}{success if event.succeeded else failure}"
         case AttemptGivenUp():
-            what = f"{event.fault.fault_class} at {event.fault.where}: {event.fault.evidence[:160]}"
-            return f"the processes end: {what}: {event.why}"
+            cause = (
+                f"{event.fault.fault_class} at {event.fault.where}: {event.fault.evidence[:160]}"
+            )
+            return f"the processes end: {cause}: {event.why}"
         case LastSave():
             saved = f"end-of-life checkpoint of step {event.step} by ranks {_ranks(event.ranks)}"
             return saved if event.step is not None else f"no end-of-life checkpoint: {event.why}"
         case PauseBegan() | PauseEnded():
             paused = f": every rank is paused at step {event.step}"
-            goes_on = f" is over: training goes on from step {event.step}"
-            return f"pause {event.number}{paused if isinstance(event, PauseBegan) else goes_on}"
+            resumed = f" is over: training continues from step {event.step}"
+            return f"pause {event.number}{paused if isinstance(event, PauseBegan) else resumed}"
         case CheckpointDamaged():
-            aside = "set aside, the one before is taken"
-            done = "repaired from a node" if event.is_repaired else aside
-            return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
+            aside = "set aside in favor of the previous one"
+            answer = "repaired from a node" if event.is_repaired else aside
+            return f"checkpoint of step {event.step} is damaged and was {answer}: {event.text}"
         case CheckpointRestored():
             return event.text
         case BatchSkipped():
@@ -404,10 +339,10 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
         case ChipsHealed():
             return f"before {event.rung}: {event.text}"
         case AlertRaised() | AlertCleared():
-            what = " is over"
+            change = " is over"
             if isinstance(event, AlertRaised):
-                what = f", {event.point}: {event.text}"
-            return f"alert {event.number}{what}"
+                change = f", {event.point}: {event.text}"
+            return f"alert {event.number}{change}"
 
 
 def skipped_text(event: BatchSkipped) -> str:
@@ -432,7 +367,7 @@ def measured_text(batch: SkippedBatch) -> str:
 def program_notices(history: RunHistory) -> list[str]:
     """What the author of the program should know, each once."""
     events = [event for view in history.attempts for event in view.events]
-    return list(dict.fromkeys(one.text for one in events if isinstance(one, ProgramNotice)))
+    return list(dict.fromkeys(event.text for event in events if isinstance(event, ProgramNotice)))
 
 
 def activity_of(history: RunHistory) -> str | None:

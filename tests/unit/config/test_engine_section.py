@@ -9,7 +9,7 @@ import pytest
 from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.config.pod_rules import amount_of
 from perdure.training.errors import InputError
-from perdure.training.preflight.job import check_job
+from perdure.training.preflight.job import check_without_store
 from tests.jobs import small_job
 
 
@@ -130,10 +130,10 @@ def test_a_folder_as_store_must_be_one_that_all_pods_share(
     volume = {"name": "store", "mount_path": path, "source": source, "read_only": read_only}
     made = job(tmp_path, volumes=[volume])
     if is_there:
-        check_job(made, with_storage=False)
+        check_without_store(made)
         return
     with pytest.raises(InputError, match="the job's nodes do not have that folder"):
-        check_job(made, with_storage=False)
+        check_without_store(made)
 
 
 def test_programs_and_folders_of_a_cluster_are_not_looked_for_on_this_machine(
@@ -145,9 +145,9 @@ def test_programs_and_folders_of_a_cluster_are_not_looked_for_on_this_machine(
     made = small_job(
         tmp_path, worker=worker, engine=section, storage={"address": "s3://bucket/runs"}
     )
-    check_job(made, with_storage=False)
+    check_without_store(made)
     with pytest.raises(InputError, match=r"worker\.cwd"):
-        check_job(small_job(tmp_path, worker=worker), with_storage=False)
+        check_without_store(small_job(tmp_path, worker=worker))
 
 
 def test_a_run_whose_name_can_be_no_objects_is_refused_on_a_cluster_alone():

@@ -312,6 +312,6 @@ def test_what_a_command_has_saved_itself_is_listed_with_what_is_still_there(tmp_
     }  # fmt: skip
     assert (gone["step"], gone["is_kept"]) == (10, False)
     assert "step-10.bin (gone)" in printed("ls", "own").replace("\n", "").replace(" │ ", "")
-    status = RunMonitor(run).status().document
+    status = RunMonitor(run).snapshot().status.document
     assert status["committed_step"] == 20
     assert status["checkpoints"] == {"program": {"newest": 20, "count": 1}}

@@ -200,7 +200,7 @@ def test_a_damaged_log_is_reported_and_the_others_are_diagnosed(logs):
     cause = logs / "attempt" / "node-1" / "rank_1.log"
     done = CliRunner().invoke(app, ["diagnose", "--json", str(damaged), str(cause)])
     assert done.exit_code == 2
-    assert f"perdure: not read: PATH: '{damaged}'" in done.stderr
+    assert f"perdure: cannot read PATH: '{damaged}'" in done.stderr
     unread, reported = json.loads(done.stdout)
     assert (unread["fault_class"], unread["path"]) == (None, str(damaged))
     assert "could not be read" in unread["explanation"]

@@ -58,7 +58,7 @@ def test_scripts_get_rungs_budgets_and_reasons(job_file):
 
 def test_a_wrong_question_is_one_line(job_file, capsys):
     line = error_line(capsys, "ladder", "--set", "steps=3")
-    assert line == "perdure: --set: needs --job, the job that is asked about"
+    assert line == "perdure: --set: needs --job"
     assert "is no known code" in error_line(capsys, "ladder", "--job", job_file, "--code", "12")
     missing = job_file.with_name("none.yaml")
     assert "none.yaml" in error_line(capsys, "ladder", "--job", missing)

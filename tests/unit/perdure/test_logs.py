@@ -54,7 +54,7 @@ def test_without_a_rank_logs_are_listed_with_what_is_missing(logs):
     text = printed()
     assert "rank-00001.stderr.log" in text
     assert "2.0 kB" in text
-    assert "attempt 1.2: node-1 was lost or did not finish collecting" in text
+    assert "attempt 1.2: node-1 was lost or did not finish uploading its logs" in text
     assert "attempt 1.1: node-1: checkpoint-server.log: gone" in text
 
 
@@ -109,14 +109,14 @@ def test_the_ranks_of_a_command_have_one_log_for_each_node(tmp_path, perdure_hom
     assert "out" in text
     assert "of the agent" not in text
     line = error_line(capsys, "logs", "order", "--rank", "1")
-    assert "have one log for each node: --node, such as node-0" in line
+    assert "share one log on each node: use --node, such as node-0" in line
 
 
 def test_a_rank_that_wrote_nothing_is_no_error(logs):
     done = CliRunner().invoke(app, ["logs", "small", "--rank", "1", "--attempt", "1.2"])
     assert (done.exit_code, done.stdout) == (0, "")
-    assert done.stderr == "perdure: rank 1 wrote nothing that is kept\n"
+    assert done.stderr == "perdure: rank 1 left no output in the logs that are kept\n"
 
 
 def test_a_run_without_logs_prints_so(job):
-    assert "no logs in the store" in printed()
+    assert "the store has no logs" in printed()

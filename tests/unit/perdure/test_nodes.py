@@ -64,7 +64,7 @@ def test_only_a_node_that_is_left_out_or_taken_last_can_be_released(run, capsys)
     append(run, *BEGINNING, *ISOLATED)
     line = error_line(capsys, "nodes", "small", "--release", "node-7")
     assert line == (
-        "perdure: --release: 'node-7': is neither isolated nor sub-healthy; those are: node-1"
+        "perdure: --release: 'node-7' is neither isolated nor sub-healthy; nodes that are: node-1"
     )
 
 

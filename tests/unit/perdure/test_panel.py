@@ -6,8 +6,8 @@ import io
 
 from rich.console import Console
 
+from perdure.console import attempts_view, sparkline
 from perdure.panel import LiveView
-from perdure.tables import attempts_view, sparkline
 from perdure.tasks.observe import Observation
 from perdure.training.reporting.rows import AttemptRow, event_text, story_rows
 from tests.unit.journal.histories import (
@@ -97,10 +97,10 @@ def test_every_recovery_and_pause_is_printed_once():
     assert text.splitlines() == [
         f"attempt 1.1: {event_text(LINK_BEGAN)}",
         "attempt 1.1: recovering: link_down -> step_retry",
-        "attempt 1.1: recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
+        "attempt 1.1: recovery 1: training continues from step 14 after 0.62 s, 0 steps repeated",
         "attempt 1.1: training",
         "attempt 1.1: pause 4: every rank is paused at step 20",
         "attempt 1.1: paused at step 20",
-        "attempt 1.1: pause 4 is over: training goes on from step 20",
+        "attempt 1.1: pause 4 is over: training continues from step 20",
         "attempt 1.1: training",
     ]

@@ -160,7 +160,7 @@ def test_a_request_that_the_ranks_have_not_followed_yet_can_be_withdrawn(
 
 def test_a_run_that_is_not_paused_is_not_resumed(pausing_of, store, printed):
     pausing_of().resume()
-    assert printed() == ["small: is not paused"]
+    assert printed() == ["small: the run is not paused"]
     assert list(store.list(control_key("small"))) == []
 
 
@@ -185,7 +185,7 @@ def test_a_run_that_ends_while_it_is_waited_for_is_not_waited_for_any_longer(pau
 def test_what_does_not_run_is_neither_paused_nor_resumed(command, run, capsys):
     append(run, ENDED)
     line = error_line(capsys, command, "small", code=2)
-    assert line == "perdure: run_id: 'small': is not running: completed"
+    assert line == "perdure: run_id: 'small' is not running: completed"
     assert "no such run" in error_line(capsys, command, "other", code=2)
 
 
@@ -203,7 +203,7 @@ def test_the_commands_wait_as_long_as_requested(run, store, capsys, monkeypatch)
     assert "0 s" in error_line(capsys, "resume", "small", "--wait-s", "0", code=1, prints=True)
     append(run, *seen(GOES_ON))
     done = CliRunner().invoke(app, ["resume", "small"])
-    assert (done.exit_code, done.stdout) == (0, "small: is not paused\n")
+    assert (done.exit_code, done.stdout) == (0, "small: the run is not paused\n")
 
 
 def status(*arguments: str) -> str:
@@ -213,7 +213,7 @@ def status(*arguments: str) -> str:
 def test_status_shows_that_a_run_is_paused_and_how_to_resume_it(run, store):
     assert json.loads(status("--json"))["state"] == "running"
     write_control(store, "small", pause=True)
-    assert "pause requested; `perdure resume small` continues it" in status()
+    assert "a pause is requested; `perdure resume small` continues it" in status()
     append(run, *seen(STANDS))
     reported = json.loads(status("--json"))
     assert (reported["state"], reported["pause_wanted"]) == ("paused", True)

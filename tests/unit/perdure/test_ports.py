@@ -8,8 +8,7 @@ import socket
 import pytest
 import yaml
 
-from perdure.ports import PortOwner, owner_of, owner_text
-from perdure.server import ServerRecord
+from perdure.server import PortOwner, ServerRecord, owner_of, owner_text
 from perdure.training.processes import free_port
 from tests.jobs import job_document
 from tests.unit.perdure.commands import error_line
@@ -87,7 +86,7 @@ def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_ch
         line = error_line(capsys, *arguments)
     assert f"port {port} is taken by another program (pid {os.getpid()}" in line
     assert f"{port} is remembered from an earlier `perdure server start --port {port}`" in line
-    assert "`perdure server start --port N` takes another one, --port 0 forgets it" in line
+    assert "`perdure server start --port N` changes it, --port 0 forgets it" in line
     assert "perdure: --port" not in line
 
 
@@ -95,4 +94,4 @@ def test_a_second_port_for_a_server_that_runs_is_refused(capsys, perdure_home, m
     record = ServerRecord(pid=1, process_started_s=0.0, port=4711)
     monkeypatch.setattr("perdure.server._running_server", lambda: record)
     line = error_line(capsys, "server", "start", "--port", 4712)
-    assert "runs on port 4711 already" in line
+    assert "already runs on port 4711" in line

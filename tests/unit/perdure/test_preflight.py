@@ -44,7 +44,9 @@ def test_a_context_that_is_not_there_ends_it_with_2(capsys, job_file, tmp_path, 
 
 def test_reentry_is_tried_where_the_program_is_started(capsys, job_file):
     line = error_line(capsys, "preflight", job_file(), "--reentry")
-    assert line.endswith("--reentry: starts the program here, the job's nodes are elsewhere")
+    assert line.endswith(
+        "--reentry: starts the program on this machine, but the job's nodes are elsewhere"
+    )
 
 
 def test_devices_take_no_job_and_a_job_is_needed_otherwise(capsys, job_file):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from perdure.cli import app
 from perdure.monitor import RunMonitor
+from perdure.run_status import RunStatus
 from perdure.status import plain_status, status_panel
 from perdure.storage.errors import StorageError
 from perdure.training.config.job import parse_job
@@ -72,6 +73,27 @@ DEVICES = (
 )
 
 
+def hung_node() -> AgentStatus:
+    return AgentStatus(
+        node="node-1", member=1, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1,
+        workers=(WorkerStatus(rank=1, local_rank=0, pid=7, step=20, phase="step"),),
+        hang=HangReport(rank=1, silent_s=70.0, limit_s=60.0, phase="step", step=20),
+        sample=NodeSample(at_s=1.0, devices=DEVICES),
+    )  # fmt: skip
+
+
+class Observed:
+    """An observer of the open attempt that always sees the same."""
+
+    def __init__(self, snapshot: AttemptSnapshot) -> None:
+        self._snapshot = snapshot
+
+    def look(self) -> AttemptSnapshot:
+        """What it sees."""
+        return self._snapshot
+
+
 def train(run, *numbers: int) -> None:
     records = [replace(STEP, step=n, at_s=float(n), loss=4.0 - n / 20) for n in numbers]
     lines = "".join(json.dumps(asdict(record)) + "\n" for record in records)
@@ -82,7 +104,7 @@ def train(run, *numbers: int) -> None:
 def test_a_script_reads_step_pace_and_where_the_time_went(run):
     append(run, *BEGINNING, SAVED)
     train(run, *range(1, 21))
-    document = RunMonitor(run).status(now_s=30.0).document
+    document = RunMonitor(run).snapshot(now_s=30.0).status.document
     json.dumps(document)
     assert (document["state"], document["supervised"]) == ("running", False)
     assert (document["step"], document["committed_step"], document["target_step"]) == (20, 10, 60)
@@ -100,8 +122,8 @@ def test_a_script_reads_step_pace_and_where_the_time_went(run):
 def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):
     append(run, *BEGINNING, *seen(LINK_BEGAN, LINK_RECOVERED, HOT, CRASH_BEGAN))
     train(run, 11, 12)
-    status = RunMonitor(run).status(now_s=60.0)
-    for text in (shown(status_panel(status, 160)), shown(plain_status(status, 160))):
+    snapshot = RunMonitor(run).snapshot(now_s=60.0)
+    for text in (shown(status_panel(snapshot, 160)), shown(plain_status(snapshot, 160))):
         assert "ALERT memory_high: memory at 98 % (node-1, device 3)" in text
         assert "link_down on rank 3 on node-1 at step 14, attempt 1.1 -> step_retry" in text
         assert "native_crash on rank 1 on node-0" in text
@@ -109,7 +131,7 @@ def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):
         assert "running, step 12 / 60" in text
         assert "productive_step" in text
         assert "no process supervises it" in text
-    assert [fault["fault_class"] for fault in status.document["faults"]] == [
+    assert [fault["fault_class"] for fault in snapshot.status.document["faults"]] == [
         "native_crash", "link_down",
     ]  # fmt: skip
 
@@ -124,46 +146,36 @@ def test_where_the_newest_attempt_got_its_state_from_is_told(run):
         why="of step 15 the nodes lack the shares of ranks 2, 3",
     )
     append(run, *BEGINNING, *seen(place))
-    status = RunMonitor(run).status(now_s=60.0)
+    snapshot = RunMonitor(run).snapshot(now_s=60.0)
     told = (
         "attempt 1.1: step 10 restored, shares from memory 2, memory of a partner 2 (node-2 from "
         "copies on node-0; of step 15 the nodes lack the shares of ranks 2, 3)"
     )
-    assert told in shown(plain_status(status, 300))
-    (document,) = status.document["restored"]
+    assert told in shown(plain_status(snapshot, 300))
+    (document,) = snapshot.status.document["restored"]
     assert (document["attempt"], document["step"], document["num_fetched"]) == ("1.1", 10, 0)
     assert document["partners"] == {"node-2": "node-0"}
 
 
 def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
     append(run, *BEGINNING)
-    hung = AgentStatus(
-        node="node-1", member=1, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
-        placement=1, attempt=1,
-        workers=(WorkerStatus(rank=1, local_rank=0, pid=7, step=20, phase="step"),),
-        hang=HangReport(rank=1, silent_s=70.0, limit_s=60.0, phase="step", step=20),
-        sample=NodeSample(at_s=1.0, devices=DEVICES),
-    )  # fmt: skip
+    hung = hung_node()
     well = hung.model_copy(update={"node": "node-0", "hang": None, "sample": None})
-    snapshot = AttemptSnapshot(
+    attempt = AttemptSnapshot(
         Snapshot({0: well, 1: hung}), (replace(STEP, step=21, at_s=21.0),), (LINK_BEGAN,)
     )
 
-    class AttemptObserver:
-        def look(self) -> AttemptSnapshot:
-            return snapshot
-
-    monkeypatch.setattr(run, "observer", AttemptObserver)
+    monkeypatch.setattr(run, "observer", lambda: Observed(attempt))
     monitor = RunMonitor(run)
-    status = monitor.status(now_s=22.0)
-    assert status.document["step"] == 21, "newer than anything in the store"
-    assert [fault["rung"] for fault in status.document["faults"]] == ["step_retry"]
-    text = shown(status_panel(status, 160))
+    snapshot = monitor.snapshot(now_s=22.0)
+    assert snapshot.status.document["step"] == 21, "newer than anything in the store"
+    assert [fault["rung"] for fault in snapshot.status.document["faults"]] == ["step_retry"]
+    text = shown(status_panel(snapshot, 160))
     assert "node-0: running, ok; rank 1 step after step 20" in text
     wrong = "rank 1 silent for 70 s; device 0: Alarm, link down; device 2: link down"
     assert f"node-1: running, {wrong}" in text
-    monitor.status(now_s=23.0)
-    assert len(status.history.attempts[0].events) == 1
+    monitor.snapshot(now_s=23.0)
+    assert len(snapshot.history.attempts[0].events) == 1
 
 
 def test_what_is_wrong_with_the_program_is_said_once(run, perdure_home):
@@ -188,9 +200,9 @@ def test_abnormal_steps_and_skipped_batches_are_shown_where_there_are_any(run, p
     line = (
         "1 abnormal step, 1 batch skipped, the newest at step 13: loss 4.5, gradient norm no number"
     )
-    status = RunMonitor(run).status(now_s=60.0)
-    assert line in shown(status_panel(status, 160))
-    assert line in shown(plain_status(status, 160))
+    snapshot = RunMonitor(run).snapshot(now_s=60.0)
+    assert line in shown(status_panel(snapshot, 160))
+    assert line in shown(plain_status(snapshot, 160))
 
 
 def test_status_of_a_job_file_needs_no_run_on_this_machine(run, document, tmp_path):
@@ -226,6 +238,27 @@ def test_a_ledger_that_cannot_be_written_is_shown_with_since_when(run, perdure_h
     assert re.search(r"its ledger cannot be written since 2\d{3}-.* UTC: the disk is full", text)
     run.ledger.renew()
     assert json.loads(perdure("status", "small", "--json"))["ledger_unwritable"] is None
+
+
+def test_the_printed_schema_describes_the_status_of_any_run(run, monkeypatch):
+    began = RunMonitor(run).snapshot(now_s=1.0).status
+    append(run, *BEGINNING, SAVED, *seen(LINK_BEGAN, LINK_RECOVERED, HOT, SKIPPED, NOTICED))
+    train(run, 11, 12)
+    snapshot = AttemptSnapshot(Snapshot({1: hung_node()}, lost=("node-8",), unanswered=("node-9",)))
+    monkeypatch.setattr(run, "observer", lambda: Observed(snapshot))
+    trains = RunMonitor(run).snapshot(now_s=60.0).status
+    append(run, *END, RunEnded(**NOW, outcome="failed", message="over"))
+    failed = RunMonitor(run).snapshot(now_s=90.0).status
+    assert [status.state for status in (began, trains, failed)] == [
+        "not started", "running", "failed",
+    ]  # fmt: skip
+    assert [set(node) for node in trains.document["nodes"][1:]] == [{"node", "state", "health"}] * 2
+    assert failed.fault is not None
+    schema = json.loads(perdure("schema", "--status"))
+    for status in (began, trains, failed):
+        assert set(status.document) == set(schema["properties"]) == set(schema["required"])
+        assert RunStatus.model_validate(status.document) == status
+    assert all(field.get("description") for field in schema["properties"].values())
 
 
 def test_a_run_that_is_not_known_is_wrong_input():
@@ -282,32 +315,35 @@ def order(tmp_path, perdure_home, monkeypatch):
 def test_of_a_command_what_nothing_shows_is_not_known(order):
     run, answers = order
     answers.append(of_command(None))
-    status = RunMonitor(run).status(now_s=60.0)
-    facts = {name: status.document[name] for name in ("step", "committed_step", "ettr")}
+    snapshot = RunMonitor(run).snapshot(now_s=60.0)
+    facts = {name: snapshot.status.document[name] for name in ("step", "committed_step", "ettr")}
     assert facts == dict.fromkeys(facts)
-    (node,) = status.document["nodes"]
+    (node,) = snapshot.status.document["nodes"]
     assert [(one["rank"], one["local_rank"], one["pid"]) for one in node["ranks"]] == [(3, 1, 77)]
-    text = shown(plain_status(status, 160))
+    text = shown(plain_status(snapshot, 160))
     assert "step: not known\n" in text
     assert "ettr: not known\n" in text
     assert "node-1: running, ok; rank 3 runs" in text
-    assert "running, step not known" in shown(status_panel(status, 160))
+    assert "running, step not known" in shown(status_panel(snapshot, 160))
 
 
 def test_of_a_command_its_output_shows_the_step(order):
     run, answers = order
     answers.append(of_command(None).model_copy(update={"shown": ShownStep(step=12, age_s=2.5)}))
-    status = RunMonitor(run).status(now_s=60.0)
-    assert (status.document["step"], status.document["last_step_age_s"]) == (12, 2.5)
-    assert "rank 3 runs; step 12 by its output" in shown(plain_status(status, 160))
+    snapshot = RunMonitor(run).snapshot(now_s=60.0)
+    assert (snapshot.status.document["step"], snapshot.status.document["last_step_age_s"]) == (
+        12,
+        2.5,
+    )
+    assert "rank 3 runs; step 12 by its output" in shown(plain_status(snapshot, 160))
 
 
 def test_of_a_command_its_heartbeats_show_the_step(order):
     run, answers = order
     answers.append(of_command(1238, 2.5))
-    document = RunMonitor(run).status(now_s=60.0).document
+    document = RunMonitor(run).snapshot(now_s=60.0).status.document
     assert (document["step"], document["last_step_age_s"]) == (1238, 2.5)
     answers[0] = of_command(1239)
-    status = RunMonitor(run).status(now_s=60.0)
-    assert status.document["step"] == 1239, "restored, and no step completed since"
-    assert "rank 3 step after step 1239" in shown(status_panel(status, 160))
+    snapshot = RunMonitor(run).snapshot(now_s=60.0)
+    assert snapshot.status.document["step"] == 1239, "restored, and no step completed since"
+    assert "rank 3 step after step 1239" in shown(status_panel(snapshot, 160))

@@ -16,7 +16,7 @@ from perdure.training.errors import EngineError, InputError
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import print_platform
 from perdure.training.preflight import job as job_checks
-from perdure.training.preflight.job import check_job, recovery_notes
+from perdure.training.preflight.job import check_job, check_without_store, recovery_notes
 from perdure.training.recovery.rungs import Policy
 from perdure.training.supervisor.finishing import no_replica_of
 from tests.jobs import small_job
@@ -41,7 +41,7 @@ def test_an_engine_that_cannot_name_its_nodes_is_reported_before_anything_starts
 
     monkeypatch.setattr(LocalEngine, "nodes", unreachable)
     with pytest.raises(InputError, match="engine: no answer from the cluster"):
-        check_job(job(), with_storage=False)
+        check_without_store(job())
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_operator_retry_is_asked_for_in_both_places_or_in_none(job):
     restart = {"from_platform": {"fault-tolerance/hccl_op_retry": "true"}}
     worker = {"command": ["true"]}
     with pytest.raises(InputError) as caught:
-        check_job(job(worker=worker, restart=restart), with_storage=False)
+        check_without_store(job(worker=worker, restart=restart))
     text = str(caught.value)
     assert all(w in text for w in ("hccl_op_retry='true'", "comm.op_retry.enabled=false"))
     comm = {"op_retry": {"enabled": True}, "chip": "a3", "watchdog": False}
-    check_job(job(worker=worker, restart=restart, comm=comm), with_storage=False)
+    check_without_store(job(worker=worker, restart=restart, comm=comm))
 
 
 def test_the_ladder_s_policy_holds_every_switch_of_the_section(job):
@@ -306,7 +306,7 @@ def test_a_name_in_the_command_that_nothing_sets_is_found_before_anything_starts
 
     def check(*arguments: str) -> None:
         command = ["echo", *arguments]
-        check_job(job(worker={"command": command}, **own), with_storage=False)
+        check_without_store(job(worker={"command": command}, **own))
 
     check("${NNODES}", "${NODE_RANK}", "${WORLD_SIZE}", "${MA_NUM_HOSTS}", "$MY_SIZE", "$HOME")
     for name in ("RANK", "MA_NUM_NODES"):

@@ -16,7 +16,7 @@ from perdure.training.config.job import Job, parse_job
 from perdure.training.engines.base import Snapshot
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
-from perdure.training.preflight.job import check_job
+from perdure.training.preflight.job import check_without_store
 from perdure.training.supervisor.checkpoints import NewestSave, resumption
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
@@ -198,7 +198,7 @@ def test_what_cannot_be_is_refused_in_one_line(worker, why):
 def test_a_name_that_nothing_sets_is_refused_before_anything_starts(worker, field, tmp_path):
     given = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
     with pytest.raises(InputError, match=field):
-        check_job(given, with_storage=False)
+        check_without_store(given)
 
 
 def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):

@@ -222,19 +222,20 @@ LINES = {
         update={"is_known": True}
     ): "the batch of samples 96 to 104 is passed over at step 13 once more: it was abnormal before",
     NOTICED: "the program: divides twice",
-    DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
+    DAMAGED: "checkpoint of step 40 is damaged and was set aside in favor of the previous one: "
+    "rank 3's file",
     DAMAGED.model_copy(
         update={"is_repaired": True}
-    ): "checkpoint of step 40 is damaged, repaired from a node: rank 3's file",
+    ): "checkpoint of step 40 is damaged and was repaired from a node: rank 3's file",
     LINK_BEGAN: "recovery 1, generation 1: link_down at rank 3 on node-1: EI0006 -> step_retry",
     LINK_RECOVERED.model_copy(
         update={"steps_lost": 1}
-    ): "recovery 1: training goes on from step 14 after 0.62 s, 1 step done again",
-    LINK_RECOVERED: "recovery 1: training goes on from step 14 after 0.62 s, 0 steps done again",
+    ): "recovery 1: training continues from step 14 after 0.62 s, 1 step repeated",
+    LINK_RECOVERED: "recovery 1: training continues from step 14 after 0.62 s, 0 steps repeated",
     CRASH_FAILED: "recovery 2 failed: no replica of rank 1",
     SAVED: "end-of-life checkpoint of step 40 by ranks 0, 2",
     STANDS: "pause 4: every rank is paused at step 20",
-    GOES_ON: "pause 4 is over: training goes on from step 20",
+    GOES_ON: "pause 4 is over: training continues from step 20",
 }
 
 

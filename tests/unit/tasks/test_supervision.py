@@ -14,6 +14,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Suspen
 from perdure.tasks import supervision as module
 from perdure.tasks.supervision import RequestPoller, Supervision
 from perdure.training.errors import AlreadySupervised, RunConflict
+from perdure.training.preflight.job import CheckedJob
 from perdure.training.wire.requests import read_control, write_control
 from tests.jobs import small_job
 
@@ -21,7 +22,8 @@ from tests.jobs import small_job
 @pytest.fixture
 def supervision(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    return Supervision(small_job(tmp_path, run_id="small"), logging.getLogger("test"))
+    checked = CheckedJob(small_job(tmp_path, run_id="small"))
+    return Supervision(checked, logging.getLogger("test"))
 
 
 class HandedOverTo:
