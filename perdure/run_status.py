@@ -22,9 +22,9 @@ from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import CheckpointRestored
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
+from perdure.training.reporting.facts import FaultFacts, RecoveryFacts
 from perdure.training.reporting.rows import AlertRow, AttemptRow
 from perdure.training.reporting.summary import AbnormalSteps
-from perdure.training.supervisor.facts import FaultFacts, RecoveryFacts
 from perdure.training.supervisor.store_outage import Outage
 from perdure.training.wire.agent import AgentState, RankStatus
 from perdure.training.wire.node import NodeSample

@@ -42,6 +42,12 @@ from perdure.training.recovery.protocol import (
 from perdure.training.recovery.rungs import Rung
 from perdure.training.reporting.action_items import Need, NeedKind, attention, waits_for_node
 from perdure.training.reporting.ettr import Accountant, AccountReport, account_report
+from perdure.training.reporting.facts import (
+    AlertFacts,
+    DecisionFacts,
+    FaultFacts,
+    RecoveryFacts,
+)
 from perdure.training.reporting.fault_report import ReportPlace, fault_reports
 from perdure.training.reporting.rows import (
     OPEN,
@@ -54,12 +60,6 @@ from perdure.training.reporting.rows import (
     story_rows,
 )
 from perdure.training.reporting.summary import attempts_table, attempts_title
-from perdure.training.supervisor.facts import (
-    AlertFacts,
-    DecisionFacts,
-    FaultFacts,
-    RecoveryFacts,
-)
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 

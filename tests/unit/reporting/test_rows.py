@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from perdure.training.journal.events import StepRecord
+from perdure.training.reporting.facts import RecoveryFacts
 from perdure.training.reporting.rows import loss_picture, story_rows
-from perdure.training.supervisor.facts import RecoveryFacts
 from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
