@@ -9,6 +9,11 @@ A training program joins its run and loops over its steps::
             step.backward(model(step.batch()))
             step.apply()
 
+A notebook reads what the run has saved::
+
+    reader = perdure.checkpoints("my-run")
+    weights = reader.load(names="model/*")
+
 A name is imported on first use, so that a command line that only reads a job does not load torch.
 """
 
@@ -18,16 +23,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perdure.reader import checkpoints
     from perdure.training.config.job import Job, load_job
     from perdure.training.recovery.replicas import ParallelLayout
     from perdure.training.runtime.session import Session, join
 
-__all__ = ["Job", "ParallelLayout", "Session", "join", "load_job"]
+__all__ = ["Job", "ParallelLayout", "Session", "checkpoints", "join", "load_job"]
 
 _HOMES = {
     "Job": "perdure.training.config.job",
     "ParallelLayout": "perdure.training.recovery.replicas",
     "Session": "perdure.training.runtime.session",
+    "checkpoints": "perdure.reader",
     "join": "perdure.training.runtime.session",
     "load_job": "perdure.training.config.job",
 }
@@ -39,3 +46,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

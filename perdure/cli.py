@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from perdure import checkpoints, policy, server
+from perdure import checkpoint_commands, policy, server
 from perdure.console import (
     EXIT_FAILED,
     EXIT_INPUT,
@@ -52,7 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(server.app, name="server")
-app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(policy.app, name="policy")
 for command in (
     run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder,

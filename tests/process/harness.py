@@ -69,12 +69,17 @@ def assert_as_undisturbed(played: RunOutcome, undisturbed: RunOutcome, *, steps:
 
 @dataclass
 class Workbench:
-    """A Perdure home, a store and a server, and the runs made with them."""
+    """A Perdure home, a store and a server, and the runs made with them.
+
+    Attributes:
+        cwd: folder that commands are started in; None: that of the tests.
+    """
 
     home: Path
     api_url: str
     corpus: Path
     env: dict[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
 
     def job(self, run_id: str, **changes: Any) -> dict[str, Any]:
         """The small job that most tests run: four ranks, two nodes, one spare."""
@@ -134,6 +139,7 @@ class Workbench:
         process = subprocess.Popen(
             [sys.executable, "-m", "perdure", "run", str(path), *options],
             env=self.environment,
+            cwd=self.cwd,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -153,7 +159,7 @@ class Workbench:
         return subprocess.run(
             [sys.executable, *arguments],
             env=self.environment,
-            cwd=cwd,
+            cwd=cwd or self.cwd,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

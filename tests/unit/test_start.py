@@ -17,8 +17,16 @@ COMMAND = """
 import sys, perdure.cli, perdure.flows.pretrain
 assert "torch" not in sys.modules
 """
+FACE = """
+import sys, perdure
+assert not {"torch", "pydantic", "prefect"} & sys.modules.keys()
+assert {"join", "checkpoints", "load_job"} <= set(dir(perdure))
+assert not {"torch", "pydantic", "prefect"} & sys.modules.keys()
+"""
 
 
-@pytest.mark.parametrize("program", [AGENT, COMMAND], ids=["agent and worker", "command and flow"])
-def test_a_program_imports_neither_torch_nor_the_diagnosis_automaton_before_it_needs_them(program):
+@pytest.mark.parametrize(
+    "program", [AGENT, COMMAND, FACE], ids=["agent and worker", "command and flow", "public face"]
+)
+def test_a_program_imports_nothing_that_takes_long_before_it_needs_it(program):
     subprocess.run([sys.executable, "-c", program], check=True)

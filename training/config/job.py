@@ -471,13 +471,17 @@ def _interval_text(spec: CheckpointSpec) -> str:
     return ", ".join(f"{f}={getattr(spec, f)}" for f in fields if getattr(spec, f) is not None)
 
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Read a YAML or JSON job file; `overrides` are `dotted.key=value` (value is YAML).
+
+    Args:
+        path: of the file.
+        overrides: set before the job is validated.
 
     Raises:
         InputError: the first problem found, naming field, value and what is allowed.
     """
-    return _loaded(Job, path, overrides)
+    return _loaded(Job, Path(path), overrides)
 
 
 def load_template(path: Path, overrides: Sequence[str] = ()) -> JobTemplate:

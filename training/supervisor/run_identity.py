@@ -92,6 +92,7 @@ def _has_ledger(spec: StorageSpec, run_id: str) -> bool:
 _IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "worker", "init_from")
 _MAX_CHARS = 120
 MAX_NAMED_FIELDS = 8
+PREFIX = "perdure."  # recipes of older runs lack it
 REOPEN = "perdure run JOB.yaml --reopen"
 _OF_USER = frozenset({"env", "env_from"})  # sections whose names are the user's
 
@@ -189,7 +190,7 @@ def _compared(path: str, before: Any, now: Any) -> Iterator[str]:
         # Every field is on record: one that is not there is of another version.
         for name in (name for name in before if name in now):
             yield from _compared(f"{path}.{name}", before[name], now[name])
-    elif before != now:
+    elif before != now and not (path == "worker.recipe" and now == f"{PREFIX}{before}"):
         yield f"{path}: {_shown(before)}, here {_shown(now)}"
 
 

@@ -89,6 +89,16 @@ def test_a_field_that_the_record_of_another_version_lacks_is_no_difference():
     refuse_other_job(session(), replay([record, saved(10)]))
 
 
+def test_a_run_from_before_perdures_recipes_moved_goes_on_with_the_new_name():
+    def recipe(name: str) -> Job:
+        return session(worker={"recipe": name})
+
+    was = history(recipe("training.trainer.pretrain:main"), saved(10))
+    refuse_other_job(recipe("perdure.training.trainer.pretrain:main"), was)
+    with pytest.raises(RunConflict, match=r"another worker\.recipe: \"training\.trainer"):
+        refuse_other_job(recipe("perdure.training.other:main"), was)
+
+
 def test_a_session_is_complete_at_its_target_and_a_larger_one_is_not_reached():
     was = history(session(), saved(30), ended(session()))
     assert is_complete(session(), was)

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from perdure.checkpoints import parse_age_s
+from perdure.checkpoint_commands import parse_age_s
 from perdure.cli import app
 from perdure.monitor import RunMonitor
 from perdure.storage.address import open_store
