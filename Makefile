@@ -122,14 +122,16 @@ $(VENV)/.prefect-servers: | $(VENV)/.installed
 		touch $@; \
 	fi
 
-# Two at a time, a file's tests on one worker; tests that measure seconds have the machine for
+# Several at a time, a file's tests on one worker; tests that measure seconds have the machine for
 # themselves. The slowest twenty of each part are listed.
 TEST := $(BIN)/python -m pytest --durations 20
-SIDE_BY_SIDE := --numprocesses 2 --dist loadgroup
+# One more than two cores: real processes often wait.
+WORKERS := --numprocesses 3
+SIDE_BY_SIDE := $(WORKERS) --dist loadgroup
 
 test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-registry \
 		$(VENV)/.ui-browser
-	$(TEST) tests/unit --numprocesses 2 --dist loadfile
+	$(TEST) tests/unit -m "not long" $(WORKERS) --dist loadfile
 	$(TEST) tests/ui tests/process tests/s3 -m "not alone and not long" \
 		$(SIDE_BY_SIDE) --no-loadscope-reorder  # the files of the longest first
 	$(TEST) tests/process -m "alone and not long"
@@ -137,6 +139,7 @@ test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-
 # The other real runs: variants of faults, kinds of parallelism, programs, outages.
 test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.ui-browser \
 		$(VENV)/.prefect-servers
+	$(TEST) tests/unit -m long $(WORKERS) --dist loadfile
 	$(TEST) tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
 	$(TEST) tests/process -m "long and alone"
 
@@ -252,12 +255,11 @@ $(VENV)/.image-builder: | $(VENV)/.installed
 
 # Runs on a real cluster of three nodes, which are broken; on that of KUBECONFIG, where it is set,
 # without the tests that break nodes.
-test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
-		$(VENV)/.prometheus $(VENV)/.image-registry
+test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.lab $(VENV)/.image-registry
 	$(LAB) test tests/kubernetes -m "not long" --durations 20
 
 test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
-		$(VENV)/.image-builder
+		$(VENV)/.prometheus $(VENV)/.image-builder
 	$(LAB) test tests/kubernetes -m long --durations 20
 
 check: $(VENV)/.installed

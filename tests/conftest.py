@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.workplace import api, bench, broken, prefect_server, session_home
+from tests.workplace import api, bench, broken, migrated, prefect_server, session_home
 
-__all__ = ["api", "bench", "broken", "prefect_server", "session_home"]
+__all__ = ["api", "bench", "broken", "migrated", "prefect_server", "session_home"]
 
 # A change is judged by the same examples wherever it is tested, however slow the machine; new
 # ones are tried with HYPOTHESIS_PROFILE=random.

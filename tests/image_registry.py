@@ -70,7 +70,7 @@ class ImageRegistry:
             self._process = subprocess.Popen(
                 [PROGRAM, "serve", str(config)], stdout=log, stderr=log
             )
-        wait_for(self._answers, timeout_s=30, what=f"the registry answers; see {folder}")
+        wait_for(self._answers, what=f"the registry answers; see {folder}")
 
     def _configuration(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -137,7 +137,7 @@ class ImageRegistry:
     def end(self) -> None:
         """End it, and its server of tokens."""
         self._process.terminate()
-        self._process.wait(30)
+        self._process.wait(240)
         if self._tokens is not None:
             self._tokens.end()
 

@@ -37,7 +37,7 @@ class Answers:
     def is_ready(self) -> bool:
         """Whether it answers questions."""
         try:
-            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=30) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False

@@ -9,12 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# A wait ends with the event that it is for, so a generous bound costs nothing.
+PATIENCE_S = 240.0
+# For limits of the product: pytest ends a test earlier, so an operation that returns did not wait.
+BEYOND_A_TEST_S = 900.0
 
 
 def wait_for(
     condition: Callable[[], Any],
     *,
-    timeout_s: float = 30.0,
+    timeout_s: float = PATIENCE_S,
     what: object = "the condition",
     period_s: float = 0.05,
 ) -> Any:

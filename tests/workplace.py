@@ -65,15 +65,21 @@ def migrated_once(database: Path, kept: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(session_home, worker_id, pytestconfig):
+def migrated(pytestconfig) -> Path:
+    """Where the database of a new server is kept once one was started."""
+    folder: Path = pytestconfig.cache.mkdir("prefect")
+    return folder / f"{version('prefect')}.db"
+
+
+@pytest.fixture(scope="session")
+def prefect_server(session_home, worker_id, migrated):
     """A real server on SQLite, as `perdure run` starts one."""
     before = {name: os.environ.get(name) for name in ("PERDURE_HOME",)}
     os.environ["PERDURE_HOME"] = str(session_home)
     # The scheduler looks once a minute by default; tests should not wait for that.
     os.environ["PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"] = "3"
-    kept = pytestconfig.cache.mkdir("prefect") / f"{version('prefect')}.db"
     try:
-        with migrated_once(session_home / "prefect" / "prefect.db", kept):
+        with migrated_once(session_home / "prefect" / "prefect.db", migrated):
             started = server.start_server(port=server_port(worker_id))
         yield started
     finally:
@@ -111,11 +117,11 @@ def make_bench(home: Path, api_url: str, env: dict[str, str] | None = None) -> W
 @pytest.fixture(scope="session")
 def broken(bench) -> Running:
     """The main job, finished: a rank was killed, one fell silent, and a node was lost."""
-    policy = {"hang_timeout_s": 6, "pod_retries": 1, "node_replace": False}
+    policy = {"hang_timeout_s": 12, "pod_retries": 1, "node_replace": False}
     job = bench.job("main-job", restart=policy)
     job["data"] = {**job["data"], "num_workers": 1}
     running: Running = bench.start(job)
-    running.reach(13, timeout_s=240)
+    running.reach(13)
     assert len(running.local.kill_rank(1)) == 1
     running.reach(23)
     (silent,) = running.local.rank(0)

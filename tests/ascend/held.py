@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -16,13 +16,13 @@ WATCHDOG = {"TORCH_HCCL_ASYNC_ERROR_HANDLING": "1"}
     ("fault", "text"),
     [
         ("link", "HCCS LINK ERROR"),
-        ("suspect-remote", "SUSPECT REMOTE ERROR"),
-        ("retry-failed", "HCCL OP RETRY FAILED"),
+        pytest.param("suspect-remote", "SUSPECT REMOTE ERROR", marks=pytest.mark.long),
+        pytest.param("retry-failed", "HCCL OP RETRY FAILED", marks=pytest.mark.long),
     ],
 )
 def test_torch_npu_makes_the_exception_of_a_failed_collective(tmp_path, fault, text):
     # The other rank waits in vain for one that is struck, but hears of a retry that has failed.
-    timeout_s = "30" if fault == "retry-failed" else "3"
+    timeout_s = "30" if fault == "retry-failed" else "6"
     ended = hccl_ranks.run(
         "groups",
         "struck",
@@ -44,7 +44,7 @@ def test_torch_npu_reports_a_collective_that_timed_out(tmp_path):
         "late",
         size=2,
         folder=tmp_path,
-        variables=NO_WATCHDOG | {"HCCL_EXEC_TIMEOUT": "2"},
+        variables=NO_WATCHDOG | {"HCCL_EXEC_TIMEOUT": "5"},
     )
     text = hccl_ranks.results(ended)[0]["text"]
     assert "507048" in text
@@ -57,8 +57,15 @@ def test_groups_are_destroyed_and_made_anew(tmp_path):
         assert result == [[4.0] * 3, 0, [4.0] * 3, 1, [4.0] * 3, 2]
 
 
-@pytest.mark.parametrize("way", ["rebuild", "resume"])
-@pytest.mark.parametrize("watchdog", [NO_WATCHDOG, WATCHDOG], ids=["no-watchdog", "watchdog"])
+@pytest.mark.parametrize(
+    ("way", "watchdog"),
+    [
+        pytest.param("rebuild", NO_WATCHDOG, id="rebuild"),
+        pytest.param("rebuild", WATCHDOG, id="rebuild, watchdog", marks=pytest.mark.long),
+        pytest.param("resume", NO_WATCHDOG, id="resume", marks=pytest.mark.long),
+        pytest.param("resume", WATCHDOG, id="resume, watchdog", marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_collective_is_followed_by_one_on_new_or_resumed_links(tmp_path, way, watchdog):
     ended = hccl_ranks.run("groups", "stopped", way, size=2, folder=tmp_path, variables=watchdog)
     results = hccl_ranks.results(ended)
@@ -68,6 +75,7 @@ def test_a_stopped_collective_is_followed_by_one_on_new_or_resumed_links(tmp_pat
         assert one.counts.get("HcclCommResume", 0) == (1 if way == "resume" else 0)
 
 
+@pytest.mark.long
 def test_an_aborted_communicator_ends_the_collective_that_waits_in_it(tmp_path):
     ended = hccl_ranks.run("groups", "aborted", size=2, folder=tmp_path, variables=NO_WATCHDOG)
     assert "107023" in hccl_ranks.results(ended)[0]["text"]

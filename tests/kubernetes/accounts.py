@@ -54,7 +54,7 @@ def kubeconfig_of(cluster: Cluster, namespace: str, folder: Path) -> Path:
         data: dict[str, str] = cluster.get(*found).get("data") or {}
         return base64.b64decode(data.get("token", "")).decode()
 
-    wait_for(token, timeout_s=30.0, what="the account's token")
+    wait_for(token, what="the account's token")
     shown = json.loads(
         cluster.kubectl("config", "view", "--raw", "--flatten", "--minify", "-o", "json")
     )

@@ -28,7 +28,7 @@ from tests.kubernetes.store import Store, given_store, rgw_store
 from tests.s3.rgw import Rgw
 from tests.waiting import wait_for
 
-ACCOUNT_S = 30.0
+ACCOUNT_S = 240.0
 
 Create = Callable[..., None]
 

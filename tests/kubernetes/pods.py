@@ -8,7 +8,7 @@ from typing import Any
 from tests.kubernetes.lab.kubectl import Cluster
 from tests.waiting import wait_for
 
-START_S = 60.0
+START_S = 240.0
 
 
 def pod(

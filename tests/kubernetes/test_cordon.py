@@ -21,7 +21,7 @@ def isolate(lab, namespace):
 
     def now(*names: str) -> None:
         nodes.isolate(names)
-        wait_for(lambda: nodes.cordoned == set(names), timeout_s=10, what=f"{names} are seen")
+        wait_for(lambda: nodes.cordoned == set(names), what=f"{names} are seen")
 
     return now
 

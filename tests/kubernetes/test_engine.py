@@ -48,7 +48,7 @@ def test_a_pod_that_is_taken_away_before_it_is_up_is_not_waited_for(engine, lab,
             items = lab.get("pods", "--namespace", namespace)["items"]
             return [one["metadata"]["name"] for one in items]
 
-        wait_for(found, timeout_s=60, what="a pod")
+        wait_for(found, what="a pod")
         lab.kubectl("delete", "pod", *found(), "--namespace", namespace, "--grace-period=0")
 
     threading.Thread(target=take, daemon=True).start()
@@ -81,7 +81,7 @@ def test_a_pod_that_a_more_important_one_takes_the_place_of_was_preempted(engine
             found = made.contacts()[0].loss
             return found.code if found is not None else ""
 
-        wait_for(lambda: loss() == "POD_PREEMPTED", timeout_s=60, period_s=0.2, what=loss)
+        wait_for(lambda: loss() == "POD_PREEMPTED", period_s=0.2, what=loss)
     finally:
         lab.kubectl("delete", "priorityclass", name)
 

@@ -13,8 +13,8 @@ import yaml
 from tests.kubernetes.runs import LIMIT_S, ClusterRuns
 from tests.waiting import wait_for
 
-START_S = 120.0
-CLI_S = 120.0
+START_S = 240.0
+CLI_S = 240.0
 STEPS = 400
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -46,16 +46,15 @@ def test_status_logs_and_a_pause_work_through_the_port_forward(runs, tmp_path):
     supervisor = runs.supervise(job, tmp_path / "supervisor")
     try:
         wait_for(lambda: runs.kept(job) >= 10, timeout_s=START_S, period_s=0.5, what="10 steps")
+        perdure(runs, file, "pause")
+        wait_for(lambda: "paused" in perdure(runs, file, "status"), what="it is paused")
+        # A paused run waits for all that is asked, however slow the machine.
         status = perdure(runs, file, "status")
         placed = runs.history(job).placement
         assert placed is not None
         assert all(member.node in status for member in placed.members), status
-        perdure(runs, file, "pause")
-        wait_for(
-            lambda: "paused" in perdure(runs, file, "status"), timeout_s=60, what="it is paused"
-        )
-        perdure(runs, file, "resume")
         perdure(runs, file, "logs", "--rank", "3")  # of a rank that prints nothing
+        perdure(runs, file, "resume")
         assert supervisor.wait(timeout=LIMIT_S) == 0
     finally:
         supervisor.kill()
@@ -65,6 +64,7 @@ def test_status_logs_and_a_pause_work_through_the_port_forward(runs, tmp_path):
     assert played.left_over == []
 
 
+@pytest.mark.long
 def test_a_run_is_cancelled_with_the_store_alone_and_without_its_prefect_server(runs, tmp_path):
     job = runs.job("cancelled", steps=STEPS)
     file = tmp_path / "job.yaml"

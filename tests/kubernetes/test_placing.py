@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +10,20 @@ import pytest
 
 from tests.kubernetes.lab.kubectl import Cluster
 from tests.kubernetes.runs import ClusterRuns
+from tests.waiting import BEYOND_A_TEST_S
 
 PLACE_S = 15.0
 GANG_S = 45.0  # until all but one of four pods are up
-# For the API server's answers, and until kubelets have confirmed that what was placed is gone
-# again: 20 s where the nodes share two idle cores, 60 s where these have other work.
-SLACK_S = 120.0
 NPU = "huawei.com/Ascend910"
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.process
 
 
 def refused(runs: ClusterRuns, name: str, **engine: Any) -> str:
     """Why a run was not placed."""
     engine = {"place_timeout_s": PLACE_S, **engine}
     job = runs.job(name, steps=5, engine=engine)
-    began_s = time.monotonic()
     played = runs.run(job)
-    assert time.monotonic() - began_s < engine["place_timeout_s"] + SLACK_S
     assert played.history.attempts == []
     assert played.left_over == []
     return played.outcome.ended
@@ -38,6 +33,7 @@ def test_a_gang_that_no_nodes_have_room_for_names_what_they_lack(runs):
     assert f"Insufficient {NPU}" in refused(runs, "room", resources={NPU: 9})
 
 
+@pytest.mark.long
 def test_a_gang_of_which_one_member_has_no_node_is_given_back(runs, cluster):
     nodes = len(cluster.ready_nodes())
     # On a busy machine the scheduler comes to the last pod after a quarter of a minute.
@@ -47,6 +43,7 @@ def test_a_gang_of_which_one_member_has_no_node_is_given_back(runs, cluster):
     assert "didn't match pod affinity/anti-affinity" in why
 
 
+@pytest.mark.long
 def test_a_taint_that_the_job_does_not_tolerate_is_named(runs, lab):
     for node in lab.nodes:
         lab.kubectl("taint", "node", node, "kept-for=others:NoSchedule", "--overwrite")
@@ -56,6 +53,7 @@ def test_a_taint_that_the_job_does_not_tolerate_is_named(runs, lab):
         lab.kubectl("taint", "nodes", "--all", "kept-for-")
 
 
+@pytest.mark.long
 def test_an_image_that_is_not_there_is_named(runs):
     why = refused(runs, "image", image="lab.local/absent:1")
     assert "lab.local/absent:1" in why
@@ -63,12 +61,11 @@ def test_an_image_that_is_not_there_is_named(runs):
 
 
 def test_an_image_whose_name_is_none_is_not_waited_for(runs):
-    began_s = time.monotonic()
-    why = refused(runs, "name", image="no image", place_timeout_s=300.0)
+    why = refused(runs, "name", image="no image", place_timeout_s=BEYOND_A_TEST_S)
     assert "InvalidImageName" in why
-    assert time.monotonic() - began_s < SLACK_S
 
 
+@pytest.mark.long
 def test_a_secret_that_is_not_there_is_named(runs):
     why = refused(runs, "secret", env_secrets=["absent"])
     assert 'secret "absent" not found' in why

@@ -29,7 +29,7 @@ from tests.kubernetes.runs import (
 from tests.waiting import wait_for
 
 STEPS = 150
-START_S = 120.0
+START_S = 240.0
 API_AWAY_S = 60.0
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -81,6 +81,7 @@ def test_a_run_outlasts_the_loss_of_the_node_of_its_first_rank(runs, lab):
     assert lost not in {member.node for member in played.history.placements[-1].members}
 
 
+@pytest.mark.long
 def test_the_member_of_a_lost_node_takes_the_pod_that_stands_by(runs, lab):
     seen: dict[str, list[str]] = {"before": [], "after": []}
 
@@ -120,7 +121,7 @@ def test_a_node_that_is_cut_off_is_left_and_can_commit_nothing(runs, lab):
     assert played.answers == [("node_lost", "node_replace")]
     (lost,) = played.history.isolated
     # Nobody can have told them: the node is cut off still.
-    wait_for(lambda: not ranks_on(lab, lost), timeout_s=90, period_s=1, what="its ranks ended")
+    wait_for(lambda: not ranks_on(lab, lost), period_s=1, what="its ranks ended")
 
 
 def assert_left_for_good(played: Played, lab: Lab) -> None:
@@ -135,6 +136,7 @@ def assert_left_for_good(played: Played, lab: Lab) -> None:
     assert lab.ready_nodes() == list(lab.nodes)
 
 
+@pytest.mark.long
 def test_a_node_that_is_taken_away_with_its_object_is_replaced(runs, lab):
     assert_left_for_good(play(runs, "removed", removes(lab, 1)), lab)
 
@@ -144,7 +146,7 @@ def test_a_living_node_whose_object_is_deleted_is_left_when_its_pod_is_removed(r
     # The cluster removes pods of such a node after 40 s or more; it trains until then.
     played = play(runs, "deleted-node", deletes_node(lab, 1), steps=1000)
     (lost,) = played.history.isolated
-    wait_for(lambda: not ranks_on(lab, lost), timeout_s=90, period_s=1, what="its ranks ended")
+    wait_for(lambda: not ranks_on(lab, lost), period_s=1, what="its ranks ended")
     assert_left_for_good(played, lab)
 
 

@@ -28,8 +28,8 @@ AUTH_STRING = "operator:not-a-secret-of-anyone"
 DB_PASSWORD, REDIS_PASSWORD = "db-password-of-a-test", "redis-password-of-a-test"
 POSTGRES_USER = "postgres"  # PostgreSQL refuses to run as root
 POSTGRES_PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-PROGRAMS_S = 60.0
-SERVER_START_S = 90.0
+PROGRAMS_S = 240.0
+SERVER_START_S = 240.0
 
 
 def missing() -> str:
@@ -157,7 +157,7 @@ class Server:
     def _answers(self) -> bool:
         assert self._process.poll() is None, self.log.read_text()[-2000:]
         try:
-            return httpx.get(f"{self.api_url}/health", timeout=5.0).is_success
+            return httpx.get(f"{self.api_url}/health", timeout=30).is_success
         except httpx.HTTPError:
             return False
 

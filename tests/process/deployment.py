@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.process.harness import REPO, Running, Workbench
 from tests.process.rest import Api
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 POOL = "perdure"
 PRETRAIN = "pretrain/local"
@@ -101,12 +101,12 @@ class FlowRun:
         """What the UI's delete button does."""
         self._api.ask("DELETE", self._path)
 
-    def wait_for(self, name: str, *, timeout_s: float = 60) -> None:
+    def wait_for(self, name: str, *, timeout_s: float = PATIENCE_S) -> None:
         """Wait until its state has that name."""
         what = f"state {name} of flow run {self.id}"
         wait_for(lambda: self.state["name"] == name, timeout_s=timeout_s, what=what, period_s=0.5)
 
-    def wait_for_end(self, *, timeout_s: float = 60) -> dict[str, Any]:
+    def wait_for_end(self, *, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """Wait until it is over. Returns its state."""
         over = ("COMPLETED", "FAILED", "CANCELLED")
         what = f"the end of flow run {self.id}"

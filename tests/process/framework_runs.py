@@ -124,7 +124,7 @@ class FrameworkRuns:
         """A rank stands still, while evaluations have a limit of their own."""
         stopped = {"faults": [fault("stop", 1, 15)]}
         env = {"PACE_S": "0", "EVALUATE_S": str(evaluate_s)}
-        restart = {"hang_timeout_s": 3}
+        restart = {"hang_timeout_s": 8}
         running = self.start("hang", *further, drill=stopped, restart=restart, env=env)
         running.complete(curve)
         assert running.rungs() == ["hang_restart"]
@@ -139,7 +139,7 @@ class FrameworkRuns:
         running.reach(11)
         (rank_1,) = running.local.rank(1)
         rank_1.send_signal(signal.SIGTERM)
-        wait_for(lambda: len(running.history.attempts) == 2, timeout_s=120, what=running.out)
+        wait_for(lambda: len(running.history.attempts) == 2, what=running.out)
         running.complete(curve)
         assert running.rungs() == ["in_place_restart"]
         saved = running.history.attempts[1].from_step
@@ -190,7 +190,7 @@ class FrameworkRuns:
         running = self.start("pause", env={"PACE_S": "1"})
         running.reach(5)
         self.bench.perdure("pause", running.job.run_id)
-        wait_for(lambda: running.status()["pause"] is not None, timeout_s=60, what=running.out)
+        wait_for(lambda: running.status()["pause"] is not None, what=running.out)
         assert running.step() == running.status()["pause"]["step"]
         self.bench.perdure("resume", running.job.run_id)
         running.complete(curve)

@@ -27,7 +27,7 @@ from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.steps import kept_steps
 from tests.local_run import LocalRun
 from tests.values import not_none
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPES = REPO / "tests" / "recipes"
@@ -153,7 +153,7 @@ class Workbench:
         return Running(self, parse_job(document), None)
 
     def python(
-        self, *arguments: str, timeout_s: float = 200, cwd: Path | None = None
+        self, *arguments: str, timeout_s: float = 240, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
         """An interpreter with these arguments, to its end."""
         return subprocess.run(
@@ -177,7 +177,7 @@ class Workbench:
         """The `prefect` command; a busy machine gets a second and a third try."""
         command = ("-X", "faulthandler", "-m", "prefect", *arguments)
         try:
-            done = self.python(*command, timeout_s=60, cwd=REPO)
+            done = self.python(*command, timeout_s=120, cwd=REPO)
         except subprocess.TimeoutExpired as error:
             if tries == 1:
                 raise AssertionError(f"prefect {arguments}: hangs: {error.output}") from error
@@ -223,7 +223,7 @@ class Running:
         events = [event for path in files for event in parse_lines(path.read_text())]
         return max((one.step for one in events if isinstance(one, StepRecord)), default=0)
 
-    def reach(self, step: int, *, timeout_s: float = 120) -> None:
+    def reach(self, step: int, *, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the run has completed `step`."""
 
         def there() -> bool:
@@ -246,7 +246,7 @@ class Running:
         part.write_text(f"{seconds:g}")
         part.replace(file)
 
-    def finish(self, *, timeout_s: float = 180, hurry: bool = True) -> int:
+    def finish(self, *, timeout_s: float = PATIENCE_S, hurry: bool = True) -> int:
         """Wait for the end of `perdure run`, by default without pauses. Returns its exit code."""
         assert self.process is not None
         if hurry:

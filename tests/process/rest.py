@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
-BUSY_S = 60.0
+BUSY_S = 240.0
 
 
 def ask(method: str, url: str, body: Any = None, *, auth: str = "") -> httpx.Response:
@@ -27,7 +27,7 @@ def ask(method: str, url: str, body: Any = None, *, auth: str = "") -> httpx.Res
     name, _, password = auth.partition(":")
     given = (name, password) if auth else None
     while True:
-        answer = httpx.request(method, url, json=body, timeout=30, auth=given)
+        answer = httpx.request(method, url, json=body, timeout=240, auth=given)
         if not answer.is_server_error or time.monotonic() > deadline_s:
             return answer.raise_for_status()
         time.sleep(0.5)
@@ -52,7 +52,7 @@ class Api:
         found = self.flow_runs(name)
         return found[0]["state"]["name"] if found else "none"
 
-    def wait_for(self, name: str, state: str, *, timeout_s: float = 60) -> None:
+    def wait_for(self, name: str, state: str, *, timeout_s: float = PATIENCE_S) -> None:
         what = f"{name} in state {state}"
         wait_for(lambda: self.state(name) == state, timeout_s=timeout_s, what=what)
 

@@ -36,6 +36,7 @@ def undisturbed(loop) -> dict[int, float]:
     return curve
 
 
+@pytest.mark.long
 def test_a_killed_rank_of_a_loop_over_accelerate_is_replaced_and_no_step_is_lost(loop, undisturbed):
     # 16 is the last step of an epoch.
     running = loop.loses_ranks_and_no_step(undisturbed, first_rank_at=16)
@@ -58,7 +59,7 @@ def test_a_loop_over_accelerate_outlives_the_loss_of_a_node(loop, undisturbed):
 @pytest.mark.long
 def test_a_loop_over_accelerate_that_hangs_is_noticed_by_its_step_and_restarted(loop, undisturbed):
     # Each of its evaluations is longer than a step may be.
-    running = loop.is_restarted_when_it_hangs(undisturbed, evaluate_s=6)
+    running = loop.is_restarted_when_it_hangs(undisturbed, evaluate_s=16)
     assert running.history.attempts[1].from_step == 10
 
 

@@ -67,9 +67,7 @@ def seen(api, run_id: str) -> list[str]:
 
 
 def wait_for_suspension(api, flow_run: UUID) -> None:
-    wait_for(
-        lambda: state_of(api, flow_run) == "Suspended", timeout_s=60, what="the automation to act"
-    )
+    wait_for(lambda: state_of(api, flow_run) == "Suspended", what="the automation to act")
 
 
 def test_an_automation_answers_the_class_it_is_for_and_no_other(api):
@@ -81,9 +79,9 @@ def test_an_automation_answers_the_class_it_is_for_and_no_other(api):
     put([on_fault(FaultClass.NODE_LOST, suspend, run_id=last)])
 
     fail(run_id, flow_run, FaultClass.NATIVE_CRASH, FaultClass.HANG)
-    wait_for(lambda: len(seen(api, run_id)) == 2, timeout_s=60, what="two faults on the server")
+    wait_for(lambda: len(seen(api, run_id)) == 2, what="two faults on the server")
     fail(f"{run_id}-other", flow_run, FaultClass.NODE_LOST)
-    wait_for(lambda: seen(api, f"{run_id}-other"), timeout_s=60, what="a fault of another run")
+    wait_for(lambda: seen(api, f"{run_id}-other"), what="a fault of another run")
     # Events are answered in their order: once the last one is, so were those before it.
     fail(last, flow_run_of_last, FaultClass.NODE_LOST)
     wait_for_suspension(api, flow_run_of_last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -20,9 +21,11 @@ pytestmark = [pytest.mark.process, pytest.mark.prefect]
 
 
 @pytest.fixture
-def bare(bench, tmp_path):
+def bare(bench, tmp_path, migrated):
     """A home without a server, and an environment that names none."""
     home = tmp_path / "home"
+    (home / "prefect").mkdir(parents=True, mode=0o700)
+    shutil.copyfile(migrated, home / "prefect" / "prefect.db")
     unset = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
     yield home, {**unset, "PERDURE_HOME": str(home), "HOME": str(tmp_path)}
     kill_leftovers(home)
@@ -31,14 +34,13 @@ def bare(bench, tmp_path):
 def perdure(environment, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "perdure", *arguments],
-        env=environment, capture_output=True, text=True, timeout=250, check=False,
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
 
 
 def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwards(bench, bare):
     home, environment = bare
     job = Workbench(home, "", bench.corpus).pair("first", steps=4, env={"PACE_S": "0"})
-    home.mkdir()
     path = home / "job.yaml"
     path.write_text(yaml.safe_dump(job))
     done = perdure(environment, "run", str(path))
@@ -47,7 +49,7 @@ def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwa
     record = json.loads((home / "prefect" / "server.json").read_text())
     url = f"http://127.0.0.1:{record['port']}"
     assert f"Prefect UI: {url}" in done.stdout
-    runs = httpx.post(f"{url}/api/flow_runs/filter", json={}, timeout=30).json()
+    runs = httpx.post(f"{url}/api/flow_runs/filter", json={}, timeout=240).json()
     assert [(run["name"], run["state"]["name"]) for run in runs] == [("first", "Completed")]
 
     status = json.loads(perdure(environment, "status", "first", "--json").stdout)
@@ -64,7 +66,7 @@ def test_cancel_stops_a_run_by_its_name(bench):
     running.reach(3)
     done = perdure(bench.environment, "cancel", "by-name")
     assert done.returncode == 0, done.stderr
-    assert running.finish(timeout_s=60, hurry=False) == 1
+    assert running.finish(hurry=False) == 1
     running.leave_nothing()
 
     orphaned = bench.start({**job, "run_id": "by-name-2"})
@@ -99,19 +101,19 @@ def test_a_chosen_port_is_kept_for_the_next_start_and_whose_it_is_meanwhile_is_s
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        wait_for(lambda: answers(f"{url}/api/health"), timeout_s=120)
+        wait_for(lambda: answers(f"{url}/api/health"))
         done = perdure(environment, "server", "start")
         assert done.returncode == 2
         assert "a Prefect server that perdure did not start" in done.stderr
     finally:
         foreign.terminate()
-        foreign.wait(30)
+        foreign.wait(240)
     assert url in perdure(environment, "server", "start").stdout
     assert perdure(environment, "server", "stop").stdout.strip() == "stopped"
 
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5).is_success
+        return httpx.get(url, timeout=30).is_success
     except httpx.HTTPError:
         return False

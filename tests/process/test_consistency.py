@@ -14,7 +14,7 @@ from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from tests.process.harness import REPO, assert_as_undisturbed
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = pytest.mark.process
 
 STEPS = 16
 AT_STEP = 9

@@ -52,7 +52,6 @@ class Corpus:
                 for name, state in self.api.task_runs(run_id).items()
                 if name == "prepare_data" and state not in ("Pending", "Running")
             ],
-            timeout_s=30,
             what="the end of prepare_data",
         )
         return states[0]

@@ -9,6 +9,8 @@ import pytest
 from perdure.training.drill.device_report import DeviceReport, try_devices
 from perdure.training.wire.node import CheckOutcome
 
+pytestmark = [pytest.mark.process, pytest.mark.long]
+
 SIZE = 3
 
 

@@ -61,12 +61,12 @@ def test_a_driver_that_is_terminated_leaves_no_process(tmp_path, program, number
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 no threads yet
         )
     try:
-        agents = wait_for(lambda: below(tmp_path), timeout_s=120)
+        agents = wait_for(lambda: below(tmp_path))
         assert agents
         if is_training:
-            wait_for(lambda: has_trained(tmp_path), timeout_s=180)
+            wait_for(lambda: has_trained(tmp_path))
         driver.send_signal(number)
-        assert driver.wait(timeout=120) == 128 + number
+        assert driver.wait(timeout=240) == 128 + number
         assert below(tmp_path) == []
         if program is CHAOS:
             assert not list(tmp_path.glob("perdure-chaos-*")), "its folder is of no more use"

@@ -48,7 +48,7 @@ def process_of(follower: FlowRun) -> int:
 
 def wait_for_steps(running: Running) -> None:
     before = running.step()
-    wait_for(lambda: running.step() > before + 2, timeout_s=30, what="further steps")
+    wait_for(lambda: running.step() > before + 2, what="further steps")
 
 
 def kill_rank(running: Running) -> None:
@@ -58,8 +58,8 @@ def kill_rank(running: Running) -> None:
         process.kill()
     wait_for(
         lambda: running.history.ended is not None or len(running.history.attempts) > number,
-        timeout_s=90, what="the answer to a killed rank",
-    )  # fmt: skip
+        what="the answer to a killed rank",
+    )
 
 
 def test_a_flow_run_of_a_run_that_trains_follows_it_and_completes_as_it_completes(
@@ -72,7 +72,7 @@ def test_a_flow_run_of_a_run_that_trains_follows_it_and_completes_as_it_complete
     assert f"/runs/flow-run/{flow_run.id}" in state["message"]
     assert running.history.flow_runs == [flow_run.id], "the follower is not on record"
     running.pace(0)
-    ends = [one.wait_for_end(timeout_s=120) for one in (flow_run, follower)]
+    ends = [one.wait_for_end() for one in (flow_run, follower)]
     assert [end["type"] for end in ends] == ["COMPLETED", "COMPLETED"]
     assert ends[1]["message"].startswith(f"{ends[0]['message']}; was supervised by flow run ")
     assert follower.states[-3:] == ["Running", FOLLOWS, "Completed"]
@@ -92,7 +92,7 @@ def test_a_flow_run_that_follows_a_failing_run_fails_with_a_link_to_the_fault_re
         if running.history.ended is not None:
             break
         kill_rank(running)
-    ends = [one.wait_for_end(timeout_s=90) for one in (flow_run, follower)]
+    ends = [one.wait_for_end() for one in (flow_run, follower)]
     assert [end["type"] for end in ends] == ["FAILED", "FAILED"]
     assert ends[1]["message"].startswith(ends[0]["message"])
     _, _, address = ends[1]["message"].partition("fault report: ")
@@ -108,22 +108,22 @@ def test_a_follower_and_its_supervisor_crash_and_neither_takes_the_place_of_the_
     running, flow_run, follower = begin(bench, api, "followed-on")
     workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
     kill_supervisor(running)
-    wait_for(lambda: running.history.epoch == 2, timeout_s=120, what="the next supervisor")
+    wait_for(lambda: running.history.epoch == 2, what="the next supervisor")
     assert supervising(api, running).id == flow_run.id
     assert follower.state["name"] == FOLLOWS
 
     os.kill(process_of(follower), signal.SIGKILL)
-    follower.wait_for("Crashed", timeout_s=30)
+    follower.wait_for("Crashed")
     tick = start_flow_run(api, KEEP_SUPERVISED, {})
-    assert tick.wait_for_end(timeout_s=120)["name"] == "NothingToDo"
+    assert tick.wait_for_end()["name"] == "NothingToDo"
     if follower.state["type"] == "CRASHED":  # SQLite may have lost the event of the crash (3.8.8)
         follower.set_state("SCHEDULED", "AwaitingRetry")
-    follower.wait_for(FOLLOWS, timeout_s=60)
+    follower.wait_for(FOLLOWS)
     assert "it only followed: run followed-on has lost no supervisor" in follower.logs
     assert follower.states.count(FOLLOWS) == 2
 
     follower.set_state("CANCELLING")
-    assert follower.wait_for_end(timeout_s=90)["name"] == "Cancelled"
+    assert follower.wait_for_end()["name"] == "Cancelled"
     wait_for(lambda: not psutil.pid_exists(process_of(follower)), what="the end of its process")
     wait_for_steps(running)
     assert running.history.ended is None
@@ -131,7 +131,7 @@ def test_a_follower_and_its_supervisor_crash_and_neither_takes_the_place_of_the_
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
     assert flow_run.state["type"] == "RUNNING"
     running.bench.perdure("cancel", "followed-on")
-    assert flow_run.wait_for_end(timeout_s=90)["name"] == "Cancelled"
+    assert flow_run.wait_for_end()["name"] == "Cancelled"
     running.leave_nothing()
 
 
@@ -139,16 +139,16 @@ def test_a_follower_takes_the_run_over_when_nobody_comes_back_for_it(bench, depl
     running, flow_run, follower = begin(bench, api, "followed-up")
     workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
     kill_supervisor(running)
-    flow_run.wait_for("Crashed", timeout_s=30)
+    flow_run.wait_for("Crashed")
     flow_run.set_state("FAILED")  # no automation brings it back
-    wait_for(lambda: running.history.epoch == 2, timeout_s=180, what="the next supervisor")
+    wait_for(lambda: running.history.epoch == 2, what="the next supervisor")
     assert supervising(api, running).id == follower.id
     assert (follower.state["type"], follower.state["name"]) == ("RUNNING", "Running")
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers
     wait_for_steps(running)
 
     follower.set_state("CANCELLING")  # it supervises: this is to cancel the run
-    assert follower.wait_for_end(timeout_s=90)["name"] == "Cancelled"
+    assert follower.wait_for_end()["name"] == "Cancelled"
     assert running.history.ended is not None
     assert running.history.ended.outcome == "cancelled"
     running.leave_nothing()

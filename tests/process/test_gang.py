@@ -19,9 +19,9 @@ LATER_S = 1.0
 
 
 def _seat(rank: int, port: int, together: Any, given: Any) -> None:
-    together.wait(60)
+    together.wait(240)
     time.sleep(LATER_S * rank)
-    seat = Seat(rank, WORLD_SIZE, "127.0.0.1", port, join_s=3.0, timeout_s=10.0)
+    seat = Seat(rank, WORLD_SIZE, "127.0.0.1", port, join_s=10.0, timeout_s=10.0)
     given.put((rank, [(one.name, one.outcome) for one in check_gang(seat, torch.device("cpu"))]))
 
 
@@ -37,10 +37,10 @@ def checks_of(ranks: list[int]) -> dict[int, list[tuple[str, str]]]:
     for process in processes:
         process.start()
     try:
-        return dict(given.get(timeout=60) for _ in ranks)
+        return dict(given.get(timeout=240) for _ in ranks)
     finally:
         for process in processes:
-            process.join(10)
+            process.join(240)
             process.kill()
 
 

@@ -25,7 +25,7 @@ from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import faulty_job
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 
 STEPS = 34
 LIMIT_S = 2.0
@@ -181,7 +181,6 @@ def test_a_rank_that_is_lost_in_a_save_is_found_as_soon_as_one_in_a_step(bench, 
     assert "leave_for_good" in bench.report_of(played, fault).partition("stacks of rank 0 ")[2]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_rank_that_never_comes_to_the_first_collective_is_found_by_the_progress_of_the_others(
     bench, undisturbed
@@ -199,7 +198,6 @@ def test_a_rank_that_never_comes_to_the_first_collective_is_found_by_the_progres
     assert (played.ended, played.curve) == ("completed", undisturbed.curve)
 
 
-@pytest.mark.long
 def test_a_slow_first_step_and_long_saves_are_no_hang(bench):
     played = bench.play(
         "slow-start",
@@ -213,7 +211,6 @@ def test_a_slow_first_step_and_long_saves_are_no_hang(bench):
     assert len(played.history.attempts) == 1
 
 
-@pytest.mark.long
 def test_a_command_that_neither_writes_nor_computes_is_found(bench):
     script = bench.home / "quiet.py"
     script.write_text(
@@ -237,7 +234,6 @@ def test_a_command_that_neither_writes_nor_computes_is_found(bench):
     assert len(played.history.attempts) == 2
 
 
-@pytest.mark.long
 def test_a_command_that_prints_nothing_though_it_computes_is_found(bench):
     """One node never prints, as most ranks do; the other one falls silent and computes on."""
     script = bench.home / "silent.py"
@@ -268,7 +264,6 @@ def test_a_command_that_prints_nothing_though_it_computes_is_found(bench):
     assert first.decision.rung is Rung.HANG_RESTART
 
 
-@pytest.mark.long
 def test_a_hang_that_is_only_reported_ends_nothing_and_is_over_when_the_rank_goes_on(
     bench, undisturbed
 ):

@@ -31,7 +31,7 @@ def deployment(api) -> dict:
 def refusal(api: Api, deployment: dict, parameters: dict) -> str:
     """Why the server makes no flow run with these parameters; "" when it does."""
     url = f"{api.url}/deployments/{deployment['id']}/create_flow_run"
-    answer = httpx.post(url, json={"parameters": parameters}, timeout=30)
+    answer = httpx.post(url, json={"parameters": parameters}, timeout=240)
     if answer.status_code == 409:
         return str(answer.json()["detail"])
     made = answer.raise_for_status().json()

@@ -23,6 +23,7 @@ test "$PERDURE_ATTEMPT" != 1 || kill -SEGV $$$$
 """
 
 
+@pytest.mark.long
 def test_the_logs_of_every_attempt_are_in_the_store_without_secrets(bench, monkeypatch):
     monkeypatch.setenv("SITE_TOKEN", SECRET)
     job = bench.apart("logs", worker={"command": ["sh", "-c", PROGRAM]},
@@ -78,9 +79,7 @@ def test_who_follows_the_logs_gets_every_line_of_every_attempt_until_the_run_end
     job = bench.apart("followed", worker={"command": ["sh", "-c", TALKING]}, engine=engine)
     del job["data"]
     running = bench.start(job)
-    living = wait_for(
-        lambda: [row for row in listed(bench) if row["is_living"]], timeout_s=90, what=running.out
-    )
+    living = wait_for(lambda: [row for row in listed(bench) if row["is_living"]], what=running.out)
     assert ("node-0", "command-00000.stdout.log") in {(row["node"], row["file"]) for row in living}
     assert "line 1 of attempt 1" in bench.perdure("logs", "followed", "--node", "node-0")
     text = bench.perdure("logs", "followed", "--follow")

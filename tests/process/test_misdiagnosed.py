@@ -21,7 +21,7 @@ from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]
 
 STEPS = 16
 AT_STEP = 7
@@ -68,7 +68,6 @@ def test_a_killed_rank_that_shares_its_state_with_no_other_is_named_and_not_repl
     assert given_up(view).fault.rank == 1
 
 
-@pytest.mark.long
 def test_a_rank_that_was_replaced_in_vain_is_named_though_all_ranks_end_in_good_order(home):
     # Rank 0 has a new process by then: only the coordinator knows how the one before ended.
     faults = (kill(0), kill(2, DrillPoint.RECOVERY))
@@ -82,7 +81,6 @@ def test_a_rank_that_was_replaced_in_vain_is_named_though_all_ranks_end_in_good_
     assert "no replica of rank 2 is left: [0] lost theirs" in given_up(view).why
 
 
-@pytest.mark.long
 def test_the_death_of_the_coordinator_is_blamed_on_no_rank(home):
     job = job_of(home, "coordinator", ParallelKind.DDP)
     kills = (Kill(victim=Victim.COORDINATOR, index=0, step=AT_STEP),)
@@ -96,7 +94,6 @@ def test_the_death_of_the_coordinator_is_blamed_on_no_rank(home):
     assert view.decision.rung is Rung.IN_PLACE_RESTART
 
 
-@pytest.mark.long
 def test_a_coordinator_that_is_stopped_costs_no_more_than_a_hang(home):
     # Whoever is in the recovery waits for it and beats, and would never look silent.
     broken = DrillFault(kind=DrillKind.COLLECTIVE, rank=1, step=AT_STEP)
@@ -117,7 +114,6 @@ def test_a_coordinator_that_is_stopped_costs_no_more_than_a_hang(home):
     assert was_ended or fault.fault_class is FaultClass.HANG
 
 
-@pytest.mark.long
 def test_a_process_that_its_own_agent_ended_to_replace_it_is_not_the_cause(home):
     # Damaged twice in one step, the rank is to be replaced; nothing forks the new process.
     damaged = DrillFault(kind=DrillKind.DEVICE_MEMORY, rank=1, step=AT_STEP, times=2)

@@ -64,11 +64,11 @@ class Course:
     kind: ParallelKind
     sections: dict[str, dict[str, Any]]
 
-    def job(self, name: str, home: Path) -> Any:
+    def job(self, name: str, home: Path, *, pace_s: float = PACE_S) -> Any:
         write_corpus(home)
         # Never between two saves: nothing but replicas has the steps after the first one.
         changes = {"checkpoint": {"every_steps": 1000}, **self.sections}
-        return drill_job(home, name, kind=self.kind, steps=STEPS, pace_s=PACE_S, changes=changes)
+        return drill_job(home, name, kind=self.kind, steps=STEPS, pace_s=pace_s, changes=changes)
 
     def run(self, *nodes: tuple[str, Callable[[Progress], bool]]) -> RunOutcome:
         """The run while these nodes are lost."""
@@ -80,7 +80,7 @@ class Course:
 
     def undisturbed(self) -> RunOutcome:
         home = self.home / "undisturbed"
-        job = self.job("whole", home)
+        job = self.job("whole", home, pace_s=0.0)
         return RunDriver(home).run(job)
 
 
@@ -105,7 +105,7 @@ def counts(played: RunOutcome) -> list[tuple[str, int, int]]:
     ("kind", "lost"),
     [
         (DDP, "node-1"),
-        pytest.param(DDP, "node-0", id="ddp, the first node"),
+        pytest.param(DDP, "node-0", marks=pytest.mark.long, id="ddp, the first node"),
         pytest.param(HSDP, "node-0", marks=pytest.mark.long),
     ],
 )
@@ -200,7 +200,7 @@ def test_the_next_supervisor_goes_on_with_a_replacement(bench, undisturbed, lost
     def has_begun() -> bool:
         return any(view.recoveries for view in first.history.attempts)
 
-    wait_for(has_begun, timeout_s=30, period_s=0.02, what="the decision")
+    wait_for(has_begun, period_s=0.02, what="the decision")
     first.kill_supervisor()
     second = bench.start(job)
     second.complete(undisturbed)

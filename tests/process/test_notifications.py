@@ -89,10 +89,10 @@ def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, rece
         reporter.event("fault", {"fault_class": "hang", "node": "node-1"})  # it was mended
         reporter.event("action_required", ISOLATED)
         reporter.close()
-    wait_for(lambda: received, timeout_s=60, what="the first message")
+    wait_for(lambda: received, what="the first message")
     fail(api, flow_run_of(api, "checkpoint-retention-of-all", "all runs"), "not a run")
     fail(api, notified, "max_restarts used 3 of 3; 4 attempts on 4 placements")
-    wait_for(lambda: len(received) >= 2, timeout_s=60, what="the second message")
+    wait_for(lambda: len(received) >= 2, what="the second message")
 
     needs, failed = received
     assert needs["subject"] == "notified: Node node-1 is isolated"
@@ -120,7 +120,7 @@ def test_of_a_real_run_the_lost_node_the_missing_spare_and_the_end_are_told(benc
             "engine": {"nodes": 1, "slots_per_node": 1, "spares": 1, "grace_s": 2},
         }
     )
-    wait_for(notes.exists, timeout_s=60, what="the first attempt")
+    wait_for(notes.exists, what="the first attempt")
     assert running.local.kill_node("node-0")
     assert running.finish() == 1, running.out
     assert running.rungs() == ["job_reschedule_isolated", "stop"]
@@ -131,7 +131,6 @@ def test_of_a_real_run_the_lost_node_the_missing_spare_and_the_end_are_told(benc
     }
     wait_for(
         lambda: subjects <= {message["subject"] for message in received},
-        timeout_s=60,
         what="every message",
     )
     assert len(received) == len(subjects), "each is reported once"

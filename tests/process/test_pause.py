@@ -17,7 +17,7 @@ def start_paused(bench, run_id: str):
     Asked later, a busy machine would take longer to start the command than the run to end.
     """
     running = bench.start(bench.pair(run_id))
-    wait_for(lambda: running.history.attempts, timeout_s=60, what=running.out)
+    wait_for(lambda: running.history.attempts, what=running.out)
     printed = bench.perdure("pause", run_id, *WAIT)
     assert f"`perdure resume {run_id}` continues it" in printed
     return running, running.step()
@@ -53,7 +53,6 @@ def test_a_process_that_dies_in_a_pause_is_replaced_and_waits_until_the_ui_resum
     assert running.local.kill_rank(1)
     wait_for(
         lambda: running.rungs() == ["process_replace"] and running.history.pause is not None,
-        timeout_s=60,
         what="a new process that is paused",
     )
     assert pids(running) != before

@@ -48,5 +48,5 @@ def test_the_ui_shows_a_restart_every_so_often_as_what_it_is(bench, api):
         tasks = api.task_runs("daily").items()
         return [state for name, state in tasks if name.startswith("attempt ")]
 
-    wait_for(lambda: set(shown()) == {"Restarted", "Completed"}, timeout_s=60, what="both states")
+    wait_for(lambda: set(shown()) == {"Restarted", "Completed"}, what="both states")
     assert shown().count("Completed") == 1

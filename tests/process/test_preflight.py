@@ -106,7 +106,7 @@ def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
                 continue
         return None
 
-    found = wait_for(checker, timeout_s=120, what="the check of node-1")
+    found = wait_for(checker, what="the check of node-1")
     found.kill()
     running.complete(undisturbed_pair)
     (refusal,) = running.history.refusals

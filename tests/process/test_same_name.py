@@ -89,7 +89,7 @@ def test_perdure_cancel_on_one_machine_leaves_the_run_of_the_other_alone(bench, 
     there.reach(4)
     cancelled = elsewhere.perdure("cancel", "shared-1")
     assert "its supervisor cancels it" in cancelled
-    assert there.finish(timeout_s=60, hurry=False) == 1
+    assert there.finish(hurry=False) == 1
     assert there.history.ended is not None
     assert there.history.ended.outcome == "cancelled"
 
@@ -100,9 +100,9 @@ def test_perdure_cancel_on_one_machine_leaves_the_run_of_the_other_alone(bench, 
         "Running"
     }
     before = here.step()
-    wait_for(lambda: here.step() > before, timeout_s=30, what="a further step of the other run")
+    wait_for(lambda: here.step() > before, what="a further step of the other run")
     assert "its supervisor cancels it" in bench.perdure("cancel", "shared-1")
-    assert here.finish(timeout_s=60, hurry=False) == 1
+    assert here.finish(hurry=False) == 1
     assert flow_run.state["name"] == "Cancelled"
     for running in (here, there):
         running.leave_nothing()

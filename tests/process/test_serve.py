@@ -48,7 +48,7 @@ class Serving:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
-        return self.process.wait(60)
+        return self.process.wait(240)
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -59,7 +59,7 @@ class Serving:
 @pytest.fixture(scope="module")
 def serving(bench, api) -> Iterator[Serving]:
     running = Serving(bench)
-    wait_for(lambda: "pretrain/served" in bench.prefect("deployment", "ls"), timeout_s=60)
+    wait_for(lambda: "pretrain/served" in bench.prefect("deployment", "ls"))
     yield running
     running.kill()
 
@@ -73,7 +73,7 @@ def run_served(bench: Workbench, job: dict) -> Running:
 
 def shell(bench: Workbench, command: str, **env: str) -> None:
     subprocess.run(
-        ["bash", "-euc", command], env={**in_shell(bench), **env}, cwd=REPO, check=True, timeout=120
+        ["bash", "-euc", command], env={**in_shell(bench), **env}, cwd=REPO, check=True, timeout=240
     )
 
 
@@ -86,20 +86,20 @@ def test_a_served_run_is_suspended_resumed_and_cancelled(bench, serving, api):
     running = run_served(bench, bench.pair("served", steps=2000, env={"PACE_S": "0.3"}))
     running.reach(3)
     api.suspend("served")
-    wait_for(lambda: running.history.pause is not None, timeout_s=60, what="a pause")
+    wait_for(lambda: running.history.pause is not None, what="a pause")
     stood_at = running.step()
     api.resume("served")
     running.reach(stood_at + 2)
     wait_for_epoch(running, 2)
     api.cancel("served")
-    wait_for(lambda: not running.local.processes(), timeout_s=60, what="the end of all processes")
-    api.wait_for("served", "Cancelled", timeout_s=60)
+    wait_for(lambda: not running.local.processes(), what="the end of all processes")
+    api.wait_for("served", "Cancelled")
     running.leave_nothing()
 
 
 def wait_for_epoch(running: Running, epoch: int) -> None:
     wait_for(
-        lambda: running.history.epoch == epoch, timeout_s=150, what="the next supervisor",
+        lambda: running.history.epoch == epoch, what="the next supervisor",
         period_s=0.5,
     )  # fmt: skip
 
@@ -117,6 +117,6 @@ def test_the_next_one_that_serves_adopts_what_the_one_before_supervised(
         wait_for_epoch(running, epoch)
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers, "adopted"
     running.pace(0)
-    api.wait_for("left", "Completed", timeout_s=120)
+    api.wait_for("left", "Completed")
     assert running.curve() == undisturbed_pair
     running.leave_nothing()

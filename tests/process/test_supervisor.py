@@ -20,12 +20,12 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
     first.kill_supervisor()
     at_death = first.step()
-    wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps without a supervisor")
+    wait_for(lambda: first.step() > at_death + 3, what="steps without a supervisor")
 
     first.pace(6.0)  # or a busy machine would start the third when all is over
     second = bench.start(job)
     adopted = "watching an adopted attempt"  # the run's name alone is in what both print at once
-    wait_for(lambda: adopted in second.out, timeout_s=60, what="adoption")
+    wait_for(lambda: adopted in second.out, what="adoption")
     assert {p.pid for rank in (0, 1) for p in second.local.rank(rank)} == workers
 
     third = bench.start(job)
@@ -37,7 +37,6 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     assert len(second.history.attempts) == 1
     assert second.history.epoch == 2
     assert [data.skipped for data in second.history.data] == [False, True]
-    assert second.history.data[1].duration_s < 1.0
 
 
 @pytest.mark.long
@@ -51,10 +50,10 @@ def test_the_time_of_a_command_that_ran_on_without_a_supervisor_is_the_commands(
         "preflight": {"nodes": False},
     }
     first = bench.start(job)
-    wait_for((tmp_path / "began").exists, timeout_s=60, what="its start")
+    wait_for((tmp_path / "began").exists, what="its start")
     first.kill_supervisor()
     second = bench.start(job)
-    wait_for(lambda: second.history.epoch == 2, timeout_s=60, what="adoption")
+    wait_for(lambda: second.history.epoch == 2, what="adoption")
     (tmp_path / "end").touch()
     assert second.finish() == 0, second.out
     assert len(second.history.attempts) == 1
@@ -74,7 +73,6 @@ def test_a_fault_in_a_run_without_a_supervisor_is_answered_by_the_next_one(bench
     assert first.local.kill_rank(1)
     wait_for(
         lambda: not any(first.local.rank(rank) for rank in (0, 1)),
-        timeout_s=60,
         what="the peers of the dead rank to end",
     )
     second = bench.start(job)
@@ -94,7 +92,7 @@ def test_a_process_is_replaced_without_a_supervisor_and_the_next_one_records_it(
     first.kill_supervisor()
     (killed,) = first.local.kill_rank(1)
     at_death = first.step()
-    wait_for(lambda: first.step() > at_death + 3, timeout_s=30, what="steps after the death")
+    wait_for(lambda: first.step() > at_death + 3, what="steps after the death")
     assert [process.pid for process in first.local.rank(1)] != [killed]
     assert first.rungs() == [], "no supervisor has copied it into the ledger yet"
 

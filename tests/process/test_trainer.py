@@ -41,7 +41,7 @@ def test_a_trainer_outlives_the_loss_of_a_node(trainer, undisturbed):
 def test_a_trainer_that_hangs_is_noticed_by_its_step_and_restarted(trainer, undisturbed):
     # Each of these evaluations is longer than a step may be.
     evaluations = ("--eval_strategy=steps", "--eval_steps=8")
-    running = trainer.is_restarted_when_it_hangs(undisturbed, *evaluations, evaluate_s=0.6)
+    running = trainer.is_restarted_when_it_hangs(undisturbed, *evaluations, evaluate_s=1.6)
     shown = running.worker_lines("evaluated ")
     assert [line.split(":")[0] for line in shown] == [
         f"evaluated {step}" for step in (8, 16, 24, 24)

@@ -12,7 +12,7 @@ from perdure.training.wire.agent import AgentAddress
 from tests.process.harness import Running, Workbench
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.process
 
 ENGINE = {"nodes": 2, "slots_per_node": 2, "spares": 2, "warm_spares": 1, "grace_s": 10}
 
@@ -25,8 +25,8 @@ def start(bench: Workbench, name: str, **restart: object) -> Running:
     )
     running.reach(3)
     running.pace(1.0)
-    wait_for(lambda: agent_of(running, "node-2"), timeout_s=60, what="its agent")
-    wait_for(lambda: is_warm(running, "node-2"), timeout_s=60, what="its imports")
+    wait_for(lambda: agent_of(running, "node-2"), what="its agent")
+    wait_for(lambda: is_warm(running, "node-2"), what="its imports")
     return running
 
 
@@ -50,11 +50,12 @@ def maps_of(pid: int) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_the_member_of_a_lost_node_takes_it_and_another_one_stands_by(bench, undisturbed):
     running = start(bench, "warm", node_replace=True)
     agent = agent_of(running, "node-2")
     assert running.local.kill_node("node-1")
-    wait_for(lambda: agent_of(running, "node-3"), timeout_s=60, what="the next one")
+    wait_for(lambda: agent_of(running, "node-3"), what="the next one")
     assert (agent_of(running, "node-2"), agent is not None) == (agent, True), "not a new container"
     running.complete(undisturbed)
     (view,) = running.history.attempts
@@ -67,7 +68,7 @@ def test_a_pod_that_is_rescheduled_takes_it(bench, undisturbed):
     running = start(bench, "warm-rescheduled", node_replace=False)
     agent = agent_of(running, "node-2")
     assert running.local.kill_node("node-1")
-    wait_for(lambda: len(running.history.attempts) == 2, timeout_s=60, what="the next attempt")
+    wait_for(lambda: len(running.history.attempts) == 2, what="the next attempt")
     assert agent_of(running, "node-2") == agent
     running.complete(undisturbed)
     assert running.rungs() == [Rung.POD_RESCHEDULE]
@@ -78,7 +79,7 @@ def test_one_that_is_lost_is_told_of_and_another_one_is_made(bench, undisturbed)
     running = start(bench, "warm-lost", node_replace=True)
     agent = agent_of(running, "node-2")
     assert running.local.kill_node("node-2")
-    wait_for(lambda: agent_of(running, "node-2") not in (None, agent), timeout_s=60, what="another")
+    wait_for(lambda: agent_of(running, "node-2") not in (None, agent), what="another")
     running.complete(undisturbed)
     assert "the container that stood by on node-2 is ended" in running.out
     assert len(running.history.attempts) == 1
@@ -93,7 +94,7 @@ def test_the_next_supervisor_finds_it(bench, undisturbed):
     assert agent is not None
     os.kill(agent, 0)  # it lives
     second = bench.start(running.job.model_dump(mode="json"))
-    wait_for(lambda: second.history.epoch == 2, timeout_s=60, what="the next supervisor")
+    wait_for(lambda: second.history.epoch == 2, what="the next supervisor")
     assert second.local.kill_node("node-1")
     second.complete(undisturbed)
     (view,) = second.history.attempts

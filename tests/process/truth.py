@@ -55,7 +55,7 @@ def contradictions(api: Api, running: Running) -> list[str]:
 def assert_true(api: Api, running: Running) -> None:
     """That every flow run, task run and artifact of a run says what its ledger says.
 
-    A server that has much to do shows the last states and reports late: it has a minute.
+    A server that has much to do shows the last states and reports late.
     """
     deadline_s = time.monotonic() + BUSY_S
     while (found := contradictions(api, running)) and time.monotonic() < deadline_s:

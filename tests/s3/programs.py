@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
-START_S = 30.0
+START_S = 240.0
 END_S = 5.0
 PR_SET_PDEATHSIG = 1
 

@@ -20,7 +20,7 @@ from typing import Self
 from tests.s3.programs import HOST
 
 PIECE_BYTES = 64 * 1024
-UPSTREAM_S = 30.0
+UPSTREAM_S = 240.0
 DROPPED = ("connection", "transfer-encoding", "content-length", "expect")
 
 

@@ -18,7 +18,7 @@ from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
 MEMORY_BYTES = 2**30  # for all objects; taken as they come
-COMMAND_S = 30.0
+COMMAND_S = 240.0
 DOMAIN = "s3.test"  # below which buckets are hosts; nothing resolves it
 
 CONFIG = """\

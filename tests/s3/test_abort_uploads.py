@@ -38,7 +38,7 @@ def test_old_uploads_below_the_prefix_are_dropped(open_store):
         dropped.append(store.abort_uploads("run/", 1.0))
         return sum(dropped) == 3
 
-    wait_for(all_dropped, timeout_s=10.0, what="the three are a second old")
+    wait_for(all_dropped, what="the three are a second old")
     assert unfinished(store) == {"runner/c"}
     dropped.clear()
 
@@ -46,7 +46,7 @@ def test_old_uploads_below_the_prefix_are_dropped(open_store):
         dropped.append(store.abort_uploads("", 1.0))
         return sum(dropped) == 1
 
-    wait_for(last_dropped, timeout_s=10.0, what="the fourth is a second old")
+    wait_for(last_dropped, what="the fourth is a second old")
     assert store.abort_uploads("", 0.0) == 0
 
 
@@ -62,7 +62,7 @@ def test_a_young_upload_goes_on_beside_old_ones(open_store, monkeypatch):
         begun_s = max(upload["Initiated"].timestamp() for upload in answer["Uploads"])
         return server_time_s(answer) - begun_s > 2.5
 
-    wait_for(are_old, timeout_s=10.0, what="the two are old")
+    wait_for(are_old, what="the two are old")
     pages: list[int] = []
 
     def paged(**arguments):

@@ -55,13 +55,13 @@ def test_a_writer_killed_with_a_claim_in_hand_holds_the_others_up_for_its_lifeti
 
     def freeze() -> None:
         has_claim.set()
-        released.wait(30.0)
+        released.wait(240)
 
     proxy.inject(InUpload(freeze, after_bytes=1), method="PUT", path="ticket-")
     store = open_store(direct=True, connect_timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)
     command = [sys.executable, "-c", WRITER, str(proxy.server_port), store._prefix]
     with subprocess.Popen(command) as writer:
-        assert has_claim.wait(20.0)
+        assert has_claim.wait(240)
         writer.kill()
     others = [
         open_store(direct=True, connect_timeout_s=TIMEOUT_S, read_timeout_s=TIMEOUT_S)

@@ -20,7 +20,7 @@ from perdure.storage.retry import Retry
 from tests.s3.conftest import RGW
 from tests.s3.proxy import Answer, Fault, InUpload, LostAnswer, Page, Reset, Stall
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.parametrize("server", [RGW], indirect=True)
 
@@ -48,9 +48,9 @@ def test_a_gateway_killed_and_restarted_in_the_middle_of_an_upload_is_outlasted(
     )
     upload = Thread(target=store.put, args=("shard", data))
     upload.start()
-    wait_for(lambda: proxy.struck, timeout_s=20.0, what="the second part is under way")
+    wait_for(lambda: proxy.struck, what="the second part is under way")
     num_requests = len(proxy.requests)
-    wait_for(lambda: len(proxy.requests) > num_requests, timeout_s=10.0, what="it is retried")
+    wait_for(lambda: len(proxy.requests) > num_requests, what="it is retried")
     server.start_gateway()
     assert list(open_store(direct=True).list("")) == [], "nothing is visible before it is whole"
     upload.join()
@@ -70,7 +70,7 @@ def test_an_upload_that_a_dead_gateway_ends_leaves_no_half_of_an_object(server, 
     with pytest.raises(NotFound):
         direct.stat("shard")
     # The parts are still there, until someone drops them: the age counts in whole seconds.
-    wait_for(lambda: direct.abort_uploads("", 0.0) == 1, timeout_s=5.0, what="it is dropped")
+    wait_for(lambda: direct.abort_uploads("", 0.0) == 1, what="it is dropped")
 
 
 def test_a_whole_object_cut_off_while_it_is_sent_is_not_published(server, proxy, open_store):
@@ -130,7 +130,7 @@ def test_a_pause_that_the_store_asks_for_is_kept(
 @pytest.mark.parametrize("after_bytes", [0, 1000, 3 * MIB])
 def test_an_answer_that_stalls_is_asked_for_again(proxy, open_store, retry, pauses_s, after_bytes):
     data = os.urandom(4 * MIB)
-    store = open_store(retry=retry, read_timeout_s=0.5)
+    store = open_store(retry=retry, read_timeout_s=1.5)
     store.put("a", data)
     proxy.inject(Stall(after_bytes), method="GET")
     out = bytearray(len(data))
@@ -140,8 +140,8 @@ def test_an_answer_that_stalls_is_asked_for_again(proxy, open_store, retry, paus
 
 
 def test_an_upload_that_stalls_is_sent_again(proxy, open_store, retry, pauses_s):
-    store = open_store(retry=retry, read_timeout_s=0.5)
-    proxy.inject(InUpload(partial(proxy.released.wait, 30.0), after_bytes=1), method="PUT")
+    store = open_store(retry=retry, read_timeout_s=1.5)
+    proxy.inject(InUpload(partial(proxy.released.wait, PATIENCE_S), after_bytes=1), method="PUT")
     store.put("a", bytes(MIB))
     assert len(pauses_s) == len(proxy.struck) == 1
     assert store.stat("a").size_bytes == MIB
@@ -149,7 +149,7 @@ def test_an_upload_that_stalls_is_sent_again(proxy, open_store, retry, pauses_s)
 
 def test_a_store_that_stays_silent_is_a_time_out(proxy, open_store):
     store = open_store(retry=Retry(max_tries=1), read_timeout_s=0.3)
-    proxy.inject(InUpload(partial(proxy.released.wait, 30.0), after_bytes=1), method="PUT")
+    proxy.inject(InUpload(partial(proxy.released.wait, PATIENCE_S), after_bytes=1), method="PUT")
     with pytest.raises(TimedOut, match="Read timeout"):
         store.put("a", bytes(100))
 
@@ -248,7 +248,7 @@ def test_a_completed_upload_whose_answer_was_lost_is_a_success(proxy, open_store
 
 def test_a_mixture_of_faults_loses_and_doubles_nothing(proxy, open_store, retry):
     rng = random.Random(1)  # noqa: S311 the same faults every time
-    store = open_store(retry=retry, read_timeout_s=2.0)
+    store = open_store(retry=retry, read_timeout_s=5.0)
     faults: list[Fault] = [Answer(503, "SlowDown"), Answer(500, "InternalError"), LostAnswer()]
     written: dict[str, bytes] = {}
     for number in range(16):

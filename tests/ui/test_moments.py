@@ -33,7 +33,7 @@ class Moments:
         return found["description"] if found is not None else ""
 
     def wait_for(self, name: str, text: str) -> None:
-        wait_for(lambda: text in self.description(name), timeout_s=90, what=f"{name}: {text}")
+        wait_for(lambda: text in self.description(name), what=f"{name}: {text}")
 
     def shows(self, name: str, *texts: str) -> None:
         found = self.api.artifacts(f"{NAME}-")[f"{NAME}-{name}"]
@@ -72,7 +72,7 @@ def test_an_adopted_run_leaves_nothing_running_in_the_flow_run_before(bench, api
     first.pace(3.0)
     first.kill_supervisor()
     second = bench.start(job)
-    wait_for(lambda: second.history.epoch == 2, timeout_s=60, what="the adoption")
+    wait_for(lambda: second.history.epoch == 2, what="the adoption")
     before = api.flow_runs(name)[-1]["id"]
     page = visitor.goto(f"/runs/flow-run/{before}")
     page.get_by_text("Task Runs", exact=True).first.click()

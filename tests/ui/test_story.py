@@ -31,7 +31,7 @@ REPORT = f"{NAME}-fault-p1-a2"  # of the lost node
 def artifacts(broken, api) -> dict[str, dict]:
     """Every artifact of the run."""
     keys = {f"{NAME}-{name}" for name in ("attempts", "checkpoints", "ettr", "timeline", "loss")}
-    wait_for(lambda: keys <= set(api.artifacts(f"{NAME}-")), timeout_s=30, what="all artifacts")
+    wait_for(lambda: keys <= set(api.artifacts(f"{NAME}-")), what="all artifacts")
     return api.artifacts(f"{NAME}-")
 
 

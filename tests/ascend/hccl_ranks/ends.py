@@ -21,7 +21,7 @@ from tests.ascend.hccl_ranks.meeting import RANK, SIZE, join, say, shared
 
 ONES = 1000
 # By then what the others send has come, though the operation has not begun here.
-HEAD_START_S = 0.3
+HEAD_START_S = 1.0
 
 
 def connected(libraries: Libraries) -> Communicator:
@@ -97,7 +97,7 @@ def destroyed(libraries: Libraries) -> Any:
     communicator = connected(libraries)
     result = None
     if RANK == 0:
-        threading.Timer(0.3, communicator.destroy).start()
+        threading.Timer(HEAD_START_S, communicator.destroy).start()
         result = outcome(lambda: communicator.all_reduce(torch.ones(ONES)))
     dist.barrier()
     return result
@@ -108,7 +108,7 @@ def stopped(libraries: Libraries) -> Any:
     communicator = connected(libraries)
     first = None
     if RANK == 0:
-        threading.Timer(0.3, libraries.abort_device).start()
+        threading.Timer(HEAD_START_S, libraries.abort_device).start()
         first = outcome(lambda: communicator.all_reduce(torch.ones(ONES)))
     else:
         libraries.abort_device()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_npu
 
+from tests.ascend.hccl_ranks import LIMIT_S
 from tests.ascend.hccl_ranks.meeting import RANK, SIZE, join, say
 
 DEVICE = torch.device("npu", RANK % 8)
@@ -86,7 +87,7 @@ def stopped() -> Any:
     before = reduced()
     text = ""
     if RANK == 0:
-        threading.Timer(0.5, torch_npu.npu.stop_device, (DEVICE.index,)).start()
+        threading.Timer(1.5, torch_npu.npu.stop_device, (DEVICE.index,)).start()
         text = text_of(reduced)
     else:
         torch_npu.npu.stop_device(DEVICE.index)
@@ -104,9 +105,10 @@ def aborted() -> Any:
     reduced()
     text = ""
     if RANK == 0:
-        threading.Timer(0.5, backend().abort_hccl_comm, ("a test",)).start()
+        threading.Timer(1.5, backend().abort_hccl_comm, ("a test",)).start()
         text = text_of(reduced)
-        time.sleep(2.0)  # the watchdog looks every second
+        if os.environ["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == "1":
+            time.sleep(LIMIT_S)  # until the watchdog ends this process
     say({"text": text})
     os._exit(0)
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from tests.ascend.hccl_ranks import LIMIT_S
+
 RANK = int(os.environ["RANK"])
 SIZE = int(os.environ["WORLD_SIZE"])
-LIMIT = dt.timedelta(seconds=120)
+LIMIT = dt.timedelta(seconds=LIMIT_S)
 
 
 def join(backend: str) -> None:

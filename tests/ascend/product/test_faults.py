@@ -62,7 +62,7 @@ CASES = {
 }
 
 
-SHORT = ("uce-in-a-parameter", "hccs-link", "aicore")
+SHORT = ("uce-in-a-parameter", "aicore")
 
 
 @pytest.mark.parametrize(

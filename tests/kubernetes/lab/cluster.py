@@ -39,9 +39,9 @@ from tests.kubernetes.lab.programs import (
 )
 from tests.waiting import wait_for
 
-API_S = 60.0
-NODE_S = 90.0
-KILL_S = 30.0
+API_S = 240.0
+NODE_S = 300.0
+KILL_S = 120.0
 IMPORT_S = 600.0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.kubernetes.lab.places import IMAGE, IMAGES, PAUSE_IMAGE
 
-COMPILER_S = 60.0
+COMPILER_S = 240.0
 FOLDERS = (
     *("usr", "etc", "proc", "sys", "dev", "run", "var", "root", "home", "opt", "srv", "mnt"),
     *("tmp", "var/tmp", "var/lib", "var/log"),

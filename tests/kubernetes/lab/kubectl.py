@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-KUBECTL_S = 60.0
+KUBECTL_S = 180.0
 
 
 @dataclass(frozen=True)

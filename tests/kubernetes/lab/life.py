@@ -37,8 +37,8 @@ CRDS = REPO / "tests" / "kubernetes" / "crds"
 LOADED = ("acjob", "volcano-1.9.0")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 CONTAINERS = "k8s.io"  # the control group of containerd's containers
-NODES_S = 120.0
-END_S = 20.0
+NODES_S = 300.0
+END_S = 120.0
 # What StatefulSets get their volumes from; the folders are on this machine.
 STORAGE_CLASS = {
     "apiVersion": "storage.k8s.io/v1",

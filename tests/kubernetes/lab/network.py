@@ -22,7 +22,7 @@ from tests.kubernetes.lab.places import (
 
 SWITCH = "br0"
 POD_BRIDGE = "cni0"  # made by the bridge plugin on a node
-COMMAND_S = 20.0
+COMMAND_S = 120.0
 
 
 def make_network() -> None:

@@ -18,8 +18,8 @@ from tests.kubernetes.lab.places import HUB_IP, IMAGES, LOGS, PROGRAMS, Node, no
 from tests.kubernetes.lab.programs import CONTAINERD_SOCKET, containerd, kubelet, node_proxy
 from tests.kubernetes.lab.supervise import Supervisor
 
-API_S = 30.0
-CONTAINERD_S = 20.0
+API_S = 240.0
+CONTAINERD_S = 120.0
 PERIOD_S = 0.1
 
 

@@ -31,7 +31,7 @@ from perdure.training.wire.agent import (
 )
 from perdure.training.wire.logs import LogsQuery
 from tests.jobs import job_document
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_S, wait_for
 
 TOKEN = "a-token"
 EPOCH = 10
@@ -116,7 +116,7 @@ class Container:
         return AgentClient(self.address.host, self.address.port, token, epoch)
 
     def call(self, order: Order) -> AgentReply:
-        return self.client().call(order)
+        return self.client().call(order, timeout_s=PATIENCE_S)
 
     def status(self) -> AgentStatus:
         status = self.call(StatusQuery()).status

@@ -12,7 +12,7 @@ from perdure.training.wire.transport import dump_line
 
 HOST = "127.0.0.1"
 TOKEN = "a-token"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 240.0
 
 
 @dataclass

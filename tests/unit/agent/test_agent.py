@@ -32,7 +32,7 @@ from perdure.training.wire.agent import (
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 from tests.jobs import job_document, small_job
 from tests.unit.agent.conftest import EPOCH, Container, job_text
-from tests.waiting import wait_for
+from tests.waiting import BEYOND_A_TEST_S, wait_for
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
 STUBBORN = """
@@ -222,8 +222,8 @@ def test_an_attempt_that_cannot_be_started_costs_the_checkpoint_server_nothing(
 ):
     (pid,) = checkpoint_servers(with_checkpoint_server)
     assert psutil.Process(pid).ppid() == with_checkpoint_server.process.pid
-    with_checkpoint_server.call(ShutdownOrder(grace_s=5))
-    assert with_checkpoint_server.process.wait(10) == 0
+    with_checkpoint_server.call(ShutdownOrder(grace_s=60))
+    assert with_checkpoint_server.process.wait(240) == 0
     assert with_checkpoint_server.processes() == []
 
 
@@ -267,7 +267,7 @@ def test_a_repeated_start_order_starts_nothing_also_after_a_stop(shared):
     assert [w.pid for w in again.workers] == [w.pid for w in running.workers]
     with pytest.raises(EngineError, match=f"attempt {order.attempt} is still running"):
         shared.call(shared.order("true"))
-    shared.call(StopOrder(grace_s=5))
+    shared.call(StopOrder(grace_s=60))
     (worker,) = shared.until("ended").workers
     assert (worker.exit_code, worker.stopped_by_agent) == (-signal.SIGTERM, True)
     shared.call(order)
@@ -317,10 +317,8 @@ def test_a_stubborn_grandchild_in_a_session_of_its_own_is_gone_after_stop(shared
 def test_what_outlives_a_stopped_worker_is_asked_to_end_before_the_grace_period_is_over(shared):
     shared.start("sh", "-c", HELPED)
     until_logged(shared, "up")
-    before_s = time.monotonic()
-    shared.call(StopOrder(grace_s=60))
+    shared.call(StopOrder(grace_s=BEYOND_A_TEST_S))
     (worker,) = shared.until("ended").workers
-    assert time.monotonic() - before_s < 5
     assert worker.exit_code == 75
     assert "swept" in shared.logs()[STDOUT]
 
@@ -393,11 +391,11 @@ def test_a_command_whose_port_is_still_held_gets_another_one(shared):
 
 
 def test_a_silent_rank_is_reported_as_a_hang(new_container):
-    container = new_container(hang_timeout_s=0.2)
+    container = new_container(hang_timeout_s=1.0)
     container.start("env", "RANK=5", "LOCAL_RANK=1", sys.executable, "-c", BEATING)
     hang = wait_for(lambda: container.status().hang)
-    assert (hang.rank, hang.phase, hang.step, hang.limit_s) == (5, "step", 7, 0.2)
-    assert hang.silent_s > 0.2
+    assert (hang.rank, hang.phase, hang.step, hang.limit_s) == (5, "step", 7, 1.0)
+    assert hang.silent_s > 1.0
     status = container.status()
     (launcher,), (rank,) = status.workers, status.ranks
     assert (rank.rank, rank.local_rank, rank.pid) == (5, 1, launcher.pid)
@@ -425,26 +423,26 @@ def test_a_shutdown_ends_the_workers_and_the_agent(new_container):
     container.start("sleep", "600")
     container.until("running")
     container.call(ShutdownOrder(grace_s=1))
-    assert container.process.wait(5) == 0
+    assert container.process.wait(240) == 0
     assert container.processes() == []
     assert not (container.folder / ADDRESS_FILE).exists()
     assert not is_alive(address.pid, address.process_started_s)
 
 
 def test_an_agent_without_a_supervisor_stops_its_workers_and_ends(new_container):
-    container = new_container(orphan_timeout_s=0.5)
+    container = new_container(orphan_timeout_s=3.0)
     container.start(sys.executable, "-c", STUBBORN, grace_s=0.2)
-    assert container.process.wait(10) == 0
+    assert container.process.wait(240) == 0
     assert container.processes() == []
 
 
 def test_an_agent_that_is_asked_to_end_stops_its_workers_first(new_container):
     container = new_container()
-    container.start("sh", "-c", SAVING)
+    container.start("sh", "-c", SAVING, grace_s=60)
     until_logged(container, "up")
     (log,) = container.folder.glob(f"attempts/*/{STDOUT}")
     container.process.send_signal(signal.SIGTERM)
-    assert container.process.wait(5) == 0
+    assert container.process.wait(240) == 0
     assert container.processes() == []
     assert log.read_text() == "up\nsaved\n"
 

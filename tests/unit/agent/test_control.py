@@ -45,7 +45,7 @@ def client(port: int, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
 
 
 def send_line(port: int, line: bytes) -> AgentReply:
-    with socket.create_connection((HOST, port), timeout=5) as connection:
+    with socket.create_connection((HOST, port), timeout=240) as connection:
         connection.sendall(line)
         connection.shutdown(socket.SHUT_WR)
         with connection.makefile("rb") as lines:
@@ -122,7 +122,7 @@ def test_nobody_at_the_address_is_unreachable():
 @pytest.mark.parametrize("answer", [b"", b"hello\n", b'{"unknown": 1}\n'])
 def test_somebody_else_at_the_address_is_unreachable(answer):
     with socket.create_server((HOST, 0)) as other:
-        other.settimeout(5)
+        other.settimeout(240)
         caller = client(other.getsockname()[1])
 
         def reply() -> None:

@@ -43,7 +43,7 @@ class Orders:
         self.orders.put(why)
 
     def next(self) -> Any:
-        return self.orders.get(timeout=10)
+        return self.orders.get(timeout=240)
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_an_end_ends_the_attempt_where_the_next_coordinator_is_gone_too(
 def test_nothing_is_replaced_once_the_attempt_is_asked_to_end(coordinated):
     group = coordinated("sh", "-c", "exit 3", slots_per_node=1)
     before = until(group, lambda worker: worker.is_recovering)
-    group.stop(5)
+    group.stop(60)
     group.replace(group.ranks[0], 2)
     wait_for(group.poll)
     (after,) = group.statuses()
@@ -426,7 +426,7 @@ def test_a_process_that_cannot_be_started_is_reported_too(
 @pytest.mark.parametrize("end", ["release", "stop"])
 def test_a_place_is_not_filled_once_the_attempt_is_stopped_or_given_up(coordinated, tmp_path, end):
     group = vacated(coordinated, tmp_path)
-    _ = group.release() if end == "release" else group.stop(5)
+    _ = group.release() if end == "release" else group.stop(60)
     group.fill(group.ranks[0], 2)
     wait_for(group.poll)
     assert lives(tmp_path) == 1

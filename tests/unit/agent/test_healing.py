@@ -37,7 +37,7 @@ def healed(container: Container, wanted: HealOrder) -> ChipsHealed:
         assert reply.healing is not None
         return reply.healing.done
 
-    found: ChipsHealed = wait_for(done, timeout_s=120, what="the end of the healing")
+    found: ChipsHealed = wait_for(done, what="the end of the healing")
     return found
 
 

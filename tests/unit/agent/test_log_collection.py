@@ -190,7 +190,7 @@ def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, mon
 
     class Slow:
         def put(self, key, data):
-            assert is_up.wait(30)
+            assert is_up.wait(240)
             inner.put(key, data)
 
     monkeypatch.setattr(log_collection, "open_store", lambda _spec: Slow())
@@ -208,7 +208,7 @@ def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
 
     class Hung:
         def put(self, key, data):
-            is_over.wait(30)
+            is_over.wait(240)
 
     monkeypatch.setattr(log_collection, "open_store", lambda _spec: Hung())
     monkeypatch.setattr(log_collection, "CLOSE_TIMEOUT_S", 0.1)
@@ -221,7 +221,7 @@ def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container,
     container = new_container()
     container.finish("echo", "hello", job=job_text(tmp_path), attempt=1)
     container.call(ShutdownOrder(grace_s=1))
-    container.process.wait(20)
+    container.process.wait(240)
     keys = [info.key for info in store.list(logs_prefix("run-1"))]
     assert "runs/run-1/logs/p0003-a0001/node-1/command-00001.stdout.log.gz" in keys
 

@@ -101,7 +101,7 @@ def test_a_close_while_a_piece_is_on_its_way_loses_nothing(tmp_path):
     wait_for(output._closing.is_set, what="the close")
     os.set_blocking(reader, True)
     written = b"".join(iter(lambda: os.read(reader, 1 << 16), b""))
-    closer.join(10)
+    closer.join(240)
     os.close(reader)
     assert errors == []
     assert written == text.replace(SECRET.encode(), b"***")

@@ -24,7 +24,7 @@ def order(folder: Path | None = None, burn_in_s: float = 0.0) -> CheckOrder:
         is_new=True,
         gang_host=None,
         variables={"OMP_NUM_THREADS": "1"},
-        timeout_s=60.0,
+        timeout_s=240.0,
     )
 
 
@@ -32,7 +32,7 @@ def ask(container: Container, what: CheckOrder, replies: list[AgentReply]) -> th
     """Ask in a thread of its own: the answer takes its time."""
 
     def call() -> None:
-        replies.append(container.client().call(what, timeout_s=90))
+        replies.append(container.client().call(what, timeout_s=240))
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
@@ -60,7 +60,7 @@ def test_a_node_reports_its_clock_and_a_free_port(shared):
 def test_the_node_is_checked_under_its_own_name(new_container, tmp_path):
     container = new_container()
     replies: list[AgentReply] = []
-    ask(container, order(tmp_path), replies).join(90)
+    ask(container, order(tmp_path), replies).join(240)
     (reply,) = replies
     found = {check.name: check for check in reply.checks}
     assert {check.node for check in reply.checks} == {"node-1"}
@@ -78,9 +78,9 @@ def test_a_start_ends_a_check_that_a_dead_supervisor_has_left(new_container, tmp
     container = new_container()
     replies: list[AgentReply] = []
     thread = ask(container, order(tmp_path, burn_in_s=50.0), replies)
-    wait_for(lambda: len(checkers(container)) >= 2, timeout_s=60)
+    wait_for(lambda: len(checkers(container)) >= 2)
     container.start("sleep", "600")
-    wait_for(lambda: not checkers(container), timeout_s=10)
+    wait_for(lambda: not checkers(container))
     container.until("running")
-    thread.join(10)
+    thread.join(240)
     assert replies[0].checks[0].outcome is CheckOutcome.FAILED

@@ -19,7 +19,7 @@ def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_g
     group.start(dict(os.environ), proc_start_cnt=1)
     (status,) = group.statuses()
     os.waitid(os.P_PID, status.pid, os.WEXITED | os.WNOWAIT)  # ended, and the agent has not noticed
-    group.stop(5)
+    group.stop(60)
     wait_for(group.poll)
     (status,) = group.statuses()
     assert (status.exit_code, status.stopped_by_agent) == (3, False)

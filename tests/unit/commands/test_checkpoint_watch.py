@@ -111,7 +111,7 @@ def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
         uploading.start()
         uploading.join(0.2)
         assert stored_saves(store, watched.run_id) == {}
-    uploading.join(60)
+    uploading.join(240)
     assert stored_saves(store, watched.run_id) == {Save(10, (1, 1)): [0]}
 
 

@@ -18,8 +18,8 @@ SLEEP = "sleep 300"
 
 @pytest.fixture
 def left_by(new_group, tmp_path, monkeypatch):
-    """What a script of a shell leaves, after half a second in which it may end by itself."""
-    monkeypatch.setattr(left_running, "LEFT_S", 0.5)
+    """What a script of a shell leaves, after a second in which it may end by itself."""
+    monkeypatch.setattr(left_running, "LEFT_S", 1.0)
 
     def left_by(script: str, **changes) -> tuple[LeftProcess, ...]:
         (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{SLEEP}\n")
@@ -44,7 +44,7 @@ def test_a_launcher_or_a_rank_in_the_background_of_a_script_that_has_ended_train
 def test_what_else_is_left_does_not_train_and_what_ends_by_itself_is_not_left(left_by):
     (other,) = left_by(f"{SLEEP} & sleep 0.2")
     assert not other.trains
-    assert left_by("sleep 0.3 & exit 0") == ()
+    assert left_by("sleep 0.05 & exit 0") == ()
     assert left_by("true") == ()
     tracker = f"{sys.executable} -c 'import time; time.sleep(300)' multiprocessing.resource_tracker"
     assert left_by(f"{tracker} & sleep 0.2") == ()

@@ -118,7 +118,7 @@ def test_a_command_that_prints_and_shows_no_further_step_hangs(new_group, tmp_pa
         sys.executable, "-u", "-c", chatter, is_command=True, job=job_of(tmp_path)
     )
     group.start({}, proc_start_cnt=1)
-    config = agent_config(hang_timeout_s=0.5, command_quiet_s=600.0)
+    config = agent_config(hang_timeout_s=3.0, command_quiet_s=600.0)
     check = HangCheck(config, is_command=True, marker=str(tmp_path))
 
     def hang() -> Any:
@@ -126,5 +126,5 @@ def test_a_command_that_prints_and_shows_no_further_step_hangs(new_group, tmp_pa
         return check.check(group)
 
     found = wait_for(hang)
-    assert (found.step, found.rank, found.limit_s) == (2, None, 0.5)
+    assert (found.step, found.rank, found.limit_s) == (2, None, 3.0)
     assert found.why == "no step after 2 in its output"

@@ -188,7 +188,7 @@ def test_a_node_whose_agent_is_gone_shows_nothing_old(metrics, value):
 def test_the_endpoint_serves_prometheus_text(metrics):
     metrics.step(RECORD)
     port = metrics.serve("127.0.0.1", 0)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240) as answer:
         text = answer.read().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families["perdure_step"].samples[0].value == 7

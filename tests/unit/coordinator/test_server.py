@@ -103,14 +103,14 @@ class Served:
         file = metrics_file(self.folder)
         wait_for(file.exists)
         url = MetricsAddress.model_validate_json(file.read_text()).url
-        return httpx.get(url, timeout=10).text
+        return httpx.get(url, timeout=240).text
 
     def until(self, part: str) -> None:
         wait_for(lambda: part in self.text())
 
     def close(self) -> None:
         self._stop()
-        self._thread.join(10)
+        self._thread.join(240)
 
 
 @pytest.fixture

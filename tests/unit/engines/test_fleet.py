@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,14 +27,17 @@ from perdure.training.wire.agent import (
     AssignOrder,
     KillOrder,
     NodeLog,
+    Order,
     Request,
     ShownStep,
     StartOrder,
+    StatusQuery,
     StopOrder,
 )
 from perdure.training.wire.logs import LogsQuery
 from perdure.training.wire.node import HealOrder
 from tests.jobs import small_job
+from tests.waiting import BEYOND_A_TEST_S, PATIENCE_S
 
 TOKEN = "t" * 32
 NUM_MEMBERS = 200
@@ -56,6 +60,7 @@ class Agents:
 
     Attributes:
         delay_s: that an answer takes.
+        looks: set while they answer looks; others wait for it.
         refusal: the error that they answer with.
         num_killed: of them by an order to kill.
         received: every request.
@@ -65,6 +70,8 @@ class Agents:
 
     def __init__(self) -> None:
         self.delay_s = 0.0
+        self.looks = threading.Event()
+        self.looks.set()
         self.refusal: str | None = None
         self.num_killed = 0
         self.received: list[Request] = []
@@ -79,6 +86,8 @@ class Agents:
         with self._lock:
             self.received.append(request)
         time.sleep(self.delay_s)
+        if isinstance(request.order, StatusQuery):
+            self.looks.wait(PATIENCE_S)
         with self._lock:
             self.answered += 1
         status = AgentStatus(
@@ -145,6 +154,7 @@ class Containers:
 def agents() -> Iterator[Agents]:
     agents = Agents()
     yield agents
+    agents.looks.set()
     agents.server.close()
 
 
@@ -168,6 +178,9 @@ def containers(agents, black_hole) -> Containers:
 
 @pytest.fixture
 def fleet(containers, monkeypatch, tmp_path) -> Fleet:
+    for name in ("CALL_TIMEOUT_S", "EVIDENCE_TIMEOUT_S", "SHUTDOWN_TIMEOUT_S"):
+        monkeypatch.setattr(fleet_module, name, BEYOND_A_TEST_S)  # whoever waits for the black hole
+    monkeypatch.setattr(fleet_module, "GREET_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr(fleet_module, "LOOK_TIMEOUT_S", LOOK_S)
     monkeypatch.setattr(fleet_module, "SHUTDOWN_MARGIN_S", 0.0)  # these containers never go
     fleet = Fleet(containers, small_job(tmp_path), epoch=3)
@@ -182,9 +195,7 @@ def without_black_hole(containers: Containers) -> None:
 def test_a_node_that_is_cut_off_delays_the_look_at_199_others_by_its_own_deadline_at_most(fleet):
     answered: set[int] = set()
     while len(answered) < NUM_MEMBERS - 1:  # a busy machine needs more than one look
-        began_s = time.monotonic()
         seen = fleet.poll()
-        assert time.monotonic() - began_s < LOOK_S + 2.0
         assert seen.lost == ()
         assert f"node-{BLACK_HOLE}" in seen.unanswered
         answered |= set(seen.agents)
@@ -208,22 +219,27 @@ def test_one_that_is_lost_keeps_no_recovery_waiting_for_its_logs(fleet, containe
     fleet.poll()
     monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
-    began_s = time.monotonic()
     fleet.texts(100, since_s=0.0)
-    assert time.monotonic() - began_s < LOOK_S, "asked, it would have had a minute to answer"
     assert list(fleet.poll().agents) == [0], "looks go on: it may come back"
     assert len(fleet._asked) == 1
 
 
 def test_a_first_node_that_is_cut_off_keeps_the_look_at_the_others_not_waiting_for_its_log(
-    fleet, containers
+    fleet, containers, monkeypatch
 ):
     containers.now = {0: containers.now[BLACK_HOLE], 1: containers.now[1]}
-    began_s = time.monotonic()
+    asked: list[str] = []
+    send = fleet._calls.send
+
+    def note(contact: AgentEndpoint, order: Order, **limits: float) -> Any:
+        asked.extend([order.op] * (contact is containers.now[0]))
+        return send(contact, order, **limits)
+
+    monkeypatch.setattr(fleet._calls, "send", note)
     for _ in range(3):
         assert fleet.metrics(7) == ("", 7)
         assert list(fleet.poll().agents) == [1]
-    assert time.monotonic() - began_s < 5 * LOOK_S, "three looks, and one try to read the log"
+    assert asked == ["metrics", "status"], "a log that is waited for, and an answer that it owes"
 
 
 def test_the_log_of_a_command_is_on_the_first_member_that_prints_its_steps(
@@ -249,9 +265,7 @@ def test_who_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_a
     monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
     fleet.adopt(Placement(1, ()))
-    began_s = time.monotonic()
     fleet.replace(Placement(1, ()), [BLACK_HOLE])
-    assert time.monotonic() - began_s < LOOK_S, "asked to end, it would have had five seconds"
 
 
 def test_members_take_containers_that_stand_by_and_answer_and_learn_whose_they_are(
@@ -300,18 +314,19 @@ def test_a_silent_agent_is_not_lost_while_nobody_could_have_heard_it(
 def test_an_answer_that_comes_after_the_look_counts_in_the_next_one(fleet, containers, agents):
     without_black_hole(containers)
     containers.now = {0: containers.now[0]}
-    agents.delay_s = 1.5 * LOOK_S
+    agents.looks.clear()
     assert fleet.poll().unanswered == ("node-0",)
+    agents.looks.set()
     assert list(fleet.poll().agents) == [0]
     assert len(agents.received) == 1
 
 
 def test_an_answer_from_before_a_stop_says_nothing_after_it(fleet, containers, agents):
     containers.now = {0: containers.now[0]}
-    agents.delay_s = 1.5 * LOOK_S
+    agents.looks.clear()
     fleet.poll()
-    agents.delay_s = 0.0
     fleet.stop(5.0)
+    agents.looks.set()
     assert list(fleet.poll().agents) == [0]
     ops = [request.order.op for request in agents.received]
     assert ops == ["status", "stop", "status"]
@@ -350,8 +365,8 @@ def test_a_greeting_shows_the_clock_of_each_member(fleet, containers):
     found = fleet.greet()
     assert len(found) == NUM_MEMBERS - 1
     assert found[3].node == "node-3"
-    assert found[3].clock_s == pytest.approx(1 - time.time(), abs=30.0)
-    assert found[3].doubt_s < 30.0
+    assert found[3].clock_s == pytest.approx(1 - time.time(), abs=PATIENCE_S)
+    assert 0.0 <= found[3].doubt_s < PATIENCE_S
 
 
 def test_all_are_told_to_stop_though_one_of_them_never_answers(
@@ -382,10 +397,7 @@ def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
         (Victim.COORDINATOR, NUM_MEMBERS - 1),
     ],
 )
-def test_whoever_may_have_a_victim_is_told_to_kill_it(
-    fleet, containers, agents, victim, num_asked, monkeypatch
-):
-    monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 60.0)  # a slow machine has 199 to serve
+def test_whoever_may_have_a_victim_is_told_to_kill_it(fleet, containers, agents, victim, num_asked):
     without_black_hole(containers)
     containers.spares = {"spare": containers.now[0]}
     assert not fleet.kill(victim, 3), "nobody had it"

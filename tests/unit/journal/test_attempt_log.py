@@ -139,7 +139,7 @@ def test_of_two_writers_that_are_killed_every_whole_event_is_read_in_its_order(f
         for writer in writers:
             assert writer.pid is not None
             os.kill(writer.pid, signal.SIGKILL)
-            writer.join(10)
+            writer.join(240)
         append(file, record(round_ + 1))
     follower = Follower.of_file(file)
     events = [event for events in iter(follower.read, None) for event in events]

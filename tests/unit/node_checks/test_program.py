@@ -33,7 +33,7 @@ def task_of(job: str, folder: Path, *, is_new: bool = False, **changes: Any) -> 
     fields: dict[str, Any] = {"world_size": 1, "gang_host": None, **changes}
     return NodeTask(
         job=job, node="node-0", folder=str(folder), node_folder=None, slots=1, first_rank=0,
-        is_new=is_new, timeout_s=60.0, **fields,
+        is_new=is_new, timeout_s=240.0, **fields,
     )  # fmt: skip
 
 

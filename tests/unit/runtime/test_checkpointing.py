@@ -138,9 +138,13 @@ def test_a_restart_in_place_reads_memory_alone_and_resumes_as_if_never_stopped(b
     ("restarted", "num_ranks", "sharded"),
     [
         pytest.param((), 4, True, id="sharded, over the process group and from memory"),
-        pytest.param((0, 1), 4, False, id="from both disks, the servers lost their memory"),
+        pytest.param(
+            *((0, 1), 4, False),
+            id="from both disks, the servers lost their memory",
+            marks=pytest.mark.long,
+        ),
         pytest.param((1,), 4, False, id="from the memory of one node and the disk of the other"),
-        pytest.param((), 2, False, id="by another world size"),
+        pytest.param((), 2, False, id="by another world size", marks=pytest.mark.long),
     ],
 )
 def test_what_the_nodes_hold_makes_a_whole(bench, restarted, num_ranks, sharded):
@@ -263,7 +267,11 @@ def test_a_damaged_shard_that_no_node_holds_sets_the_step_aside(bench, damage):
 
 @pytest.mark.parametrize(
     ("damage", "rank"),
-    [(flip_weight, 0), (flip_weight, 1), *((one, 1) for one in DAMAGES.values())],
+    [
+        (flip_weight, 0),
+        pytest.param(flip_weight, 1, marks=pytest.mark.long),
+        *(pytest.param(one, 1, marks=pytest.mark.long) for one in DAMAGES.values()),
+    ],
 )
 def test_a_damaged_shard_in_the_store_is_replaced_from_the_node_that_holds_it(bench, damage, rank):
     before = bench.train()
@@ -356,7 +364,7 @@ def test_a_step_is_saved_once(alone, tmp_path):
     trainee, checkpointer = begun(alone(1))
     assert checkpointer.save(1, data=trainee.data.state_dict()) is True
     assert checkpointer.save(1, data=trainee.data.state_dict()) is False
-    checkpointer.settle(20)
+    checkpointer.settle(240)
     other = alone(2).checkpointer(Trainee(), 0, 1)
     assert other.restore() == 1
     assert other.save(1, data={}) is False
@@ -369,7 +377,7 @@ def test_what_follows_a_save_does_not_reach_into_it(alone, tmp_path):
     with torch.no_grad():
         for parameter in trainee.model.parameters():
             parameter.fill_(9.0)
-    checkpointer.settle(20)
+    checkpointer.settle(240)
     assert restored(alone(2), 1).state() == saved
 
 
@@ -429,7 +437,9 @@ def test_what_is_committed_stays_as_it_is_when_its_step_is_saved_again(bench):
     assert agree(results, [{4: first}], 4)
 
 
-@pytest.mark.parametrize("source", ["store", "memory", "disk"])
+@pytest.mark.parametrize(
+    "source", ["store", *(pytest.param(one, marks=pytest.mark.long) for one in ("memory", "disk"))]
+)
 def test_two_saves_of_a_step_on_their_way_at_once_are_never_mixed(bench, source):
     results = save_twice(bench, between="")
     if source == "store":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -25,6 +24,7 @@ from perdure.training.runtime.process_group.generations import (
     shut_down,
     start,
 )
+from tests.waiting import BEYOND_A_TEST_S
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -34,15 +34,15 @@ FIRST = Seat("world", 0, 2)
 @pytest.fixture
 def listener():
     with socket.create_server((HOST, 0)) as server:
-        server.settimeout(5)
+        server.settimeout(240)
         yield server
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
     """Both ends of a connection."""
-    near = socket.create_connection(listener.getsockname(), timeout=5)
+    near = socket.create_connection(listener.getsockname(), timeout=240)
     far, _ = listener.accept()
-    far.settimeout(5)
+    far.settimeout(240)
     return near, far
 
 
@@ -90,7 +90,7 @@ def test_a_thread_that_waits_on_a_connection_is_woken(listener):
         near.settimeout(None)
         waiting = pool.submit(near.recv, 1)
         assert shut_down(only(near)) == 1
-        assert waiting.result(5) == b""
+        assert waiting.result(240) == b""
 
 
 def test_listeners_and_pipes_between_processes_are_left_alone(listener):
@@ -113,9 +113,9 @@ def test_a_client_of_the_store_that_waits_is_freed_and_others_are_not():
         patient = pool.submit(other.store.get, "later")
         client.abort()
         with pytest.raises(dist.DistNetworkError):
-            waiting.result(30)
+            waiting.result(240)
         store.set("later", "2")
-        assert patient.result(30) == b"2"
+        assert patient.result(240) == b"2"
     with pytest.raises(dist.DistNetworkError):
         client.store.set("here", "3")
 
@@ -167,13 +167,13 @@ def test_an_abort_frees_a_rank_whose_peer_died_between_its_address_and_its_conne
     published = store.num_keys()
     connection = GroupConnection(GLOO, CPU)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(connection.connect, store, FIRST, timeout_s=60)
+        waiting = pool.submit(connection.connect, store, FIRST, timeout_s=BEYOND_A_TEST_S)
         while store.num_keys() == published:
             os.sched_yield()
         connection.abort()
         # Only the abort ends it: a rank that waits connects to nothing that could refuse it.
         with pytest.raises(RuntimeError, match="the connection was aborted"):
-            waiting.result(10)
+            waiting.result(240)
 
 
 @pytest.mark.usefixtures("_on_loopback")
@@ -182,17 +182,15 @@ def test_a_rank_that_connects_to_a_peer_that_died_is_refused_without_an_abort():
     # an abort may come before or after that, so a test of the abort needs a rank that waits.
     store = HashStore()
     publish_and_die(store, LOWER)
-    began_s = time.monotonic()
     with pytest.raises(RuntimeError, match="Connection refused"):
-        GroupConnection(GLOO, CPU).connect(store, FIRST, timeout_s=60)
-    assert time.monotonic() - began_s < 30
+        GroupConnection(GLOO, CPU).connect(store, FIRST, timeout_s=BEYOND_A_TEST_S)
 
 
 def test_a_connection_that_is_aborted_before_it_is_made_is_not_made():
     connection = GroupConnection(GLOO, CPU)
     connection.abort()
     with pytest.raises(RuntimeError, match="aborted"):
-        connection.connect(HashStore(), FIRST, timeout_s=60)
+        connection.connect(HashStore(), FIRST, timeout_s=BEYOND_A_TEST_S)
 
 
 RANKS = (0, 1)

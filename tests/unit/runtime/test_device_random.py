@@ -89,7 +89,7 @@ def draw(rank: int, place: Place) -> Drawn:
         with random_on(checkpointer, own):
             checkpointer.save(STEP, data=trainee.data.state_dict())
     drawn = Drawn(restored, stand_in.draws(0), stand_in.draws(1))
-    checkpointer.settle(20)
+    checkpointer.settle(240)
     return drawn
 
 
@@ -124,7 +124,13 @@ def test_the_cpu_has_no_state_beside_torchs_own():
     assert device_rng_state(CPU) is None
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["from memory", "from the store"])
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        pytest.param(True, id="from memory", marks=pytest.mark.long),
+        pytest.param(False, id="from the store"),
+    ],
+)
 def test_every_rank_gets_its_devices_random_state_back(cluster, keeps):
     node = cluster.node(disk=False)
 

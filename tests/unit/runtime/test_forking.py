@@ -53,7 +53,7 @@ def run(tmp_path):
         done = subprocess.run(
             [sys.executable, str(path), *arguments],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         first, *further = done.stdout.splitlines()
         return json.loads(first), further

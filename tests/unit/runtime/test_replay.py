@@ -224,7 +224,7 @@ def run_twice(member: Member, begin: Begin) -> Any:
 @pytest.mark.parametrize(
     ("begin", "of_bytes", "num_outputs"),
     [
-        pytest.param(begin_one, 2 * LARGE, 1, id="an all-reduce"),
+        pytest.param(begin_one, 2 * LARGE, 1, id="an all-reduce", marks=pytest.mark.long),
         pytest.param(begin_several, 4 * LARGE, 5, id="several operations at once"),
     ],
 )

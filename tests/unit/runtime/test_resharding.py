@@ -143,10 +143,14 @@ def attempt(
             id="DDP on 4 to FSDP2 on 2 and 8, from the nodes' memory",
         ),
         pytest.param(
-            *("fsdp", [("ddp", 2)], False, False), id="FSDP2 on 4 to DDP on 2, from the store"
+            *("fsdp", [("ddp", 2)], False, False),
+            id="FSDP2 on 4 to DDP on 2, from the store",
+            marks=pytest.mark.long,
         ),
         pytest.param(
-            *("ddp", [("fsdp", 2)], True, False), id="DDP on 4 to FSDP2 on 2, the batch split"
+            *("ddp", [("fsdp", 2)], True, False),
+            id="DDP on 4 to FSDP2 on 2, the batch split",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -99,8 +99,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     ("name", "kind", "options"),
     [
         ("gpt2", "ddp", ()),
-        ("gpt2", "fsdp", ()),
-        ("gpt2", "data_parallel", ()),
+        pytest.param("gpt2", "fsdp", (), marks=pytest.mark.long),
+        pytest.param("gpt2", "data_parallel", (), marks=pytest.mark.long),
         ("llama", "fsdp", ("--shard-size-bytes", "4000")),
     ],
 )

@@ -221,7 +221,7 @@ def cycle(
             attachments = {f"runs/run/metrics/{place.attempt}-{step}": "x"}
             data = trained.data.state_dict()
             checkpointer.save(step, data=data, attachments=attachments, loss=loss_at(step))
-    checkpointer.settle(20)
+    checkpointer.settle(240)
     dist.barrier()
     return restored
 
@@ -267,7 +267,7 @@ def train_and_save_again(rank: int, place: Place, step: int, between: str) -> tu
         saved.append(trainee.weights())
         checkpointer.save(step, data=trainee.data.state_dict())
         if between == "settle":
-            checkpointer.settle(20)
-    checkpointer.settle(20)
+            checkpointer.settle(240)
+    checkpointer.settle(240)
     dist.barrier()
     return saved[0], saved[1]

@@ -31,11 +31,12 @@ from perdure.training.runtime.process_group.replay import (
     ReplayableProcessGroup,
 )
 from tests.unit.storage.nodes import forked, pipe
+from tests.waiting import BEYOND_A_TEST_S
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-OP_TIMEOUT_S = 300.0  # beyond the limit of a test: what ends sooner was ended by an abort
-TIMEOUT_S = 60.0
+OP_TIMEOUT_S = BEYOND_A_TEST_S
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)

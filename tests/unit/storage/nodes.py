@@ -89,7 +89,7 @@ def written(share: Share) -> WrittenShare:
     )
 
 
-def reserve(client: CheckpointClient, share: Share, *, timeout_s: float = 20) -> ReservedSlot:
+def reserve(client: CheckpointClient, share: Share, *, timeout_s: float = 240) -> ReservedSlot:
     """A slot, once one is free."""
     deadline_s = time.monotonic() + timeout_s
     while (slot := client.reserve(share.rank, share.size_bytes)) is None:
@@ -104,7 +104,7 @@ def save(client: CheckpointClient, share: Share, *, announce: Path | None = None
     client.ready(slot, share, announce=str(announce) if announce else None)
 
 
-def settle(client: CheckpointClient, *, timeout_s: float = 20) -> None:
+def settle(client: CheckpointClient, *, timeout_s: float = 240) -> None:
     """Wait until everything that was handed over is published."""
     deadline_s = time.monotonic() + timeout_s
     while client.is_busy():
@@ -224,7 +224,7 @@ class Node:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def ended(self, timeout_s: float = 20) -> int | None:
+    def ended(self, timeout_s: float = 240) -> int | None:
         """Wait for the checkpoint server's end. Returns its exit code."""
         assert self.process is not None
         self.process.join(timeout_s)
@@ -289,7 +289,7 @@ class Cluster:
             answers = _answers(ranks, queue)
         finally:
             for process in ranks:
-                process.join(30)
+                process.join(240)
                 process.kill()
         failed = [
             f"rank {r}: {answers[r]}" for r in sorted(answers) if isinstance(answers[r], _Failed)

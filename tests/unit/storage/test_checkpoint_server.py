@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -45,6 +44,7 @@ from tests.unit.storage.nodes import (
     written,
 )
 from tests.unit.storage.stores import FullStore, UnreadableStore
+from tests.waiting import BEYOND_A_TEST_S
 
 NOBODY = 65534
 
@@ -67,7 +67,7 @@ class Bench:
         """Nothing fits into the store until everything that was handed over has been tried."""
         self.store.room_bytes = 10
         yield
-        self.checkpoint_server._tasks.wait(5)
+        self.checkpoint_server._tasks.wait(240)
         self.store.room_bytes = 1 << 30
 
 
@@ -323,14 +323,14 @@ def test_shares_reach_the_disk_while_the_store_hangs(bench, client, monkeypatch)
     put = bench.store.put
 
     def hang(key, data, **options) -> None:
-        goes_on.wait(20)
+        goes_on.wait(240)
         put(key, data, **options)
 
     monkeypatch.setattr(bench.store, "put", hang)
     ranks = range(UPLOAD_THREADS + 2)
     for rank in ranks:
         save(client, share_of(10, rank=rank, world_size=len(ranks)))
-    bench.checkpoint_server._tasks.wait(5, pools=[bench.checkpoint_server._disk_writes])
+    bench.checkpoint_server._tasks.wait(240, pools=[bench.checkpoint_server._disk_writes])
     assert {one.share.rank for one in shares_on_disk(bench.disk)} == set(ranks)
     assert client.is_busy()
     goes_on.set()
@@ -424,7 +424,7 @@ def test_a_save_that_every_worker_requests_is_published_once(bench, client, monk
     monkeypatch.setattr(bench.checkpoint_server._publisher, "upload", counted)
     for _worker in range(3):
         client.republish(share_of(10).save_id, owner=(1, 2), commit=False, announce=None)
-    bench.checkpoint_server._tasks.wait(5)
+    bench.checkpoint_server._tasks.wait(240)
     assert uploads == [0]
     republish(client, 10, owner=(1, 3))
     assert bench.checkpoints.manifest(10).attempt == 3
@@ -576,15 +576,14 @@ def test_messages_and_descriptors_arrive_as_sent(tmp_path):
 
 def test_the_end_waits_for_what_was_handed_over(bench, client):
     save(client, share_of(10))
-    assert bench.checkpoint_server.close(10) is True
+    assert bench.checkpoint_server.close(240) is True
     assert bench.checkpoints.steps() == [10]
 
 
-def test_the_end_reports_in_time_that_something_was_not_published(bench, client):
+def test_the_end_reports_in_time_that_something_was_not_published(bench, client, monkeypatch):
     save(client, share_of(10, world_size=2))
-    before_s = time.monotonic()
+    monkeypatch.setattr(bench.checkpoint_server._publisher, "_wait_s", BEYOND_A_TEST_S)
     assert bench.checkpoint_server.close(0.2) is False
-    assert time.monotonic() - before_s < 3
 
 
 def test_at_the_end_a_commit_that_waits_for_other_ranks_gives_up_in_time(bench, client):

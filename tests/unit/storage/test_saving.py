@@ -285,7 +285,7 @@ def test_names_that_one_rank_has_survive(of_four):
         assert loaded[name].tolist() == [rank] * (rank + 1)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_a_state_of_four_ranks_replicated_or_sharded_loads_into_shards_of_two_and_of_eight(
     cluster, num_ranks
 ):

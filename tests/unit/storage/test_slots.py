@@ -182,7 +182,7 @@ def test_a_save_that_waits_goes_on_when_a_slot_is_settled(table):
 
     def wait() -> None:
         begun.set()
-        got.append(table.reserve(0, 64, writer=object(), timeout_s=20))
+        got.append(table.reserve(0, 64, writer=object(), timeout_s=240))
 
     thread = Thread(target=wait)
     thread.start()

@@ -195,7 +195,7 @@ def test_what_a_poll_has_begun_is_over_before_the_flow_run_has_its_last_state(
 
     def slow() -> None:
         began.set()
-        answered.wait(10)
+        answered.wait(240)
         done.append("the supervisor lives")
 
     monkeypatch.setattr(module, "CONTROL_PERIOD_S", 0.01)
@@ -204,7 +204,7 @@ def test_what_a_poll_has_begun_is_over_before_the_flow_run_has_its_last_state(
     monkeypatch.setattr(supervision, "_requests", poller)
     supervision._lease.start()
     poller.start()
-    assert began.wait(10)
+    assert began.wait(240)
     threading.Timer(0.2, answered.set).start()
     supervision._end_threads()
     assert done == ["the supervisor lives"]

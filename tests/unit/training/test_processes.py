@@ -82,7 +82,7 @@ def test_a_node_that_is_killed_on_purpose_leaves_no_semaphore(tmp_path):
     try:
         assert process.pid in LocalRun(tmp_path, "run").kill_node("node-0")
         run = LocalRun(tmp_path, "run")
-        wait_for(lambda: not run.processes(), timeout_s=30, what="the end of its tracker")
+        wait_for(lambda: not run.processes(), what="the end of its tracker")
         assert not semaphore.exists()
     finally:
         semaphore.unlink(missing_ok=True)

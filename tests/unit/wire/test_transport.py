@@ -13,7 +13,7 @@ from perdure.training.wire import transport
 from perdure.training.wire.transport import CUT_OFF_S, Connection, RequestServer, call, is_authentic
 
 HOST = "127.0.0.1"
-TIMEOUT_S = 10
+TIMEOUT_S = 240
 
 
 class Text(BaseModel):

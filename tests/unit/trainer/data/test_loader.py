@@ -273,12 +273,12 @@ def test_workers_never_outlive_the_trainer_nor_hold_it(
         for fate in fates
     }
     for fate, trainer in trainers.items():
-        out, err = trainer.communicate(timeout=120)
+        out, err = trainer.communicate(timeout=240)
         assert trainer.returncode == (-signal.SIGKILL if fate == "killed" else 0), err
         pids = [int(pid) for pid in out.split()]
         assert len(pids) == 2
         workers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        _, alive = psutil.wait_procs(workers, timeout=10)
+        _, alive = psutil.wait_procs(workers, timeout=240)
         assert (fate, alive) == (fate, [])
 
 

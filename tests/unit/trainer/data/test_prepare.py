@@ -227,7 +227,7 @@ def test_a_killed_preparation_leaves_no_manifest_and_a_rerun_finishes(
 ) -> None:
     root = tmp_path / "store"
     arguments = [str(corpus), str(root), str(num_puts)]
-    done = subprocess.run([sys.executable, "-c", WRITER, *arguments], check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WRITER, *arguments], check=False, timeout=240)
     assert done.returncode == KILLED
     store = LocalStore(root)
     assert list(store.list("data/manifests/")) == []
