@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.recovery.workload import new_model, new_optimizer, tokens
+from perdure.training.config.watch import WatchSpec
 from perdure.training.runtime.step_loop.fingerprint import fingerprint
-from perdure.training.specs.watch import WatchSpec
 
 CPU = torch.device("cpu")
 LIMIT = 0.002

@@ -36,15 +36,14 @@ from perdure.tasks.pretrain import (
 from perdure.tasks.retry_delay import NotWanted
 from perdure.tasks.states import FINAL_STATES, data_of
 from perdure.tasks.supervision import Supervision, has_open_attempt
+from perdure.training.config.job import Job, JobTemplate
 from perdure.training.engines.base import Placement
 from perdure.training.errors import AlreadySupervised, RunConflict
 from perdure.training.files import home_folder
-from perdure.training.job import Job, JobTemplate
-from perdure.training.supervisor.concluding import Verdict
+from perdure.training.reporting.summary import final_message
+from perdure.training.supervisor.finishing import Verdict
+from perdure.training.supervisor.run_identity import begin_store, completed_before
 from perdure.training.supervisor.runbook import RunSteps, conduct
-from perdure.training.supervisor.same_run import completed_before
-from perdure.training.supervisor.store_place import begin_store
-from perdure.training.supervisor.summary import final_message
 from perdure.training.trainer.data.prepare import DataOutcome
 
 # Without a default, a flow run without a job would crash before the flow can say what is wrong, and

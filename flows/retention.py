@@ -21,8 +21,8 @@ from perdure.tasks.retention import choose, delete, look_at, publish_table, reta
 from perdure.tasks.states import data_of
 from perdure.tasks.taken_jobs import learn
 from perdure.training.files import home_folder
+from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.job_registry import known_runs
-from perdure.training.supervisor.markdown import counted
 
 
 @flow(name="checkpoint-retention", flow_run_name="{job.run_id}", persist_result=False)

@@ -18,18 +18,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perdure.training.job import Job, load_job
+    from perdure.training.config.job import Job, load_job
     from perdure.training.recovery.replicas import ParallelLayout
     from perdure.training.runtime.session import Session, join
 
 __all__ = ["Job", "ParallelLayout", "Session", "join", "load_job"]
 
 _HOMES = {
-    "Job": "perdure.training.job",
+    "Job": "perdure.training.config.job",
     "ParallelLayout": "perdure.training.recovery.replicas",
     "Session": "perdure.training.runtime.session",
     "join": "perdure.training.runtime.session",
-    "load_job": "perdure.training.job",
+    "load_job": "perdure.training.config.job",
 }
 
 

@@ -47,14 +47,13 @@ from perdure.storage.manifest import Manifest
 from perdure.storage.retention import reading
 from perdure.storage.verification import Verified, last_outcome, record
 from perdure.storage.verification import verify as read_all
+from perdure.training.config.job import Job
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
-from perdure.training.job import Job
 from perdure.training.journal.ledger import Ledger
-from perdure.training.supervisor.accounts import duration_text
-from perdure.training.supervisor.checkpoints import node_tiers, removals
-from perdure.training.supervisor.markdown import clock_text
-from perdure.training.supervisor.program_checkpoints import program_saves
+from perdure.training.reporting.ettr import duration_text
+from perdure.training.reporting.markdown import clock_text
+from perdure.training.supervisor.checkpoints import node_tiers, program_saves, removals
 
 MODEL_PREFIX = "model/"  # before the model's names, see perdure.training.runtime.state
 FILE_SUFFIX = ".safetensors"

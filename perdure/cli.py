@@ -37,11 +37,11 @@ from perdure.run import demo, run
 from perdure.runs import named_job, run_to_observe
 from perdure.status import status
 from perdure.storage.errors import StorageError
+from perdure.training.config.job import Job, load_job, load_template
 from perdure.training.environment import Variable, check_environment, worker_variables
 from perdure.training.errors import InputError, PerdureError
-from perdure.training.job import Job, load_job, load_template
 from perdure.training.log import start_logging
-from perdure.training.supervisor import cancelling
+from perdure.training.supervisor import runbook as cancelling
 
 app = typer.Typer(
     help="Pretraining that outlasts its faults.",

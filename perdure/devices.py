@@ -10,6 +10,7 @@ import typer
 
 from perdure.console import EXIT_FAILED, make_console, make_table, print_json, warn
 from perdure.drills import run_drills
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.device_report import (
     DeviceReport,
     count_devices,
@@ -19,7 +20,6 @@ from perdure.training.drill.device_report import (
 from perdure.training.drill.runner import DrillRunner, why_not
 from perdure.training.drill.table import DRILLS
 from perdure.training.errors import InputError
-from perdure.training.specs.model import ParallelKind
 from perdure.training.wire.node import CheckOutcome
 
 REPORT_FILE = "perdure-device-report.json"

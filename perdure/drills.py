@@ -25,6 +25,7 @@ from perdure.console import (
 )
 from perdure.runs import credentials_of
 from perdure.storage.errors import StorageError
+from perdure.training.config.job import Job, load_job
 from perdure.training.drill.device_report import count_devices
 from perdure.training.drill.evaluation import DrillOutcome
 from perdure.training.drill.runner import (
@@ -37,7 +38,6 @@ from perdure.training.drill.runner import (
 )
 from perdure.training.drill.table import DRILLS, Drill
 from perdure.training.errors import InputError
-from perdure.training.job import Job, load_job
 
 LIST = "list"
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, Overrides, make_console, print_json
+from perdure.training.config.job import load_job
 from perdure.training.errors import InputError
-from perdure.training.job import load_job
 from perdure.training.recovery.ladder import ladder_markdown
 from perdure.training.recovery.ladder_rules import RULES
 from perdure.training.recovery.outlook import Outlook, Terms, outlook, outlook_markdown, outlooks

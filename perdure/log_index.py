@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from perdure.storage.objects import ObjectStore
-from perdure.training.agent.log_collection import COLLECTED_FILE, logs_prefix
+from perdure.training.agent.log_collection import COLLECTED_FILE
 from perdure.training.errors import InputError
-from perdure.training.supervisor.hang_report import HANG_REPORT
+from perdure.training.reporting.fault_report import HANG_REPORT
 from perdure.training.supervisor.run import Run
-from perdure.training.wire.logs import Collected, ReadLogsQuery
+from perdure.training.wire.logs import Collected, ReadLogsQuery, logs_prefix
 
 _KEY = re.compile(r"p(\d+)-a(\d+)/(?:([^/]+)/)?([^/].*)")
 _RANK = re.compile(r"rank-(\d+)\.")

@@ -29,8 +29,8 @@ from perdure.log_index import (
     read_index,
 )
 from perdure.runs import run_to_observe
+from perdure.training.config.job import Job
 from perdure.training.errors import InputError
-from perdure.training.job import Job
 from perdure.training.journal.history import RunHistory
 from perdure.training.supervisor.run import Run
 

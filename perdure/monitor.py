@@ -25,19 +25,18 @@ from perdure.training.journal.steps import kept_of
 from perdure.training.journal.time_account import Account, SeenStep, account
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.abnormal import abnormal_steps
-from perdure.training.supervisor.accounts import Accountant
-from perdure.training.supervisor.checkpoints import node_tiers
-from perdure.training.supervisor.evidence import newest_of, step_of
-from perdure.training.supervisor.observing import AttemptSnapshot
-from perdure.training.supervisor.program_checkpoints import program_saves, saves_are_known
-from perdure.training.supervisor.report import (
+from perdure.training.reporting.ettr import Accountant
+from perdure.training.reporting.rows import (
     alert_rows,
     attempt_rows,
     outcome_of,
     program_notices,
     recovery_facts,
 )
+from perdure.training.reporting.summary import abnormal_steps
+from perdure.training.supervisor.checkpoints import node_tiers, program_saves, saves_are_known
+from perdure.training.supervisor.evidence import newest_of, step_of
+from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.store_outage import unwritable
 from perdure.training.wire.agent import AgentStatus

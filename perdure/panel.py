@@ -24,7 +24,7 @@ from perdure.tasks.observe import Observation
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.report import event_text
+from perdure.training.reporting.rows import event_text
 
 PLAIN_EVERY_S = 5.0
 _NUM_EVENTS = 8

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, JobFile, Overrides, print_json, warn
+from perdure.training.config.job import load_job
 from perdure.training.errors import InputError
-from perdure.training.job import load_job
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import EntryPlace, Printed
 from perdure.training.platforms.settings import shown

@@ -23,20 +23,20 @@ from perdure.console import (
     warn,
 )
 from perdure.devices import REPORT_FILE, check_devices
+from perdure.training.config.job import Job, departures, load_job
 from perdure.training.drill.driver import Secrets
 from perdure.training.drill.reentry import check_reentry
 from perdure.training.engines.registry import platform_checks
 from perdure.training.errors import InputError
-from perdure.training.health.node_check import check_this_machine
-from perdure.training.job import Job, departures, load_job
-from perdure.training.supervisor.job_checks import (
+from perdure.training.node_checks.runner import check_this_machine
+from perdure.training.preflight.job import (
     Note,
     check_job,
     checklist,
     recovery_notes,
     start_warnings,
 )
-from perdure.training.supervisor.markdown import counted
+from perdure.training.reporting.markdown import counted
 from perdure.training.trainer.size import num_parameters, state_bytes
 from perdure.training.wire.node import Check, CheckOutcome
 

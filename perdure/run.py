@@ -24,24 +24,23 @@ from perdure.preflight import check_inputs, warn_of_departures
 from perdure.runs import store_of
 from perdure.storage.address import StorageSpec, has_store
 from perdure.tables import account_table, attempts_view
+from perdure.training.config.drill import DrillSpec, Kill, Victim
+from perdure.training.config.engine import LocalEngineSpec
+from perdure.training.config.job import Job, JobTemplate, load_job
+from perdure.training.config.model import BatchSpec, DataSpec, ModelSpec, OptimizerSpec
+from perdure.training.config.recovery import CheckpointSpec, RestartSpec
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.injection.outside import KillInjector
-from perdure.training.job import Job, JobTemplate, load_job
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import RunReopened
 from perdure.training.journal.steps import StepReader, kept_of
 from perdure.training.journal.time_account import Account, account
-from perdure.training.specs.data import DataSpec
-from perdure.training.specs.drill import DrillSpec, Kill, Victim
-from perdure.training.specs.engine import LocalEngineSpec
-from perdure.training.specs.model import BatchSpec, ModelSpec, OptimizerSpec
-from perdure.training.specs.recovery import CheckpointSpec, RestartSpec
-from perdure.training.supervisor.accounts import ettr_text, timeline_picture
-from perdure.training.supervisor.job_checks import check_job
-from perdure.training.supervisor.report import loss_picture, story_rows
+from perdure.training.preflight.job import check_job
+from perdure.training.reporting.ettr import ettr_text, timeline_picture
+from perdure.training.reporting.rows import loss_picture, story_rows
 from perdure.training.supervisor.run import Run
-from perdure.training.supervisor.same_run import REOPEN
+from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
 
 DEMO_KILLS = (

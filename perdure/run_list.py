@@ -17,7 +17,7 @@ from perdure.runs import run_to_observe
 from perdure.storage.errors import StorageError
 from perdure.training.errors import PerdureError
 from perdure.training.files import home_folder
-from perdure.training.supervisor.accounts import duration_text
+from perdure.training.reporting.ettr import duration_text
 from perdure.training.supervisor.job_registry import known_runs
 
 AT_ONCE = 8

@@ -26,14 +26,14 @@ from perdure.runs import run_to_observe
 from perdure.storage.errors import StorageError
 from perdure.tables import WIDTH, account_bar, account_table, attempts_view, sparkline
 from perdure.training.errors import PerdureError
-from perdure.training.supervisor.abnormal import abnormal_steps
-from perdure.training.supervisor.accounts import duration_text, ettr_text
-from perdure.training.supervisor.markdown import clock_text
-from perdure.training.supervisor.report import (
+from perdure.training.reporting.ettr import duration_text, ettr_text
+from perdure.training.reporting.markdown import clock_text
+from perdure.training.reporting.rows import (
     OPEN,
     losses_of_steps,
     story_rows,
 )
+from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.store_outage import Outage, read_outage
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")

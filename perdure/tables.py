@@ -10,8 +10,8 @@ from rich.text import Text
 
 from perdure.console import make_table
 from perdure.training.journal.time_account import Account
-from perdure.training.supervisor.accounts import COLOURS, coarse, share_rows
-from perdure.training.supervisor.report import NOT_RECOVERED, AttemptRow
+from perdure.training.reporting.ettr import COLOURS, coarse, share_rows
+from perdure.training.reporting.rows import NOT_RECOVERED, AttemptRow
 
 WIDTH = 60  # of bars and lines
 TABLE_WIDTH = 165  # a narrower terminal would fold the table of attempts letter by letter

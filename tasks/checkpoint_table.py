@@ -15,9 +15,8 @@ from perdure.storage.checkpoint import (
 )
 from perdure.storage.verification import VERIFIED_NAME, last_outcome
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.checkpoints import node_tiers
-from perdure.training.supervisor.markdown import clock_text
-from perdure.training.supervisor.program_checkpoints import program_saves
+from perdure.training.reporting.markdown import clock_text
+from perdure.training.supervisor.checkpoints import node_tiers, program_saves
 
 
 def checkpoint_rows(

@@ -14,7 +14,7 @@ from perdure.training.drill.evaluation import DrillOutcome
 from perdure.training.drill.runner import DrillRunner
 from perdure.training.drill.table import Drill
 from perdure.training.files import home_folder
-from perdure.training.supervisor.markdown import counted
+from perdure.training.reporting.markdown import counted
 
 PREFIX = "perdure-drill-"
 

@@ -36,14 +36,14 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.job_parameter import template_of
 from perdure.tasks.known_run import run_of
 from perdure.tasks.taken_jobs import is_in_pod, is_kept, learn
+from perdure.training.config.job import Job, JobTemplate
+from perdure.training.config.run_name import is_of, is_template, name_of
 from perdure.training.errors import InputError
 from perdure.training.files import home_folder
-from perdure.training.job import Job, JobTemplate
 from perdure.training.journal.history import RunHistory
-from perdure.training.specs.run_name import is_of, is_template, name_of
 from perdure.training.supervisor.job_registry import known_job, known_runs
 from perdure.training.supervisor.run import Run
-from perdure.training.supervisor.same_run import completed_before
+from perdure.training.supervisor.run_identity import completed_before
 
 ALREADY_SUPERVISED = "AlreadySupervised"
 SKIPPED = "Skipped"

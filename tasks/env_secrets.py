@@ -15,9 +15,9 @@ from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
 from perdure.tasks.prefect_client import client_without_retries
+from perdure.training.config.job import Job
+from perdure.training.config.secrets import SecretSource, checked_value
 from perdure.training.errors import EngineError, InputError
-from perdure.training.job import Job
-from perdure.training.specs.env_from import SecretSource, checked_value
 
 SECRET_TYPE = "secret"  # noqa: S105 slug of Prefect's own block for one text
 

@@ -30,12 +30,12 @@ from perdure.tasks.new_start import is_of_keeper
 from perdure.tasks.prefect_client import client_without_retries
 from perdure.tasks.reporting import Log
 from perdure.tasks.states import FINAL_STATES
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.accounts import Accountant
-from perdure.training.supervisor.fault_report import ReportPlace, fault_reports
+from perdure.training.reporting.ettr import Accountant
+from perdure.training.reporting.fault_report import ReportPlace, fault_reports
+from perdure.training.reporting.summary import final_message
 from perdure.training.supervisor.run import Run
-from perdure.training.supervisor.summary import final_message
 
 POLL_S = 5.0
 # The flow run that supervised has the first turn: it is back 30 s after its crash, and the time

@@ -35,12 +35,12 @@ from perdure.tasks.known_run import run_of
 from perdure.tasks.left_open import close_left_open
 from perdure.tasks.reporting import Log
 from perdure.tasks.story import report_end
+from perdure.training.config.job import Job
 from perdure.training.errors import RunConflict
-from perdure.training.job import Job
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.cancelling import cancel
 from perdure.training.supervisor.job_registry import known_job, known_runs
 from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.runbook import cancel
 
 UNFINISHED = (
     StateType.SCHEDULED,

@@ -25,8 +25,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from perdure.training.config.job import Job, JobTemplate, input_error, parse_template
 from perdure.training.errors import InputError, PerdureError
-from perdure.training.job import Job, JobTemplate, input_error, parse_template
 
 NAME = "^[a-z0-9][a-z0-9_-]*$"  # what Prefect allows for a Variable
 VARIABLE = "a Prefect Variable that holds the job, as `perdure show job.yaml` prints it"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from perdure.tasks.credentials import credentials_of
+from perdure.training.config.job import Job
 from perdure.training.files import home_folder
-from perdure.training.job import Job
 from perdure.training.supervisor.run import Run
 
 

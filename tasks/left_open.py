@@ -34,7 +34,7 @@ from perdure.tasks.flow_runs import flow_runs_of
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
-from perdure.training.supervisor.good_ends import good_end_text
+from perdure.training.supervisor.exit_zero import good_end_text
 
 LOST = "SupervisorLost"
 ADOPTED = "Adopted"

@@ -22,9 +22,9 @@ from perdure.storage.address import open_store
 from perdure.storage.objects import ObjectStore
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.states import completed, data_of
+from perdure.training.config.job import Job
 from perdure.training.errors import InputError
-from perdure.training.job import Job
-from perdure.training.supervisor.markdown import counted
+from perdure.training.reporting.markdown import counted
 from perdure.training.trainer.data.corpus import CorpusError
 from perdure.training.trainer.data.prepare import DataOutcome, find_prepared, inputs_of, prepare
 from perdure.training.trainer.data.tokenizer import open_tokenizer

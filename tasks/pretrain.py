@@ -22,14 +22,14 @@ from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import check_blocks
 from perdure.tasks.states import completed, data_of, failed
 from perdure.tasks.supervision import Supervision
+from perdure.training.config.job import Job, departures
 from perdure.training.engines.base import Placement
-from perdure.training.job import Job, departures
+from perdure.training.preflight.job import check_job, start_warnings
 from perdure.training.recovery.rungs import RUNGS, restarts_in_a_row
-from perdure.training.supervisor.attention import waits_for_node
-from perdure.training.supervisor.concluding import Verdict
-from perdure.training.supervisor.good_ends import good_end_text
-from perdure.training.supervisor.job_checks import check_job, start_warnings
-from perdure.training.supervisor.markdown import counted
+from perdure.training.reporting.action_items import waits_for_node
+from perdure.training.reporting.markdown import counted
+from perdure.training.supervisor.exit_zero import good_end_text
+from perdure.training.supervisor.finishing import Verdict
 from perdure.training.supervisor.watch import EndKind
 from perdure.training.trainer.size import num_parameters
 from perdure.training.wire.node import CheckOutcome

@@ -19,9 +19,9 @@ from perdure.storage.collect import Removal, abort_uploads, carry_out, totals
 from perdure.storage.errors import StorageError
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.states import completed, failed
+from perdure.training.config.job import Job
 from perdure.training.errors import PerdureError
 from perdure.training.files import home_folder
-from perdure.training.job import Job
 from perdure.training.supervisor.checkpoints import removals
 from perdure.training.supervisor.job_registry import known_job
 

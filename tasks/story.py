@@ -40,10 +40,10 @@ from perdure.training.recovery.protocol import (
     RecoveryEnded,
 )
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.accounts import Accountant, AccountReport, account_report
-from perdure.training.supervisor.attention import Need, NeedKind, attention, waits_for_node
-from perdure.training.supervisor.fault_report import ReportPlace, fault_reports
-from perdure.training.supervisor.report import (
+from perdure.training.reporting.action_items import Need, NeedKind, attention, waits_for_node
+from perdure.training.reporting.ettr import Accountant, AccountReport, account_report
+from perdure.training.reporting.fault_report import ReportPlace, fault_reports
+from perdure.training.reporting.rows import (
     OPEN,
     activity_of,
     alert_cells,
@@ -57,8 +57,8 @@ from perdure.training.supervisor.report import (
     recovery_facts,
     story_rows,
 )
+from perdure.training.reporting.summary import attempts_table, attempts_title
 from perdure.training.supervisor.run import Run
-from perdure.training.supervisor.summary import attempts_table, attempts_title
 from perdure.training.supervisor.watch import Progress
 
 UPDATE_PERIOD_S = 30.0

@@ -35,12 +35,12 @@ from perdure.tasks.reporting import Log, Reporter
 from perdure.tasks.retry_delay import RetryDelay
 from perdure.tasks.story import RunStory
 from perdure.tasks.taken_jobs import artifact_of, is_kept
+from perdure.training.config.job import Job
 from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
-from perdure.training.job import Job
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import RENEW_S
-from perdure.training.supervisor.markdown import counted
+from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import is_pause_wanted, take_back

@@ -18,9 +18,9 @@ from prefect.client.schemas.objects import ArtifactCollection
 from prefect.client.schemas.sorting import ArtifactCollectionSort
 
 from perdure.tasks.artifacts import Artifact, ArtifactKind
+from perdure.training.config.job import Job, parse_job
 from perdure.training.errors import InputError
 from perdure.training.files import private_folder, write_whole
-from perdure.training.job import Job, parse_job
 from perdure.training.supervisor.job_registry import job_path, remember_job
 
 NAME = "job"

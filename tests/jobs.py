@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.storage.address import StorageSpec, make_store
-from perdure.training.job import Job, parse_job
+from perdure.training.config.job import Job, parse_job
 
 
 def job_document(folder: Path | None = None, **sections: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from perdure.training.config.drill import Victim
 from perdure.training.injection.victims import kill, parts_of, processes_of, workers_of
 from perdure.training.processes import is_tracker, oldest_first
-from perdure.training.specs.drill import Victim
 
 
 class LocalRun:

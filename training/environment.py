@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.training.config.job import Job, refuse_secrets
+from perdure.training.config.recovery import RankTableForm, why_no_megabytes
 from perdure.training.errors import InputError
-from perdure.training.job import Job, refuse_secrets
 from perdure.training.processes import PRELOAD, interface_of
-from perdure.training.specs.recovery import RankTableForm, why_no_megabytes
-from perdure.training.wire.rank_table import VISIBLE, device_ids
+from perdure.training.wire.node import VISIBLE, device_ids
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).

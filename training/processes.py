@@ -19,6 +19,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -233,3 +234,29 @@ def oom_kills(
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for the state of a process: R, S, D, T (stopped), Z (ended)."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123 procfs
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "Z"
+
+
+@dataclass(frozen=True, slots=True)
+class StacksTarget:
+    """A process whose stacks are wanted.
+
+    Attributes:
+        rank: that it is or belongs to; None: of no rank.
+        own_file: where it prints them itself on SIGUSR2; None when it does not.
+        name: of the text; empty: that of a rank's own process.
+    """
+
+    rank: int | None
+    device: int | None
+    pid: int
+    own_file: Path | None
+    name: str = ""

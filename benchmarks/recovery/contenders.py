@@ -12,7 +12,7 @@ from statistics import median
 from benchmarks.recovery import nodes, ours, peers
 from benchmarks.recovery.measuring import Recovery
 from benchmarks.recovery.workload import Start
-from perdure.training.specs.drill import DrillKind
+from perdure.training.config.drill import DrillKind
 
 HCCE = "perdure step retry, HCCE"
 UCE = "perdure step retry, UCE"

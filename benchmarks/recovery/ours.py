@@ -28,9 +28,9 @@ from benchmarks.recovery.workload import (
     Workload,
 )
 from perdure.training.agent.launcher import COLD_START
+from perdure.training.config.drill import DrillKind
+from perdure.training.config.job import Job, parse_job
 from perdure.training.injection.inside import fired_at_s
-from perdure.training.job import Job, parse_job
-from perdure.training.specs.drill import DrillKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import EndKind, Progress
 

@@ -18,7 +18,7 @@ from benchmarks.recovery.workload import (
     prepare,
     tokens,
 )
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 
 
 class Tokens:

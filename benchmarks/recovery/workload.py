@@ -21,10 +21,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from benchmarks.recovery.processes import node_of_this_process
+from perdure.training.config.model import ModelSpec, OptimizerSpec
 from perdure.training.runtime.state.random_numbers import seed_of
-from perdure.training.specs.model import ModelSpec, OptimizerSpec
 from perdure.training.trainer.model import Decoder
-from perdure.training.trainer.optimize import make_optimizer
+from perdure.training.trainer.pretrain import make_optimizer
 
 VARIABLE = "BENCH_RECOVERY"
 NUM_RANKS = 4

@@ -24,8 +24,8 @@ from pydantic import BaseModel, SecretStr
 
 from benchmarks.scale.state_machine import BROKEN, LOST_NODE, STEP
 from perdure.storage.address import StorageSpec, make_store
+from perdure.training.config.job import parse_job
 from perdure.training.files import write_whole
-from perdure.training.job import parse_job
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import (

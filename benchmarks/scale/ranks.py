@@ -18,15 +18,15 @@ from pathlib import Path
 
 import psutil
 
+from perdure.training.config.drill import Victim
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.injection.victims import kill, processes_of
-from perdure.training.job import Job
 from perdure.training.journal.steps import kept_steps
 from perdure.training.processes import MARKER, is_tracker, oldest_first
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import Victim
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 

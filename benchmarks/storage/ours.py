@@ -25,7 +25,7 @@ from perdure.storage.manifest import Manifest
 from perdure.storage.restoring import NodeRestore, NodeShares
 from perdure.storage.saving import DirectSaver, TieredSaver
 from perdure.storage.staging import SavePlans
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 
 RUN_ID = "bench"
 PLACEMENT = 1

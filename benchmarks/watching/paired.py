@@ -24,7 +24,7 @@ from benchmarks.watching.recipe import (
     Workload,
     is_watched,
 )
-from perdure.training.job import parse_job
+from perdure.training.config.job import parse_job
 from perdure.training.processes import MARKER
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import EndKind

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from perdure.training.health.heartbeat import HeartbeatWriter, Phase
-from perdure.training.health.points import HealthPoints, RankSample, RunSample
-from perdure.training.health.sources.sampling import Sampler
+from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import StepRecord
-from perdure.training.specs.watch import WatchSpec
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
+from perdure.training.telemetry.alerts import HealthPoints, RankSample, RunSample
+from perdure.training.telemetry.sampling import Sampler
 
 STEPS = 2000
 COLLECTIVES = 4  # of a step: three buckets of gradients and the vote

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import perdure
-from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.config.drill import Victim
+from perdure.training.config.job import Job
 from perdure.training.injection.victims import parts_of
-from perdure.training.job import Job
-from perdure.training.specs.drill import Victim
+from perdure.training.liveness.heartbeat import HeartbeatWriter
 
 VARIABLE = "BENCH_WATCHING"
 STEPS_FILE = "steps.json"

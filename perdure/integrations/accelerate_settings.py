@@ -8,9 +8,9 @@ from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset
 
+from perdure.training.config.model import ParallelKind
 from perdure.training.errors import InputError
 from perdure.training.runtime.session import Session
-from perdure.training.specs.model import ParallelKind
 
 REFUSED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 

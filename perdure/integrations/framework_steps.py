@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
-from perdure.training.health.heartbeat import Phase
+from perdure.training.liveness.heartbeat import Phase
 from perdure.training.runtime.errors import WorkerError
 from perdure.training.runtime.session import Session
 from perdure.training.runtime.step_loop.loop import StepLoop

@@ -30,7 +30,7 @@ from perdure.integrations.lightning_settings import (
 )
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from perdure.training.errors import InputError
-from perdure.training.health.heartbeat import Phase
+from perdure.training.liveness.heartbeat import Phase
 from perdure.training.runtime.session import Session
 from perdure.training.runtime.state.random_numbers import seed_epoch, seed_step
 

@@ -12,9 +12,9 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.optim import LBFGS
 
+from perdure.training.config.model import ParallelKind
 from perdure.training.errors import InputError
 from perdure.training.runtime.session import Session
-from perdure.training.specs.model import ParallelKind
 
 SERIES = "2.6"  # whose private methods the loop replaces
 PASSED = "a Trainer cannot pass a batch over"

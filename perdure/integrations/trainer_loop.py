@@ -26,7 +26,7 @@ from perdure.integrations.framework_steps import FrameworkSteps
 from perdure.integrations.sharding import shard_on_cpu
 from perdure.integrations.trainer_data import EpochEnded, TrainerData
 from perdure.integrations.trainer_settings import check_settings, check_training
-from perdure.training.health.heartbeat import Phase
+from perdure.training.liveness.heartbeat import Phase
 from perdure.training.runtime.session import Session
 from perdure.training.runtime.state.random_numbers import seed_epoch
 from perdure.training.runtime.step_loop.step import Step

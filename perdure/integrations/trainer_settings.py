@@ -7,10 +7,10 @@ from typing import Any
 
 import transformers
 
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.errors import InputError
-from perdure.training.job import Job
 from perdure.training.runtime.session import Session
-from perdure.training.specs.model import ParallelKind
 
 SERIES = "5.24"  # whose private methods the loop replaces
 

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from perdure.storage.address import Credentials
+from perdure.training.config.job import Job, parse_job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import PACE_ENV, drill_job, write_corpus
 from perdure.training.engines.kubernetes import objects
-from perdure.training.job import Job, parse_job
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import kept_steps
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import Decision
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.kubernetes.lab.cluster import Lab

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver
-from perdure.training.job import Job
 from tests.kubernetes.runs import KEYS, LIMIT_S
 
 

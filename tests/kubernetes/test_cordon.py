@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.engines.kubernetes.api import connect
-from perdure.training.engines.kubernetes.cluster_nodes import ClusterNodes
-from perdure.training.specs.engine import KubernetesEngineSpec
+from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from tests.kubernetes.runs import engine_section
 from tests.waiting import wait_for
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from perdure.training.config.job import parse_job
 from perdure.training.drill.driver import RunDriver
 from perdure.training.drill.evaluation import differences
-from perdure.training.job import parse_job
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.overlay import DEPLOY, NAMESPACE, write_overlay
 from tests.kubernetes.runs import KEYS

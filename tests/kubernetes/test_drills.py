@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.config.drill import Kill, Victim
+from perdure.training.config.job import Job, parse_job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, kill_hook
 from perdure.training.drill.evaluation import differences, recovered
 from perdure.training.drill.job import drill_job
@@ -20,11 +23,8 @@ from perdure.training.drill.table import DRILLS
 from perdure.training.engines.kubernetes.objects import RUN
 from perdure.training.errors import EngineError
 from perdure.training.injection.outside import KillInjector
-from perdure.training.job import Job, parse_job
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import Kill, Victim
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.jobs import job_document

@@ -15,8 +15,8 @@ import psutil
 import pytest
 import yaml
 
+from perdure.training.config.job import parse_job
 from perdure.training.drill.driver import Curve, RunDriver
-from perdure.training.job import parse_job
 from tests.kubernetes.accounts import NAME as SUPERVISOR
 from tests.kubernetes.accounts import NEEDED, role
 from tests.kubernetes.conftest import absent

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from tests.kubernetes.conftest import absent
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.places import HUB_IP, REPO

@@ -15,16 +15,16 @@ from typing import Any
 import yaml
 
 from perdure.storage.address import has_store, open_store
+from perdure.training.config.job import Job, parse_job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunOutcome
 from perdure.training.drill.evaluation import differences
 from perdure.training.drill.job import drill_job
-from perdure.training.job import Job, parse_job
 from perdure.training.journal.attempt_log import parse_lines
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.steps import kept_steps
-from perdure.training.specs.model import ParallelKind
 from tests.local_run import LocalRun
 from tests.values import not_none
 from tests.waiting import wait_for

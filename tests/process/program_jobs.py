@@ -14,9 +14,9 @@ import yaml
 
 from perdure.monitor import RunMonitor
 from perdure.storage.address import open_store
+from perdure.training.config.job import Job, parse_job
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.environment import worker_path
-from perdure.training.job import Job, parse_job
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.steps import kept_steps
 from perdure.training.supervisor.run import Run

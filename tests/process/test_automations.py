@@ -14,7 +14,7 @@ from perdure.flows.automations import automations, ensure, on_fault, put
 from perdure.tasks.reporting import Reporter
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Decision, Rung
-from perdure.training.supervisor.report import fault_facts
+from perdure.training.reporting.rows import fault_facts
 from tests.process.rest import Api, ask
 from tests.unit.journal.histories import failed
 from tests.waiting import wait_for

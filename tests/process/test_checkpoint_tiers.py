@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from perdure.storage.checkpoint import CheckpointStore, StepState
+from perdure.training.config.drill import Kill, Victim
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import Curve, RunDriver, kill_hook
 from perdure.training.drill.job import drill_job
 from perdure.training.injection.outside import KillInjector
-from perdure.training.job import Job
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import Kill, Victim
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 
 pytestmark = pytest.mark.process

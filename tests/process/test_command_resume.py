@@ -11,7 +11,7 @@ import time
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.agent.saved_store import stored_saves
+from perdure.training.commands.checkpoint_store import stored_saves
 from perdure.training.drill.driver import RunDriver
 from perdure.training.processes import free_port
 from perdure.training.recovery.faults import FaultClass

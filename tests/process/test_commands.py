@@ -13,9 +13,9 @@ import pytest
 
 from perdure.monitor import RunMonitor
 from perdure.storage.address import open_store
-from perdure.training.diagnosis.of_command import CORRUPT_ACTION
+from perdure.training.config.job import Job, parse_job
+from perdure.training.diagnosis.ending import CORRUPT_ACTION
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.job import Job, parse_job
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run import Run

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import recovered
 from perdure.training.drill.job import drill_job
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.model import ParallelKind
 from tests.process.harness import REPO, assert_as_undisturbed
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]

@@ -15,7 +15,7 @@ from prefect.settings import (
 
 from perdure.flows.pretrain import prepare
 from perdure.storage.address import open_store
-from perdure.training.job import parse_job
+from perdure.training.config.job import parse_job
 from perdure.training.trainer.data.corpus import CorpusError
 from tests.waiting import apart, wait_for
 

@@ -18,14 +18,14 @@ import pytest
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import NotFound
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import recovered
 from perdure.training.drill.job import drill_job
-from perdure.training.job import Job
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
-from perdure.training.specs.model import ParallelKind
 from tests.process.harness import assert_as_undisturbed
 
 pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.long]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.job import Job
 from perdure.training.recovery.faults import Fault
 from tests.jobs import small_job
 from tests.process.harness import faulty_job
@@ -141,7 +141,7 @@ def test_a_command_that_is_stopped_on_request_has_not_completed_by_exiting_with_
 HEARTBEATS = """
 import os, sys, time
 from pathlib import Path
-from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.liveness.heartbeat import HeartbeatWriter
 beat = HeartbeatWriter(Path(os.environ["PERDURE_HEARTBEAT"]))
 for step in range(int(sys.argv[1])):
     beat.beat(step=step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perdure.training.health.gang import Seat, check_gang
+from perdure.training.node_checks.collectives import Seat, check_gang
 from perdure.training.processes import free_port
 
 pytestmark = pytest.mark.process

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from perdure.storage.address import open_store
+from perdure.training.config.job import parse_job
 from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
-from perdure.training.health.left_behind import FACTOR
-from perdure.training.job import parse_job
 from perdure.training.journal.events import AlertRaised, HealthPoint
+from perdure.training.liveness.stalled_rank import FACTOR
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run import Run

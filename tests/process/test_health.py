@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.drill import DrillFault, DrillKind
 from perdure.training.drill.driver import LIMIT_S, RunDriver, RunOutcome
-from perdure.training.health.points import LATENCY_HOLD_S
 from perdure.training.journal.attempt_view import Alert
 from perdure.training.journal.events import HealthPoint
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind
+from perdure.training.telemetry.alerts import LATENCY_HOLD_S
 from tests.process.harness import REPO, faulty_job
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import SecretStr
 
-from perdure.training.engines.kubernetes.image_name import image_name
-from perdure.training.engines.kubernetes.image_registry import Credential, Presence, ask
+from perdure.training.engines.kubernetes.image_registry import Credential, Presence, ask, image_name
 from tests.image_registry import MISSING, PASSWORD, PROGRAM, USER, Access, ImageRegistry
 
 pytestmark = [

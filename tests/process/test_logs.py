@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.agent.log_collection import logs_prefix
+from perdure.training.wire.logs import logs_prefix
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process

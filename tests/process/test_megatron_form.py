@@ -11,9 +11,9 @@ import boto3
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.agent.saved_store import stored_saves, whole
+from perdure.training.commands.checkpoint_store import stored_saves, whole
+from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.job import Job
 from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.program_jobs import (

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome, kill_hook
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.injection.outside import KillInjector
-from perdure.training.job import Job
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from perdure.storage.address import open_store
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import recovered
 from perdure.training.drill.job import drill_job
 from perdure.training.journal.steps import kept_steps
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
-from perdure.training.specs.model import ParallelKind
 from tests.process.harness import REPO, assert_as_undisturbed
 from tests.recipes.two_optimizers import rate
 from tests.values import not_none

@@ -13,12 +13,12 @@ from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.local import LocalStore
 from perdure.storage.share import SaveId
 from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import drill_job, write_corpus
-from perdure.training.job import Job
 from perdure.training.journal.events import CheckpointDamaged, CheckpointRestored
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun

@@ -100,7 +100,7 @@ def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
         for process in running.local.processes("node-1"):
             try:
                 leads = os.getsid(process.pid) == process.pid  # its ranks are forks of it
-                if leads and "perdure.training.health.node_program" in process.cmdline():
+                if leads and "perdure.training.node_checks.program" in process.cmdline():
                     return process
             except (psutil.NoSuchProcess, ProcessLookupError):
                 continue

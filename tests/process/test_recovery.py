@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
 from perdure.training.drill.evaluation import differences, recovered
 from perdure.training.drill.job import NUM_RANKS, drill_job
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun

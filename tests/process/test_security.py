@@ -16,10 +16,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from perdure.storage.address import open_store
 from perdure.tasks.env_secrets import BlockSecrets, check_blocks
-from perdure.training.agent.log_collection import logs_prefix
+from perdure.training.config.secrets import SecretSource
 from perdure.training.errors import EngineError, InputError
 from perdure.training.processes import free_port
-from perdure.training.specs.env_from import SecretSource
+from perdure.training.wire.logs import logs_prefix
 from tests.process.harness import Running
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]

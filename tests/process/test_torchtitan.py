@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver
-from perdure.training.job import Job
 from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.program_jobs import (

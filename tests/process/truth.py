@@ -13,8 +13,8 @@ from perdure.tasks.left_open import end_of_task
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RUNGS
-from perdure.training.supervisor.report import story_rows
-from perdure.training.supervisor.summary import attempts_table, attempts_title
+from perdure.training.reporting.rows import story_rows
+from perdure.training.reporting.summary import attempts_table, attempts_title
 from tests.process.harness import Running
 from tests.process.rest import BUSY_S, Api, ask
 

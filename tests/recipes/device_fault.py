@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.runtime.session import Session
 from perdure.training.trainer import pretrain
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from perdure.training.config.job import Job
 from perdure.training.drill import recipe
-from perdure.training.job import Job
 
 
 def main(job: Job) -> None:

@@ -16,7 +16,7 @@ rank = dist.get_rank()
 step = json.loads(checkpoint.read_text())["step"] if checkpoint.exists() else 0
 beat = None
 if "--beat" in sys.argv:
-    from perdure.training.health.heartbeat import HeartbeatWriter, Phase
+    from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 
     writer = HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"]))
     beat = lambda step: writer.beat(phase=Phase.STEP, step=step)  # noqa: E731

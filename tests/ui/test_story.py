@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from perdure.tasks.artifacts import Artifact, ArtifactKind
 from perdure.tasks.reporting import Reporter
-from perdure.training.supervisor.report import alert_cells, alert_rows
+from perdure.training.reporting.rows import alert_cells, alert_rows
 from tests.ui.conftest import TIMEOUT_MS
 from tests.unit.journal.histories import COOLED, HOT, history_of
 from tests.waiting import wait_for

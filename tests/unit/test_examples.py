@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.config.job import load_job
 from perdure.training.errors import InputError
-from perdure.training.job import load_job
+from perdure.training.preflight.job import check_job
 from perdure.training.runtime.session import Session
 from perdure.training.runtime.step_loop.step import Step
-from perdure.training.supervisor.job_checks import check_job
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

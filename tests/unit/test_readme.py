@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from perdure.cli import app
-from perdure.training.job import parse_job
+from perdure.training.config.job import parse_job
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "perdure").glob("*.py"))

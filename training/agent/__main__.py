@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perdure.training.agent.agent import CONFIG_FILE, Agent
-from perdure.training.agent.kills import lose_node_on_signal
-from perdure.training.agent.node_folder import forget_other_lives
+from perdure.training.agent.preparation import forget_other_lives
 from perdure.training.environment import worker_path
+from perdure.training.injection.outside import lose_node_on_signal
 from perdure.training.log import start_logging
 from perdure.training.processes import MARKER
 from perdure.training.wire.agent import AgentConfig

@@ -18,7 +18,12 @@ from pathlib import Path
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.training.agent.checkpoint_server import CheckpointServerProcess, disk_folder
-from perdure.training.agent.control import ADDRESS_FILE, control_server_of, publish_address
+from perdure.training.agent.control import (
+    ADDRESS_FILE,
+    WakeupSignal,
+    control_server_of,
+    publish_address,
+)
 from perdure.training.agent.coordinator_client import (
     AgentCoordinatorClient,
     address_file,
@@ -26,20 +31,16 @@ from perdure.training.agent.coordinator_client import (
 )
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
-from perdure.training.agent.kills import kill_in_container
 from perdure.training.agent.launcher import Launcher
-from perdure.training.agent.log_collection import Collector
-from perdure.training.agent.log_reading import read_logs
-from perdure.training.agent.node_texts import evidence_of, worker_stacks
-from perdure.training.agent.order_job import job_of
+from perdure.training.agent.log_collection import Collector, evidence_of, read_logs, worker_stacks
 from perdure.training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from perdure.training.agent.sampler import Sampling
-from perdure.training.agent.saved_checkpoints import before_start, have_resumed, saved_reply
-from perdure.training.agent.wakeup import WakeupSignal
 from perdure.training.agent.workers import WorkerGroup
+from perdure.training.commands.checkpoint_watch import before_start, have_resumed, saved_reply
+from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
 from perdure.training.files import write_whole
-from perdure.training.health.device_addresses import devices_reply
+from perdure.training.injection.outside import kill_in_container
 from perdure.training.journal import attempt_log
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.processes import (
@@ -50,7 +51,7 @@ from perdure.training.processes import (
     oom_kills,
 )
 from perdure.training.recovery.protocol import ReplaceWorker
-from perdure.training.specs.env_from import values_on_node
+from perdure.training.telemetry.device_addresses import devices_reply
 from perdure.training.wire.agent import (
     NO_MEMBER,
     AgentConfig,
@@ -76,11 +77,10 @@ from perdure.training.wire.agent import (
     StartOrder,
     StatusQuery,
     StopOrder,
+    job_of,
 )
-from perdure.training.wire.healing import HealOrder
 from perdure.training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
-from perdure.training.wire.node import NodeSample
-from perdure.training.wire.rank_table import DevicesQuery
+from perdure.training.wire.node import DevicesQuery, HealOrder, NodeSample
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0

@@ -34,9 +34,9 @@ from perdure.storage.local import LocalStore
 from perdure.storage.retention import Retention, apply_retention
 from perdure.storage.retry import Retry
 from perdure.storage.share import SaveId
+from perdure.training.config.job import Job
 from perdure.training.files import write_whole
 from perdure.training.injection.inside import checkpoint_server_faults
-from perdure.training.job import Job
 from perdure.training.journal.attempt_log import AttemptLog
 from perdure.training.journal.events import CheckpointCommitted
 from perdure.training.log import start_logging

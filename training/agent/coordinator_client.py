@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from perdure.training.agent.evidence import process_state
 from perdure.training.agent.fork_server import Fork, ForkedProcess, ForkServer
-from perdure.training.diagnosis.standstill import STOPPED
 from perdure.training.files import last_line, write_whole
+from perdure.training.liveness.culprit import STOPPED
+from perdure.training.processes import process_state
 from perdure.training.recovery.protocol import GiveUp, ReplaceWorker
 from perdure.training.wire.agent import CoordinatorEnd
 from perdure.training.wire.coordinator import (

@@ -15,19 +15,19 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.training.health.sources import vendor_tools
-from perdure.training.health.sources.npu_smi import Chip, parse_table
-from perdure.training.health.sources.sampling import (
+from perdure.training.masking import masked_text
+from perdure.training.processes import StacksTarget, process_state
+from perdure.training.telemetry import vendor_tools
+from perdure.training.telemetry.npu_smi import Chip, parse_table
+from perdure.training.telemetry.sampling import (
     HCCN_TOOL,
     NPU_SMI,
     health_command,
     link_commands,
 )
-from perdure.training.health.sources.vendor_tools import NoAnswer, find_tool
-from perdure.training.masking import masked_text
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool
 from perdure.training.wire.agent import NodeText
 
 ASCEND_PATH = "ASCEND_PROCESS_LOG_PATH"
@@ -145,23 +145,6 @@ _STATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StacksTarget:
-    """A process whose stacks are wanted.
-
-    Attributes:
-        rank: that it is or belongs to; None: of no rank.
-        own_file: where it prints them itself on SIGUSR2; None when it does not.
-        name: of the text; empty: that of a rank's own process.
-    """
-
-    rank: int | None
-    device: int | None
-    pid: int
-    own_file: Path | None
-    name: str = ""
-
-
 def stacks_of(targets: Sequence[StacksTarget]) -> Sequence[NodeText]:
     """The stacks of each process, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
@@ -181,15 +164,6 @@ def _stacks(target: StacksTarget, deadline_s: float) -> NodeText:
         device=target.device,
         text=f"process {target.pid} is {_STATES.get(state, state)}\n{stacks}",
     )
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for the state of a process: R, S, D, T (stopped), Z (ended)."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123 procfs
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "Z"
 
 
 def _spied(worker: StacksTarget, *, is_stopped: bool, deadline_s: float) -> str | None:

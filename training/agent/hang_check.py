@@ -14,19 +14,18 @@ from dataclasses import dataclass, field, replace
 
 import psutil
 
-from perdure.training.agent.activity import SessionActivity, activity_of
-from perdure.training.agent.evidence import process_state
+from perdure.training.agent.worker_process import SessionActivity, activity_of
 from perdure.training.agent.workers import WorkerGroup
-from perdure.training.diagnosis.standstill import STOPPED
-from perdure.training.health.hang import (
+from perdure.training.liveness.culprit import STOPPED
+from perdure.training.liveness.hang_limits import (
     ActivityDetector,
     HangDetector,
     Inactivity,
     ProgramActivity,
     SilenceLimits,
 )
-from perdure.training.health.heartbeat import Heartbeat, Phase
-from perdure.training.processes import container_processes
+from perdure.training.liveness.heartbeat import Heartbeat, Phase
+from perdure.training.processes import container_processes, process_state
 from perdure.training.wire.agent import AgentConfig, HangReport
 from perdure.training.wire.node import NodeSample
 

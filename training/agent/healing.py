@@ -20,11 +20,11 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from perdure.training.agent.fork_server import Fork, ForkedProcess, start_alone
+from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.environment import interface_variables
-from perdure.training.health.chips import look_at_chips, reset_chips
-from perdure.training.job import RESERVED_NAMES
 from perdure.training.journal.attempt_log import FILE_NAME, AttemptLog
 from perdure.training.journal.events import ChipsHealed
+from perdure.training.node_checks.chip_health import look_at_chips, reset_chips
 from perdure.training.recovery.healing import (
     CHECK_LIMIT_S,
     Act,
@@ -36,8 +36,7 @@ from perdure.training.recovery.healing import (
 )
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import AgentConfig, StartOrder
-from perdure.training.wire.healing import HealOrder, HealReply
-from perdure.training.wire.node import Check, CheckOutcome
+from perdure.training.wire.node import Check, CheckOutcome, HealOrder, HealReply
 
 _log = logging.getLogger("perdure.agent")
 
@@ -46,7 +45,7 @@ LOOK_AGAIN_S = 1.0  # between two looks at a chip that is ill
 POLL_S = 0.01
 OUTPUT = "heal"
 # Named, not imported: it needs torch, and only the process that runs it loads that.
-PROGRAM = "perdure.training.health.chip_program:main"
+PROGRAM = "perdure.training.node_checks.chip_program:main"
 _numbers = itertools.count(1)  # of computations: two ranks of a node may be checked at once
 
 ForkFunction = Callable[[Fork], ForkedProcess | subprocess.Popen[bytes]]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from perdure.training.agent.coordinator_client import CoordinatorProcess, address_file, new_token
 from perdure.training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
-from perdure.training.job import RESERVED_NAMES
+from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.journal import attempt_log
 from perdure.training.wire.agent import CoordinatorEnd, RendezvousOrder
 from perdure.training.wire.coordinator import CoordinatorAddress, CoordinatorConfig

@@ -1,4 +1,10 @@
-"""The logs of an ended attempt, from a node into the store.
+"""The logs of an attempt while it lives, for those who read along.
+
+Whole lines leave the node, with secrets masked as in the store. Sizes are bytes.
+
+What a node knows beside what its workers print: device logs, driver tools, stacks.
+
+The logs of an ended attempt, from a node into the store.
 
     runs/<run_id>/logs/p0001-a0002/<node>/rank-00003.stderr.log.gz
     runs/<run_id>/logs/p0001-a0002/<node>/collected.json              written last
@@ -23,11 +29,130 @@ from pathlib import Path
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
-from perdure.training.agent.workers import WorkerGroup
-from perdure.training.job import Job
+from perdure.training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
+from perdure.training.agent.workers import STREAMS, WorkerGroup
+from perdure.training.config.job import Job
 from perdure.training.masking import masked, secret_values
-from perdure.training.wire.agent import AgentConfig, StartOrder
-from perdure.training.wire.logs import Collected, CollectedFile, CollectOrder
+from perdure.training.wire.agent import AgentConfig, NodeText, StartOrder
+from perdure.training.wire.logs import (
+    Collected,
+    CollectedFile,
+    CollectOrder,
+    LogPiece,
+    ReadLogsQuery,
+    logs_prefix,
+)
+
+MAX_REPLY_BYTES = 2 << 20
+
+
+def read_logs(
+    query: ReadLogsQuery,
+    *,
+    config: AgentConfig,
+    folder: Path,
+    started: StartOrder,
+    group: WorkerGroup,
+    is_over: bool,
+) -> tuple[LogPiece, ...]:
+    """What the logs hold after the places of a query, as far as it fits into a reply.
+
+    Args:
+        query: what is wanted.
+        config: of the agent.
+        folder: the container's.
+        started: the newest attempt.
+        group: its processes.
+        is_over: whether they have ended, so that a line without an end is all there will be.
+    """
+    group.flush_output()
+    secrets = secrets_of(config, started, group)
+    is_same = (query.placement, query.attempt) == (started.placement, started.attempt)
+    left, pieces = MAX_REPLY_BYTES, []
+    for log, rank in _wanted(query, folder, group):
+        offset = query.offsets.get(f"{config.node}/{log.name}") if is_same else None
+        raw, end = _read(log, offset, query.tail_bytes, min(left, PIECE_BYTES), is_over=is_over)
+        left -= len(raw)
+        text = b"".join(masked([raw], secrets)).decode(errors="replace")
+        pieces.append(
+            LogPiece(
+                placement=started.placement,
+                attempt=started.attempt,
+                name=log.name,
+                rank=rank,
+                text=text,
+                offset=end,
+                is_last=end >= log.end or not raw,
+            )
+        )
+    return tuple(pieces)
+
+
+def _wanted(
+    query: ReadLogsQuery, folder: Path, group: WorkerGroup
+) -> Iterator[tuple[Log, int | None]]:
+    for log, rank in _all(folder, group):
+        if query.file is not None:
+            is_wanted = log.name == query.file
+        elif query.rank is not None:
+            is_wanted = rank == query.rank
+        else:
+            is_wanted = query.every_log or log.path.parent == group.log_folder
+        if is_wanted:
+            yield log, rank
+
+
+def _all(folder: Path, group: WorkerGroup) -> Iterator[tuple[Log, int | None]]:
+    for rank in group.ranks:
+        of = None if group.order.is_launcher else rank
+        for stream in STREAMS:
+            yield from ((one, of) for one in logs_at(group.log_path(rank, stream)))
+    names = (group.folder / "coordinator.log", *(folder / name for name in OF_CONTAINER))
+    for path in names:
+        yield from ((one, None) for one in logs_at(path))
+
+
+def _read(
+    log: Log, offset: int | None, tail_bytes: int | None, limit_bytes: int, *, is_over: bool
+) -> tuple[bytes, int]:
+    """Whole lines from a place on, and where they end."""
+    is_cut = offset is None and tail_bytes is not None and log.end > tail_bytes
+    start = offset if offset is not None else log.end - (tail_bytes or 0) if is_cut else 0
+    with log.path.open("rb") as file:
+        file.seek(start)
+        raw = file.read(limit_bytes)
+    end = max(raw.rfind(b"\n"), raw.rfind(b"\r")) + 1
+    if not end and (is_over or len(raw) == limit_bytes):
+        end = len(raw)  # a line that does not end
+    elif is_over and start + len(raw) >= log.end:
+        end = len(raw)
+    raw = raw[:end]
+    if is_cut:
+        # Without the first line: its begin is missing, and with it the begin of a secret maybe.
+        raw = raw.partition(b"\n")[2]
+    return raw, start + end
+
+
+def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeText, ...]:
+    """Device logs, and the output of the driver's tools; asks these one by one.
+
+    Args:
+        group: processes of the newest attempt.
+        tail_bytes: of each log.
+    """
+    # One folder of a launcher has the logs of all its ranks.
+    is_known = not group.order.is_launcher
+    folders = {group.device_folder(r): r if is_known else None for r in group.ranks}
+    devices = range(group.order.slots_per_node)
+    texts = (*device_logs(folders, tail_bytes), *device_health(devices))
+    return without_secrets(texts, group.secrets)
+
+
+def worker_stacks(group: WorkerGroup) -> tuple[NodeText, ...]:
+    """The stack of every thread of the workers; runs other programs."""
+    # The command lines of the processes are among them.
+    return without_secrets(stacks_of(group.stacks_targets()), group.secrets)
+
 
 COLLECTED_FILE = "collected.json"
 PIECE_BYTES = 256 << 10
@@ -40,12 +165,6 @@ OF_CONTAINER = ("agent.log", "checkpoint-server.log", "fork-server.log")
 _STREAMS = ("stderr", "stdout")
 
 Key = tuple[int, int]  # placement and attempt
-
-
-def logs_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
-    """Where the logs of a run, or of one attempt, lie in the store."""
-    base = f"runs/{run_id}/logs/"
-    return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from perdure.training.health.sources.sampling import LOOK_LIMIT_S, Sampler
+from perdure.training.telemetry.sampling import LOOK_LIMIT_S, Sampler
 from perdure.training.wire.node import NodeSample
 
 MISSED_SAMPLES = 3

@@ -20,29 +20,37 @@ from typing import IO, Any
 
 import psutil
 
-from perdure.training.agent.activity import SessionActivity
-from perdure.training.agent.command import CommandRanks
-from perdure.training.agent.command_line import fill_in, for_arguments
 from perdure.training.agent.coordinator_client import AgentCoordinatorClient, address_file
-from perdure.training.agent.error_file import read_error
-from perdure.training.agent.evidence import ASCEND_PATH, StacksTarget, ascend_folder, tail
+from perdure.training.agent.evidence import ASCEND_PATH, ascend_folder, tail
 from perdure.training.agent.fork_server import Fork, ForkedProcess, end_now
-from perdure.training.agent.left_running import LeftRunning
 from perdure.training.agent.masked_output import MaskedOutput, scrub
-from perdure.training.agent.platform_variables import platform_variables, rank_variables
-from perdure.training.agent.pulse import status_of_rank
-from perdure.training.agent.saved_checkpoints import SavedWatch
-from perdure.training.agent.shown_steps import ShownSteps
-from perdure.training.agent.worker_process import Worker
+from perdure.training.agent.preparation import platform_variables, rank_variables
+from perdure.training.agent.worker_process import (
+    SessionActivity,
+    Worker,
+    read_error,
+    status_of_rank,
+)
+from perdure.training.commands.arguments import fill_in, for_arguments
+from perdure.training.commands.checkpoint_watch import SavedWatch
+from perdure.training.commands.leftovers import LeftRunning
+from perdure.training.commands.progress import ShownSteps
+from perdure.training.commands.ranks import CommandRanks
+from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.diagnosis.ending import early_end
 from perdure.training.diagnosis.exits import was_killed
 from perdure.training.files import write_whole
-from perdure.training.health.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
-from perdure.training.health.retries import RetryLogs
-from perdure.training.job import RESERVED_NAMES
+from perdure.training.liveness.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
 from perdure.training.masking import SECRETS_ENV, masked_text, secret_values
-from perdure.training.processes import RANK_VARIABLES, container_processes, reap_adopted, signal_all
+from perdure.training.processes import (
+    RANK_VARIABLES,
+    StacksTarget,
+    container_processes,
+    reap_adopted,
+    signal_all,
+)
 from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
+from perdure.training.telemetry.hccl_retries import RetryLogs
 from perdure.training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
 from perdure.training.wire.coordinator import CoordinatorAddress
 from perdure.training.wire.logs import WorkerLog

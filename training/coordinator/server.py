@@ -22,10 +22,10 @@ from pydantic import ValidationError
 
 from perdure.storage.address import open_store
 from perdure.storage.errors import NotFound, StorageError
+from perdure.training.config.job import Job
 from perdure.training.coordinator.metrics import AttemptNow, RunMetrics
 from perdure.training.diagnosis.exits import fault_of_end
 from perdure.training.files import write_whole
-from perdure.training.job import Job
 from perdure.training.journal.attempt_log import AttemptLog, Follower
 from perdure.training.journal.events import CheckpointCommitted, StepRecord
 from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
@@ -60,11 +60,16 @@ from perdure.training.wire.coordinator import (
     WorkerJoined,
     metrics_file,
 )
-from perdure.training.wire.fan_out import room_for
 from perdure.training.wire.node import NodeSample
 from perdure.training.wire.rendezvous import serve_store
 from perdure.training.wire.requests import read_control
-from perdure.training.wire.transport import FIRST_LINE_S, dump_line, is_authentic, next_line
+from perdure.training.wire.transport import (
+    FIRST_LINE_S,
+    dump_line,
+    is_authentic,
+    next_line,
+    room_for,
+)
 
 _log = logging.getLogger("perdure.coordinator")
 

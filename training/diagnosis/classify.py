@@ -23,7 +23,7 @@ from perdure.training.diagnosis.cause import (
     is_unnamed,
     rank_candidates,
 )
-from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd
+from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, BadEnd, first_failed
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
@@ -37,8 +37,7 @@ from perdure.training.diagnosis.peers import compare
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
-from perdure.training.diagnosis.standstill import standstill_of
-from perdure.training.diagnosis.torchrun import first_failed
+from perdure.training.liveness.culprit import standstill_of
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from perdure.training.diagnosis.ending import BadEnd
 from perdure.training.diagnosis.exits import EXIT_DONE
-from perdure.training.diagnosis.standstill import RankProgress
+from perdure.training.liveness.culprit import RankProgress
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
 

@@ -18,12 +18,12 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.job import NUM_RANKS
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
-from perdure.training.specs.model import ParallelKind
 
 SAVE_EVERY_STEPS = 3
 STEPS_PER_FAULT = 3

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.storage.errors import StorageError
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
 from perdure.training.drill.device_report import count_devices
 from perdure.training.drill.driver import RunDriver, RunOutcome, kill_hook
@@ -30,7 +31,6 @@ from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.drill.runner import KINDS, parallel_kind
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.injection.outside import KillInjector
-from perdure.training.specs.model import ParallelKind
 from perdure.training.supervisor.watch import EndKind
 
 LIMIT_S = 900.0  # of one start of a run

@@ -22,7 +22,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.drill.evaluation import DrillOutcome
 from perdure.training.errors import InputError
 from perdure.training.files import write_whole
-from perdure.training.health.versions import check_versions, installed
+from perdure.training.node_checks.versions import check_versions, installed
 from perdure.training.processes import free_port
 from perdure.training.wire.node import Check, CheckOutcome
 

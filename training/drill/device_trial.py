@@ -30,7 +30,7 @@ from perdure.training.device import (
 )
 from perdure.training.diagnosis.recognise import recognise
 from perdure.training.drill.device_report import Observed, Trial, TrialTask
-from perdure.training.health import burn_in
+from perdure.training.node_checks import burn_in
 from perdure.training.runtime.errors import classify
 from perdure.training.runtime.process_group.generations import Generations, StoreClient
 from perdure.training.runtime.process_group.reconfigurable import install

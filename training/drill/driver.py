@@ -18,14 +18,14 @@ from pydantic import SecretStr
 
 from perdure.storage.address import Credentials
 from perdure.storage.errors import StorageError
+from perdure.training.config.job import Job
 from perdure.training.drill.termination import terminated_as_exception
 from perdure.training.errors import EngineError
-from perdure.training.health.heartbeat import Phase
 from perdure.training.injection.inside import fired_at_s
 from perdure.training.injection.outside import KillInjector
-from perdure.training.job import Job
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import kept_steps
+from perdure.training.liveness.heartbeat import Phase
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.runbook import RunSteps, conduct
 from perdure.training.supervisor.watch import EndKind, Progress

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from perdure.training.config.job import Job
 from perdure.training.drill.driver import Curve, Pauser, RunOutcome
 from perdure.training.drill.table import Drill, Expected
-from perdure.training.job import Job
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung

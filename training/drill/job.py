@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from perdure.training.job import Job, parse_job
-from perdure.training.specs.model import ParallelKind
+from perdure.training.config.job import Job, parse_job
+from perdure.training.config.model import ParallelKind
 
 NUM_RANKS = 4
 PACE_ENV = "DRILL_PACE_S"  # seconds added to every step

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 
+from perdure.training.config.job import Job
 from perdure.training.drill.job import PACE_ENV
-from perdure.training.job import Job
 from perdure.training.trainer import pretrain
 
 

@@ -18,17 +18,17 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from perdure.training.agent.command_line import fill_in, for_arguments
-from perdure.training.agent.platform_variables import platform_variables, rank_variables
+from perdure.training.agent.preparation import platform_variables, rank_variables
+from perdure.training.commands.arguments import fill_in, for_arguments
+from perdure.training.config.job import Job
+from perdure.training.config.secrets import values_on_node
 from perdure.training.drill.driver import RunDriver, Secrets
 from perdure.training.drill.termination import terminated_as_exception
 from perdure.training.environment import variables_of, worker_path
 from perdure.training.errors import EngineError, PerdureError
-from perdure.training.health.sources.vendor_tools import end_session
-from perdure.training.job import Job
 from perdure.training.masking import SECRETS_ENV, masked_text, secret_values
 from perdure.training.processes import free_port
-from perdure.training.specs.env_from import values_on_node
+from perdure.training.telemetry.vendor_tools import end_session
 from perdure.training.wire.agent import AgentConfig, StartOrder
 from perdure.training.wire.node import Check, CheckOutcome
 

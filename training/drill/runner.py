@@ -15,16 +15,16 @@ from typing import Any
 
 from perdure.storage.address import Credentials, clear
 from perdure.storage.errors import StorageError
+from perdure.training.config.drill import DrillFault, DrillPoint
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome, SpareAwaiter
 from perdure.training.drill.evaluation import DrillOutcome, judge
 from perdure.training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
 from perdure.training.drill.table import DRILLS, STEPS, Drill
 from perdure.training.errors import InputError, PerdureError
-from perdure.training.job import Job
+from perdure.training.preflight.job import check_job
 from perdure.training.recovery.rungs import ISOLATES
-from perdure.training.specs.drill import DrillFault, DrillPoint
-from perdure.training.specs.model import ParallelKind
-from perdure.training.supervisor.job_checks import check_job
 from perdure.training.supervisor.watch import EndKind
 
 ALL = "all"

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.drill.job import HANG_TIMEOUT_S, SAVE_EVERY_STEPS
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 STEPS = 40
 AT_STEP = 13  # in work when the fault comes

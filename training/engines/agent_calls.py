@@ -13,7 +13,7 @@ from perdure.training.agent.control import AgentClient
 from perdure.training.engines.base import Contact
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import AgentReply, Order
-from perdure.training.wire.fan_out import FanOut, TimedLine
+from perdure.training.wire.transport import FanOut, TimedLine
 
 K = TypeVar("K")
 Answer = AgentReply | AgentUnreachable | EngineError

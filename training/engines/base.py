@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
+from perdure.training.config.job import Job
+from perdure.training.config.watch import HangAction
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.environment import variables_of
 from perdure.training.errors import NoCapacity
-from perdure.training.job import Job
 from perdure.training.journal.records import Member
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.watch import HangAction
 from perdure.training.wire.agent import AgentConfig, AgentReply, AgentStatus, NodeText
 
 ANY_NODE = ""  # of a member whose node the engine chooses

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from perdure.training.agent.control import CALL_TIMEOUT_S
+from perdure.training.config.drill import Victim
+from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.agent_calls import AgentCalls
 from perdure.training.engines.base import (
@@ -27,12 +29,10 @@ from perdure.training.engines.base import (
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.engines.standing_by import StandingBy
 from perdure.training.errors import AgentUnreachable, EngineError
-from perdure.training.health.device_addresses import query_of
-from perdure.training.job import Job
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import Victim
+from perdure.training.telemetry.device_addresses import query_of
 from perdure.training.wire.agent import (
     AgentReply,
     AgentStatus,
@@ -54,8 +54,6 @@ from perdure.training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
-from perdure.training.wire.fan_out import TimedLine
-from perdure.training.wire.healing import HealOrder, HealReply
 from perdure.training.wire.logs import (
     Collected,
     CollectOrder,
@@ -64,8 +62,8 @@ from perdure.training.wire.logs import (
     ReadLogsQuery,
     WorkerLog,
 )
-from perdure.training.wire.node import Check, unanswered
-from perdure.training.wire.rank_table import NodeDevices
+from perdure.training.wire.node import Check, HealOrder, HealReply, NodeDevices, unanswered
+from perdure.training.wire.transport import TimedLine
 
 RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost

@@ -23,14 +23,14 @@ from pydantic import ValidationError
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.agent.control import ADDRESS_FILE
-from perdure.training.agent.node_folder import node_folder
+from perdure.training.agent.preparation import node_folder
+from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import Contact, Placement, agent_config
 from perdure.training.engines.local_devices import devices_of_node
 from perdure.training.errors import EngineError
 from perdure.training.files import last_line, private_folder, write_whole
 from perdure.training.injection.victims import processes_of
-from perdure.training.job import Job
 from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER, is_alive, kill_container
 from perdure.training.recovery.faults import FaultClass

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from perdure.training.wire.rank_table import VISIBLE
+from perdure.training.wire.node import VISIBLE
 
 _DEVICE = re.compile(r"davinci([0-9]+)")
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perdure.training.specs.recovery import RankTableForm
-from perdure.training.wire.rank_table import DeviceAddress, NodeDevices
+from perdure.training.config.recovery import RankTableForm
+from perdure.training.wire.node import DeviceAddress, NodeDevices
 
 
 @dataclass(frozen=True, slots=True)

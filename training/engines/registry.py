@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perdure.training.config.job import Job
 from perdure.training.engines.base import Engine
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.local import LocalEngine
 from perdure.training.errors import InputError
-from perdure.training.job import Job
 from perdure.training.wire.node import Check
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 
+from perdure.training.config.drill import Victim
 from perdure.training.engines.agent_calls import AgentCalls
 from perdure.training.engines.base import Contact, Engine, Placement
 from perdure.training.errors import AgentUnreachable, EngineError
-from perdure.training.specs.drill import Victim
 from perdure.training.wire.agent import AgentReply, AssignOrder, KillOrder, Order, StatusQuery
-from perdure.training.wire.fan_out import TimedLine
+from perdure.training.wire.transport import TimedLine
 
 READY_S = 1.0  # for its answer when one is needed: a new container takes longer than that
 ASSIGN_S = 5.0

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from perdure.storage.objects import ObjectStore
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.injection.victims import lose_this_node
 from perdure.training.processes import MARKER
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {
     DrillKind.GRADIENT: 1e4,

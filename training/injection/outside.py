@@ -1,16 +1,30 @@
 """Faults injected from outside: what is due at a step, and whether it has hit.
 
 Times are seconds since the epoch, steps completed optimizer steps.
+
+Orders of a drill to kill something of this container. Times are seconds.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.training.specs.drill import Kill, Victim
+from perdure.training.config.drill import Kill, Victim
+from perdure.training.injection.victims import (
+    KILLED,
+    NODE_LOSS,
+    become_lost_node,
+    kill,
+    parts_of,
+    workers_of,
+)
+from perdure.training.wire.agent import AgentConfig, AgentReply, KillOrder
 
 # Kills what has this index; whether something was hit.
 Hit = Callable[[Victim, int], bool]
@@ -38,9 +52,52 @@ class KillInjector:
             step: the newest completed one.
             is_running: whether processes run on every member.
         """
-        for number, kill in enumerate(self.kills):
-            if kill.step > step or number in self.fired_s:
+        for number, order in enumerate(self.kills):
+            if order.step > step or number in self.fired_s:
                 continue
             self.num_due[number] += is_running
-            if hit(kill.victim, kill.index):
+            if hit(order.victim, order.index):
                 self.fired_s[number] = time.time()
+
+
+REPLY_S = 0.1  # for the reply to be on its way before its sender is gone
+
+
+def kill_in_container(order: KillOrder, config: AgentConfig, marker: str) -> AgentReply:
+    """Carry out an order to kill, in a drill.
+
+    Args:
+        order: what is to be killed.
+        config: of this agent.
+        marker: of its container.
+    """
+
+    def is_own(found: str) -> bool:
+        return found == marker
+
+    if not config.is_drill:
+        return AgentReply(error="the run is no drill: its job has neither drill.faults nor kills")
+    match order.victim:
+        case Victim.NODE | Victim.SPARE:
+            _after_reply(lambda: become_lost_node(marker))
+            return AgentReply(num_killed=1)
+        case Victim.AGENT:
+            # As the first process of a pod it could not SIGKILL itself.
+            _after_reply(lambda: os._exit(KILLED))
+            return AgentReply(num_killed=1)
+        case Victim.RANK:
+            found = workers_of(order.rank, is_own) if order.rank is not None else []
+        case part:
+            found = parts_of(part, is_own)
+    return AgentReply(num_killed=len(kill(found)))
+
+
+def lose_node_on_signal(marker: str) -> None:
+    """Lose the node when a worker of the container says so; for agents of drills."""
+    signal.signal(NODE_LOSS, lambda *_: become_lost_node(marker))
+
+
+def _after_reply(action: Callable[[], None]) -> None:
+    timer = threading.Timer(REPLY_S, action)
+    timer.daemon = True
+    timer.start()

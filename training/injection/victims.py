@@ -17,8 +17,8 @@ from typing import NoReturn
 
 import psutil
 
+from perdure.training.config.drill import Victim
 from perdure.training.processes import MARKER, signal_all
-from perdure.training.specs.drill import Victim
 
 # To an agent of a drill, from a worker of its container: the node is to be lost now. The kernel
 # drops a SIGKILL to a pod's first process that comes from within the pod.

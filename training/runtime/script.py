@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.runtime.session import join
 
 

@@ -32,12 +32,16 @@ from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.saving import SaveHooks
 from perdure.training.device import backend_of, pick_device
 from perdure.training.errors import InputError
-from perdure.training.health.heartbeat import HeartbeatWriter, Phase, stacks_file
 from perdure.training.injection.inside import WorkerInjector
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase, stacks_file
 from perdure.training.log import start_logging
 from perdure.training.recovery.replicas import ParallelLayout
-from perdure.training.runtime.context import WorkerContext
-from perdure.training.runtime.layout import check_layout, compare_layouts, fitting_layout
+from perdure.training.runtime.context import (
+    WorkerContext,
+    check_layout,
+    compare_layouts,
+    fitting_layout,
+)
 from perdure.training.runtime.process_group.attempt_groups import AttemptGroups
 from perdure.training.runtime.program import Loader, Scheduler, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer

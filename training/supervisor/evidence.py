@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from perdure.training.diagnosis.evidence import CoordinatorLost, NodeOutput, SilentRank, WorkerEnd
-from perdure.training.diagnosis.standstill import RankProgress
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
-from perdure.training.health.heartbeat import Phase
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.time_account import SeenStep
-from perdure.training.supervisor.good_ends import CommandEnds, bad_end_of_session
+from perdure.training.liveness.culprit import RankProgress
+from perdure.training.liveness.heartbeat import Phase
+from perdure.training.supervisor.exit_zero import CommandEnds, bad_end_of_session
 from perdure.training.wire.agent import AgentStatus, HangReport
 from perdure.training.wire.logs import WorkerLog
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from perdure.training.config.job import Job
+from perdure.training.config.watch import HangAction
 from perdure.training.diagnosis.recognise import recognise
 from perdure.training.engines.registry import make_engine
 from perdure.training.errors import InputError
 from perdure.training.files import home_folder
-from perdure.training.job import Job
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.outlook import Terms
-from perdure.training.specs.watch import HangAction
-from perdure.training.supervisor.deciding import no_replica_of
+from perdure.training.supervisor.finishing import no_replica_of
 
 
 def terms_of(job: Job) -> Terms:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from perdure.training.config.job import Job, parse_job
 from perdure.training.errors import InputError
 from perdure.training.files import private_folder, write_whole
-from perdure.training.job import Job, parse_job
 
 MAX_LISTED = 10
 

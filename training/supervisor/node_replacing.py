@@ -14,19 +14,19 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from perdure.storage.errors import StorageError
+from perdure.training.config.job import Job
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, SlowNode
 from perdure.training.engines.base import ANY_NODE, Placement, Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError, MoveFailed, NoCapacity
-from perdure.training.job import Job
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.recovery.attempt import GENERATIONS_APART
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan, RecoveryEnded
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.deciding import Decider
+from perdure.training.supervisor.finishing import Decider
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import AgentState, NoticeOrder, StartOrder

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from perdure.training.config.drill import Victim
 from perdure.training.engines.base import Placement, Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -12,7 +13,6 @@ from perdure.training.journal.attempt_log import Follower
 from perdure.training.journal.attempt_view import AttemptView, Pause, spans
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
-from perdure.training.specs.drill import Victim
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 

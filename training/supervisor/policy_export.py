@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from perdure.storage.frozen_model import FrozenModel
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import Printed, print_platform
 from perdure.training.platforms.settings import POLICY_FIELDS, Value

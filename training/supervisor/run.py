@@ -19,38 +19,40 @@ from perdure.storage.address import Credentials, open_store, worker_environment
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import StorageError
 from perdure.training.agent.log_collection import await_collected
+from perdure.training.config.job import Job
 from perdure.training.diagnosis.compiled import compile_beside
 from perdure.training.engines.base import Placement, Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.registry import make_fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
-from perdure.training.health.verdict import CheckVerdict
-from perdure.training.job import Job
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import AlertRaised, HealthPoint
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity, Ledger
 from perdure.training.journal.records import DataReady, RunCreated, RunEnded
-from perdure.training.supervisor.attention import spares_of
-from perdure.training.supervisor.concluding import Concluder, Verdict
-from perdure.training.supervisor.deciding import Decider, recoveries_of
+from perdure.training.node_checks.verdict import CheckVerdict
+from perdure.training.reporting.action_items import spares_of
+from perdure.training.reporting.fault_report import save_hang_report
+from perdure.training.supervisor.checkpoints import NewestSave, resumption
 from perdure.training.supervisor.evidence import progress_of
-from perdure.training.supervisor.gang import GangCheck
-from perdure.training.supervisor.good_ends import CommandEnds
-from perdure.training.supervisor.hang_report import save_hang_report
-from perdure.training.supervisor.healing import Healer
-from perdure.training.supervisor.health import AttemptHealth
+from perdure.training.supervisor.exit_zero import CommandEnds
+from perdure.training.supervisor.finishing import Concluder, Decider, Healer, Verdict, recoveries_of
+from perdure.training.supervisor.health_watch import AttemptHealth, PeriodicRestart
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, replaces_nodes
 from perdure.training.supervisor.observing import AttemptObserver
-from perdure.training.supervisor.periodic import PeriodicRestart
 from perdure.training.supervisor.placing import Placer, placement_of
-from perdure.training.supervisor.program_checkpoints import NewestSave, resumption
-from perdure.training.supervisor.same_run import is_complete, refuse_elsewhere, refuse_other_job
+from perdure.training.supervisor.run_identity import (
+    begin_store,
+    is_complete,
+    refuse_elsewhere,
+    refuse_lost_ledger,
+    refuse_other_job,
+)
+from perdure.training.supervisor.stall_check import GangCheck
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
-from perdure.training.supervisor.store_place import begin_store, refuse_lost_ledger
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import (
     AttemptWatch,

@@ -2,6 +2,8 @@
 
 Written once. Prefect's tasks and a plain loop differ in how a step is carried out, not in what
 follows from it. Steps are completed optimizer steps.
+
+Cancelling a run from wherever its store is reached: through its supervisor, or without one.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perdure.training.engines.base import Placement
-from perdure.training.errors import EngineError
+from perdure.training.errors import EngineError, RunConflict
+from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.concluding import Verdict
-from perdure.training.supervisor.good_ends import good_end_text
+from perdure.training.supervisor.exit_zero import good_end_text
+from perdure.training.supervisor.finishing import Verdict
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome, prepare
 from perdure.training.trainer.data.tokenizer import open_tokenizer
+from perdure.training.wire.requests import request_cancel
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -150,3 +154,28 @@ def _end_after(verdict: Verdict) -> RunEnd:
         case EndKind.FAILED:
             reason = verdict.decision.reason if verdict.decision is not None else "failed"
             return RunEnd("failed", reason)
+
+
+def cancel(run: Run, *, by_server: Callable[[RunHistory], bool] = lambda _history: False) -> str:
+    """Have a run stopped; without a supervisor, take its containers down here.
+
+    Args:
+        run: that is not taken by this process yet.
+        by_server: cancels what a Prefect server knows of the run; whether it knows anything. Else
+            the request goes into the store, where the supervisor looks for it.
+
+    Returns:
+        What was done, for the user.
+    """
+    name = run.job.run_id
+    ended = run.refresh().ended
+    if ended is not None:
+        return f"{name}: has ended already: {ended.outcome}"
+    try:
+        run.take()
+    except RunConflict:
+        if not by_server(run.refresh()):
+            request_cancel(run.store, name)
+        return f"{name}: its supervisor cancels it"
+    run.end("cancelled", "perdure cancel")
+    return f"{name}: no supervisor was alive; its processes are stopped"

@@ -12,17 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from perdure.training.config.job import Job
 from perdure.training.engines.base import ANY_NODE, Contact, Placement
 from perdure.training.engines.fleet import SILENT_AGENT_S, Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
-from perdure.training.health.verdict import verdict_of
-from perdure.training.job import Job
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.placing import Placer, placement_of
-from perdure.training.supervisor.sub_health import sub_healthy_nodes
+from perdure.training.node_checks.verdict import verdict_of
+from perdure.training.supervisor.placing import Placer, placement_of, sub_healthy_nodes
 from perdure.training.wire.agent import AgentReply, CheckOrder, Order, StatusQuery
-from perdure.training.wire.fan_out import TimedLine
 from perdure.training.wire.node import Check
+from perdure.training.wire.transport import TimedLine
 
 LOOK_S = 1.0
 ASK_S = 5.0  # between two looks at the agent of one

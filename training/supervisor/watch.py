@@ -29,7 +29,7 @@ from perdure.training.supervisor.evidence import (
     silent_of,
     step_of,
 )
-from perdure.training.supervisor.good_ends import CommandEnds, is_done, was_stopped
+from perdure.training.supervisor.exit_zero import CommandEnds, is_done, was_stopped
 from perdure.training.wire.agent import (
     AgentState,
     AgentStatus,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 the customary name
 from torch import Tensor, nn
 
-from perdure.training.specs.model import ModelSpec
+from perdure.training.config.model import ModelSpec
 
 
 class Attention(nn.Module):

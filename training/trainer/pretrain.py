@@ -1,4 +1,8 @@
-"""The reference recipe: pretrain the decoder on the job's corpus, on every rank.
+"""AdamW and its learning rate: linear warm-up, then a cosine down to a fraction of the peak.
+
+Wrapping of the model: DDP, FSDP2, HSDP, or single-process DataParallel.
+
+The reference recipe: pretrain the decoder on the job's corpus, on every rank.
 
 It knows nothing of faults: `session.steps()` restores, saves, and decides when to end.
 """
@@ -6,26 +10,105 @@ It knows nothing of faults: `session.steps()` restores, saves, and decides when 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 import perdure
 from perdure.storage.address import open_store
+from perdure.training.config.job import Job
+from perdure.training.config.model import OptimizerSpec, ParallelKind, ParallelSpec, Precision
 from perdure.training.device import peak_flops
-from perdure.training.job import Job
 from perdure.training.recovery.replicas import Axis
 from perdure.training.runtime.session import Session
-from perdure.training.specs.model import ParallelKind, Precision
 from perdure.training.trainer.data.loader import ResumableLoader, TokenDataset
 from perdure.training.trainer.data.manifest import CorpusManifest, load_manifest
 from perdure.training.trainer.data.stage import stage
 from perdure.training.trainer.model import Decoder, flops_per_token
-from perdure.training.trainer.optimize import make_optimizer, make_scheduler
-from perdure.training.trainer.parallel import DTYPES, wrap
+
+
+def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only; norms and other vectors go without."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": spec.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, spec: OptimizerSpec, *, steps: int
+) -> LambdaLR:
+    """The schedule over `steps` optimizer steps."""
+    return LambdaLR(optimizer, lambda done: lr_ratio(done, spec, steps=steps))
+
+
+def lr_ratio(done: int, spec: OptimizerSpec, *, steps: int) -> float:
+    """Learning rate of the step after `done` completed ones, relative to the peak."""
+    if done < spec.warmup_steps:
+        return (done + 1) / spec.warmup_steps
+    progress = (done - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * cosine
+
+
+DTYPES = {
+    Precision.FP32: torch.float32,
+    Precision.BF16: torch.bfloat16,
+    Precision.FP16: torch.float16,
+}
+
+
+def wrap(
+    model: Decoder,
+    spec: ParallelSpec,
+    *,
+    precision: Precision,
+    device: torch.device,
+    world_size: int,
+) -> nn.Module:
+    """Spread the model over the ranks; collective, every rank calls it."""
+    model.to(device)
+    match spec.kind:
+        case ParallelKind.DDP:
+            return data_parallel(model, spec, device=device)
+        case ParallelKind.DATA_PARALLEL:
+            return model if device.type == "cpu" else DataParallel(model)
+        case ParallelKind.FSDP2 | ParallelKind.HSDP:
+            replicas = spec.replicas or 1
+            shape = (replicas, world_size // replicas) if spec.replicas else (world_size,)
+            names = ("replicate", "shard") if spec.replicas else ("shard",)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            # In place: the model is an FSDPModule afterwards.
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            return model
+
+
+def data_parallel(
+    model: nn.Module, spec: ParallelSpec, *, device: torch.device
+) -> DistributedDataParallel:
+    """Wrap any model on its device in DDP, as the job has it; collective."""
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=spec.bucket_cap_mb,
+    )
+
 
 _log = logging.getLogger("perdure.trainer")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.trainer.data.tokenizer import open_tokenizer
 
 # Weights, and both moments of AdamW, in fp32.

@@ -8,17 +8,18 @@ superseded supervisor cannot start or stop anything. Times are seconds since the
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_serializer
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.command import ProgramCheckpointsSpec
+from perdure.training.config.drill import Victim
+from perdure.training.config.job import Job
 from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
 from perdure.training.recovery.rungs import Recovery, Rung
-from perdure.training.specs.drill import Victim
-from perdure.training.specs.program_checkpoints import ProgramCheckpointsSpec
 from perdure.training.wire.coordinator import CoordinatorAddress
-from perdure.training.wire.healing import HealOrder, HealReply
 from perdure.training.wire.logs import (
     Collected,
     CollectOrder,
@@ -27,8 +28,14 @@ from perdure.training.wire.logs import (
     ReadLogsQuery,
     WorkerLog,
 )
-from perdure.training.wire.node import Check, NodeSample
-from perdure.training.wire.rank_table import DevicesQuery, NodeDevices
+from perdure.training.wire.node import (
+    Check,
+    DevicesQuery,
+    HealOrder,
+    HealReply,
+    NodeDevices,
+    NodeSample,
+)
 from perdure.training.wire.transport import INTO_A_CONNECTION
 
 NO_MEMBER = -1  # of a container that stands by
@@ -583,3 +590,17 @@ class AgentReply(FrozenModel):
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+def job_of(order: StartOrder) -> Job:
+    """The job of an order to start; parsed once, for every part of the agent that asks.
+
+    Raises:
+        ValueError: it is no job of this version.
+    """
+    return _parsed(order.job)
+
+
+@lru_cache(maxsize=1)
+def _parsed(text: str) -> Job:
+    return Job.model_validate_json(text)

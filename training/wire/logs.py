@@ -109,3 +109,9 @@ class Collected(FrozenModel):
     is_done: bool
     files: tuple[CollectedFile, ...] = ()
     problems: tuple[str, ...] = ()
+
+
+def logs_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
+    """Where the logs of a run, or of one attempt, lie in the store."""
+    base = f"runs/{run_id}/logs/"
+    return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base

@@ -1,4 +1,8 @@
-"""What a node reports about itself: checks before it is used, samples while it works.
+"""The question which addresses the devices of a node have, for a rank table, and its answer.
+
+The order to heal the chips of a node between two attempts in place, and how far that is.
+
+What a node reports about itself: checks before it is used, samples while it works.
 
 What a tool does not report is None; a tool that is missing, or gives no answer, is a gap with its
 name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epoch.
@@ -6,11 +10,105 @@ name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epo
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.recovery import RankTableForm
+from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.healing import HealPlan
+from perdure.training.recovery.rungs import Rung
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+
+
+class DevicesQuery(FrozenModel):
+    """Ask for the addresses of the devices that the ranks of this node use.
+
+    Attributes:
+        visible: ASCEND_RT_VISIBLE_DEVICES of the workers; empty: the agent's own, else all.
+    """
+
+    op: Literal["devices"] = "devices"
+    form: RankTableForm
+    slots: int
+    visible: str = ""
+
+
+class DeviceAddress(FrozenModel):
+    """One device.
+
+    Attributes:
+        device_id: physical number on the node.
+        device_ip: of its network port.
+        super_device_id: SDID, in a super pod.
+    """
+
+    device_id: int
+    device_ip: str
+    super_device_id: str | None = None
+
+
+class NodeDevices(FrozenModel):
+    """The devices of a node, in the order of its local ranks."""
+
+    devices: tuple[DeviceAddress, ...]
+    super_pod_id: str | None = None
+
+
+def device_ids(slots: int, visible: str) -> Sequence[int]:
+    """Physical numbers of the devices, by local rank.
+
+    Raises:
+        ValueError: `visible` is no list of numbers, names one twice, or too few.
+    """
+    if not visible:
+        return range(slots)
+    parts = [part.strip() for part in visible.split(",")]
+    if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
+        raise ValueError(f"{VISIBLE}={visible} is no list of device numbers, as 0,1,2,3")
+    seen = [int(part) for part in parts]
+    if len(set(seen)) < len(seen):
+        raise ValueError(f"{VISIBLE}={visible} names a device twice")
+    if len(seen) < slots:
+        raise ValueError(f"{VISIBLE}={visible} has fewer than {slots} devices")
+    return seen[:slots]
+
+
+class HealOrder(FrozenModel):
+    """Heal the chips after an attempt, in the background; repeated: how far.
+
+    Repeated after its end it gives the same answer: a supervisor may have died while it waited.
+
+    Attributes:
+        rung: that would start processes there again.
+        slots_per_node: devices that the job uses on the node, from 0 on.
+        variables: environment of the workers.
+        cwd: their folder.
+    """
+
+    op: Literal["heal"] = "heal"
+    placement: int
+    attempt: int
+    rung: Rung
+    plan: HealPlan
+    slots_per_node: int
+    variables: dict[str, str]
+    cwd: str
+
+
+class HealReply(FrozenModel):
+    """How far a node is.
+
+    Attributes:
+        done: what came of it; None while it goes on.
+    """
+
+    done: ChipsHealed | None = Field(None)
 
 
 class CheckOutcome(StrEnum):

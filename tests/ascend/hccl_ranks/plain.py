@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-from perdure.training.specs.model import ModelSpec
+from perdure.training.config.model import ModelSpec
 from perdure.training.trainer.model import Decoder
 from tests.ascend.hccl_ranks.meeting import RANK, join, say
 

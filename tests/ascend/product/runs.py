@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import recovered
 from perdure.training.drill.job import drill_job, write_corpus
-from perdure.training.job import Job
-from perdure.training.specs.model import ParallelKind
 from tests.recipes import device_fault
 
 ROOT = Path(__file__).parents[3]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.evaluation import differences
-from perdure.training.specs.model import ParallelKind
 from tests.ascend.product import runs
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver
-from perdure.training.job import Job
 from tests.process.harness import REPO
 from tests.process.program_jobs import (
     AtStep,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from perdure.training.agent.activity import SessionActivity, activity_of
+from perdure.training.agent.worker_process import SessionActivity, activity_of
 
 # A session that has computed, with a child that has written.
 PROGRAM = """

@@ -18,8 +18,8 @@ import pytest
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.errors import TimedOut
 from perdure.training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
-from perdure.training.agent.command_line import NAMES_IN_ARGUMENTS
 from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.commands.arguments import NAMES_IN_ARGUMENTS
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.processes import is_alive, kill_container
 from perdure.training.wire.agent import (
@@ -49,7 +49,7 @@ while :; do sleep 0.02; done
 """
 BEATING = """
 import pathlib, os, time
-from perdure.training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 writer = HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"]))
 for step in range(5, 8):
     writer.beat(phase=Phase.STEP, step=step)

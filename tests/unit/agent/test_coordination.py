@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from perdure.training.agent.coordinator_client import AgentCoordinatorClient, new_token
-from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.liveness.heartbeat import HeartbeatWriter
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.protocol import (
     GiveUp,

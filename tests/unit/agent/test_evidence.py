@@ -9,10 +9,10 @@ import pytest
 
 from perdure.training.agent import evidence
 from perdure.training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
-from perdure.training.health.sources.npu_smi import parse_table
-from perdure.training.health.sources.sampling import health_command, link_commands
+from perdure.training.telemetry.npu_smi import parse_table
+from perdure.training.telemetry.sampling import health_command, link_commands
 from perdure.training.wire.agent import EvidenceQuery
-from tests.unit.health.driver_tools import SAMPLES, install, only_tools_of
+from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
 
 
 @pytest.fixture

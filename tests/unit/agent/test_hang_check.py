@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 import pytest
 
-from perdure.training.agent.evidence import process_state
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.workers import WorkerGroup
-from perdure.training.health.hang import MIN_LIMIT_S
-from perdure.training.processes import MARKER
+from perdure.training.liveness.hang_limits import MIN_LIMIT_S
+from perdure.training.processes import MARKER, process_state
 from perdure.training.wire.agent import HangReport, RankStatus
 from tests.unit.agent.conftest import agent_config
-from tests.unit.agent.test_command import BEATING
+from tests.unit.commands.test_ranks import BEATING
 from tests.waiting import wait_for
 
 LIMIT_S = 0.3

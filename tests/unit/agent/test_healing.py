@@ -13,9 +13,9 @@ from perdure.training.journal.attempt_log import FILE_NAME, parse_lines
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
-from perdure.training.wire.healing import HealOrder
+from perdure.training.wire.node import HealOrder
 from tests.unit.agent.conftest import Container
-from tests.unit.health.driver_tools import SAMPLES, install
+from tests.unit.telemetry.driver_tools import SAMPLES, install
 from tests.waiting import wait_for
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.agent.control import ADDRESS_FILE, AgentClient
+from perdure.training.config.drill import Victim
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.injection.victims import parts_of, processes_of
 from perdure.training.processes import MARKER, kill_container
-from perdure.training.specs.drill import Victim
 from perdure.training.wire.agent import AgentAddress, KillOrder, StatusQuery
 from tests.unit.agent.conftest import TOKEN, Container, agent_config
 from tests.waiting import wait_for

@@ -21,12 +21,11 @@ from perdure.training.agent.log_collection import (
     Log,
     await_collected,
     compress,
-    logs_prefix,
     pack,
 )
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.wire.agent import AgentConfig, ShutdownOrder
-from perdure.training.wire.logs import Collected, CollectOrder
+from perdure.training.wire.logs import Collected, CollectOrder, logs_prefix
 from tests.unit.agent.conftest import TOKEN, job_text
 from tests.waiting import wait_for
 

@@ -44,7 +44,7 @@ def checkers(container: Container) -> list[psutil.Process]:
     for process in container.processes():
         try:
             found += (
-                [process] if "perdure.training.health.node_program" in process.cmdline() else []
+                [process] if "perdure.training.node_checks.program" in process.cmdline() else []
             )
         except psutil.NoSuchProcess:
             continue

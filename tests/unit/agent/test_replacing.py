@@ -17,7 +17,7 @@ from perdure.training.wire.agent import StopOrder, WorkerStatus
 from perdure.training.wire.coordinator import AgentJoined, NodeSampled
 from tests.unit.agent.conftest import Container, end_container, job_text, start_container
 from tests.unit.agent.coordinator_end import CoordinatorEnd
-from tests.unit.health.driver_tools import SAMPLES, install
+from tests.unit.telemetry.driver_tools import SAMPLES, install
 from tests.waiting import wait_for
 
 START_TIMEOUT_S = 90.0  # the fork server imports torch, on a machine that may have much else to do

@@ -19,7 +19,7 @@ FORK_SERVER_TIMEOUT_S = 90.0  # it imports torch, on a machine that may have muc
 RECIPE = """
 import json, os, sys, time
 from pathlib import Path
-from perdure.training.health.heartbeat import HeartbeatWriter, Phase
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 from perdure.training.runtime.session import Session
 
 def main(job):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from perdure.training.agent.wakeup import WakeupSignal
+from perdure.training.agent.control import WakeupSignal
 
 LONG_S = 60.0
 

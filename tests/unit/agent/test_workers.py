@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from perdure.training.agent.error_file import read_error
+from perdure.training.agent.worker_process import read_error
+from perdure.training.config.job import parse_job
 from perdure.training.errors import InputError
-from perdure.training.job import parse_job
 from perdure.training.processes import MARKER, environment_of
 from tests.jobs import job_document
 from tests.waiting import wait_for

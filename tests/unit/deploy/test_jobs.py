@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from perdure.training.config.engine import KubernetesEngineSpec
+from perdure.training.config.job import Job, parse_job
 from perdure.training.engines.base import Placement
 from perdure.training.engines.kubernetes import objects
-from perdure.training.job import Job, parse_job
 from perdure.training.journal.records import Member
-from perdure.training.specs.engine import KubernetesEngineSpec
 from tests.kubernetes.schema import unknown_fields
 from tests.unit.deploy.conftest import KUBERNETES, ROOT, documents_of
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.ending import CORRUPT_ACTION, of_command
 from perdure.training.diagnosis.evidence import (
     CoordinatorLost,
     Evidence,
@@ -20,7 +21,6 @@ from perdure.training.diagnosis.evidence import (
     WorkerEnd,
 )
 from perdure.training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
-from perdure.training.diagnosis.of_command import CORRUPT_ACTION, of_command
 from perdure.training.diagnosis.recognise import recognise
 from perdure.training.diagnosis.rules import load_rules
 from perdure.training.diagnosis.scan import scan_text

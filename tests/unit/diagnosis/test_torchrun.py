@@ -6,8 +6,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.ending import first_failed
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
-from perdure.training.diagnosis.torchrun import first_failed
 from perdure.training.recovery.faults import FaultClass
 
 T = 1_700_000_000

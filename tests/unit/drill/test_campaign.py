@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.campaign import (
     FIRST_STEP,
     POINTS,
@@ -19,8 +21,6 @@ from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory, replay
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
-from perdure.training.specs.model import ParallelKind
 from tests.unit.journal.histories import began, ended, placed, seen, started, stepped
 
 KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
 from perdure.training.drill.campaign import Campaign
 from perdure.training.drill.chaos import _result, shrink
 from perdure.training.drill.driver import RunOutcome
 from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.history import replay
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
 from tests.unit.journal.histories import placed, started
 
 QUIET = replay([placed(num_nodes=0), started(1, 0)])

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.drill import DrillFault, DrillKind
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import Pauser, RunOutcome
 from perdure.training.drill.evaluation import DrillOutcome, differences, judge, recovered
 from perdure.training.drill.job import drill_job
@@ -17,8 +19,6 @@ from perdure.training.journal.records import AnyRecord
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryEnded
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import DrillFault, DrillKind
-from perdure.training.specs.model import ParallelKind
 from tests.unit.journal.histories import (
     began,
     decided,

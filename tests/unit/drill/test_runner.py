@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from perdure.storage.address import make_store, open_store
+from perdure.training.config.job import Job
+from perdure.training.config.model import ParallelKind
 from perdure.training.drill.job import NUM_RANKS
 from perdure.training.drill.runner import (
     KINDS,
@@ -20,9 +22,7 @@ from perdure.training.drill.runner import (
 )
 from perdure.training.drill.table import DRILLS, STEPS
 from perdure.training.errors import InputError
-from perdure.training.job import Job
 from perdure.training.recovery.rungs import ISOLATES, Rung
-from perdure.training.specs.model import ParallelKind
 from tests.jobs import small_job
 
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 import pytest
 
 from perdure.training.agent.control import control_server
+from perdure.training.config.drill import Victim
 from perdure.training.engines import fleet as fleet_module
 from perdure.training.engines.base import Contact, Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.drill import Victim
 from perdure.training.wire.agent import (
     AgentReply,
     AgentState,
@@ -31,8 +31,8 @@ from perdure.training.wire.agent import (
     StartOrder,
     StopOrder,
 )
-from perdure.training.wire.healing import HealOrder
 from perdure.training.wire.logs import LogsQuery
+from perdure.training.wire.node import HealOrder
 from tests.jobs import small_job
 
 TOKEN = "t" * 32

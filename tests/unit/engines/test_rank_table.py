@@ -6,18 +6,18 @@ import json
 
 import pytest
 
+from perdure.training.config.recovery import RankTableForm
 from perdure.training.engines.base import plan
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.local import LocalEngine
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.errors import EngineError
-from perdure.training.health import device_addresses
-from perdure.training.health.device_addresses import in_super_pod, ports
-from perdure.training.health.sources.npu_smi import Chip
-from perdure.training.health.sources.vendor_tools import assignments
-from perdure.training.specs.recovery import RankTableForm
+from perdure.training.telemetry import device_addresses
+from perdure.training.telemetry.device_addresses import in_super_pod, ports
+from perdure.training.telemetry.npu_smi import Chip
+from perdure.training.telemetry.vendor_tools import assignments
 from perdure.training.wire.agent import StartOrder
-from perdure.training.wire.rank_table import NodeDevices, device_ids
+from perdure.training.wire.node import NodeDevices, device_ids
 from tests.jobs import small_job
 
 # As the driver keeps it.

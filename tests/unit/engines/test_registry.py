@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, get_args
 import pytest
 from pydantic import Field, create_model
 
+from perdure.training.config import engine as specs
+from perdure.training.config.engine import AnyEngineSpec, EngineSpec, LocalEngineSpec
+from perdure.training.config.job import Job, parse_job
 from perdure.training.engines.registry import ENGINES, make_engine
 from perdure.training.errors import InputError
-from perdure.training.job import Job, parse_job
-from perdure.training.specs import engine as specs
-from perdure.training.specs.engine import AnyEngineSpec, EngineSpec, LocalEngineSpec
 from tests.jobs import job_document, small_job
 
 KINDS = {
@@ -25,14 +25,14 @@ KINDS = {
 def test_every_engine_has_its_section_and_every_section_its_engine():
     without_engine, without_section = set(KINDS) - set(ENGINES), set(ENGINES) - set(KINDS)
     assert not without_engine, "training/engines/registry.py: ENGINES needs a line for each kind"
-    assert not without_section, "training/specs/engine.py: each kind needs a section"
+    assert not without_section, "training/config/engine.py: each kind needs a section"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_accepts_the_section_of_every_engine(kind):
     section, _ = get_args(AnyEngineSpec)
     assert KINDS[kind] in (get_args(section) or {section}), (
-        "training/specs/engine.py: AnyEngineSpec needs every section"
+        "training/config/engine.py: AnyEngineSpec needs every section"
     )
     needed = {"kubernetes": {"image": "perdure"}}.get(kind, {})
     assert type(small_job(engine={"kind": kind, **needed}).engine) is KINDS[kind]
@@ -56,7 +56,7 @@ def with_two_engines(monkeypatch) -> type[Job]:
     """A job that may name either."""
     either: Any = Annotated[LocalEngineSpec | OtherEngineSpec, get_args(AnyEngineSpec)[1]]
     job: type[Job] = create_model("Job", __base__=Job, engine=(either, LocalEngineSpec()))
-    monkeypatch.setattr("perdure.training.job.Job", job)
+    monkeypatch.setattr("perdure.training.config.job.Job", job)
     return job
 
 

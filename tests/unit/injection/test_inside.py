@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from perdure.storage.local import LocalStore
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.injection.inside import WorkerInjector, fired_at_s
 from perdure.training.runtime.state.live import damage
-from perdure.training.specs.drill import DrillFault, DrillKind, DrillPoint
 from tests.unit.runtime.trainees import Trainee
 from tests.unit.runtime.worlds import Member, Replay, World
 

@@ -21,7 +21,7 @@ from perdure.training.journal.records import (
 )
 from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Recovery, Rung
-from perdure.training.supervisor.report import attempt_rows
+from perdure.training.reporting.rows import attempt_rows
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH,

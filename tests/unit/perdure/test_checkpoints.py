@@ -16,8 +16,8 @@ from perdure.cli import app
 from perdure.monitor import RunMonitor
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore, shard_name
+from perdure.training.config.job import parse_job
 from perdure.training.errors import InputError
-from perdure.training.job import parse_job
 from perdure.training.journal.records import CheckpointSeen, RunCreated
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.run import Run

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from perdure.cli import app
 from perdure.storage.address import open_store
-from perdure.training.agent.log_collection import COLLECTED_FILE, logs_prefix
-from perdure.training.supervisor.hang_report import HANG_REPORT
+from perdure.training.agent.log_collection import COLLECTED_FILE
+from perdure.training.reporting.fault_report import HANG_REPORT
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.run import Run
-from perdure.training.wire.logs import Collected, CollectedFile
+from perdure.training.wire.logs import Collected, CollectedFile, logs_prefix
 from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, over, started
 from tests.unit.perdure.commands import append, error_line, perdure

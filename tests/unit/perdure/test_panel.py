@@ -9,7 +9,7 @@ from rich.console import Console
 from perdure.panel import LiveView
 from perdure.tables import attempts_view, sparkline
 from perdure.tasks.observe import Observation
-from perdure.training.supervisor.report import AttemptRow, event_text, story_rows
+from perdure.training.reporting.rows import AttemptRow, event_text, story_rows
 from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,

@@ -11,8 +11,8 @@ from perdure import pausing
 from perdure.cli import app
 from perdure.pausing import Pausing
 from perdure.storage.local import LocalStore
+from perdure.training.config.job import parse_job
 from perdure.training.errors import InputError, PerdureError
-from perdure.training.job import parse_job
 from perdure.training.journal.records import RunEnded
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.run import Run

@@ -11,10 +11,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.training.config.recovery import RestartSpec
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import EntryPlace
 from perdure.training.platforms.settings import JOB_FIELDS, POLICY_FIELDS
-from perdure.training.specs.recovery import RestartSpec
 from perdure.training.supervisor.policy_export import export_policy
 from tests.jobs import job_document, small_job
 from tests.unit.perdure.commands import error_line, perdure

@@ -15,8 +15,8 @@ from perdure.cli import app
 from perdure.monitor import RunMonitor
 from perdure.status import plain_status, status_panel
 from perdure.storage.errors import StorageError
+from perdure.training.config.job import parse_job
 from perdure.training.engines.base import Snapshot
-from perdure.training.job import parse_job
 from perdure.training.journal.events import CheckpointRestored, StepRecord
 from perdure.training.journal.records import CheckpointSeen, RunCreated, RunEnded
 from perdure.training.journal.steps import metrics_prefix

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from perdure.training.config.recovery import RestartSpec
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import FORMS, OTHERS, Platform, read_platform
 from perdure.training.platforms.printing import print_platform
 from perdure.training.platforms.settings import JOB_FIELDS, PAIRS, POLICY_FIELDS, Fact, Setting
 from perdure.training.recovery.rungs import Policy, RestartCount
-from perdure.training.specs.recovery import RestartSpec
 
 SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")
 IN_PROCESS = (

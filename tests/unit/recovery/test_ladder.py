@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from perdure.training.config.recovery import RestartSpec
 from perdure.training.platforms.settings import POLICY_FIELDS
 from perdure.training.recovery.faults import TRAITS, FaultClass, RecoverableBy
 from perdure.training.recovery.guards import _GUARDS
@@ -22,7 +23,6 @@ from perdure.training.recovery.rungs import (
     Scope,
     restarts_in_a_row,
 )
-from perdure.training.specs.recovery import RestartSpec
 from tests.unit.recovery import ladder_invariants, test_ladder_rules
 from tests.unit.recovery.test_ladder_rules import CRASH
 
@@ -75,7 +75,7 @@ def test_the_scope_of_a_rung_decides_what_its_row_has():
 def test_a_job_can_set_every_switch_of_the_policy():
     elsewhere = {"operator_retry"}  # comm.op_retry and comm.link_retry turn it on
     missing = POLICY_FIELDS - elsewhere - set(RestartSpec.model_fields)
-    assert not missing, "training/specs/recovery.py: RestartSpec needs a field of the same name"
+    assert not missing, "training/config/recovery.py: RestartSpec needs a field of the same name"
 
 
 def test_the_call_of_a_supervisor_needs_no_more_than_it_did():

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from perdure.training.config.recovery import RestartSpec
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import read_platform
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.ladder import decide
 from perdure.training.recovery.rungs import IN_PROCESS, Policy, Recovery, RestartCount, Rung
-from perdure.training.specs.recovery import RestartSpec
 from tests.unit.recovery import diagnosed
 from tests.unit.recovery.diagnosed import ALL, of_code, of_exit, of_log, silence
 

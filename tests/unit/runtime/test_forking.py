@@ -13,7 +13,7 @@ import pytest
 
 PROGRAM = """
 import json, multiprocessing, os, signal, sys, threading, time, types
-from perdure.training.runtime.forking import serve_forks
+from perdure.training.runtime.worker import serve_forks
 
 THREADED, KILLED = "threaded" in sys.argv, "killed" in sys.argv
 

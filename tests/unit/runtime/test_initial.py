@@ -14,11 +14,11 @@ from torch import nn
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.local import LocalStore
 from perdure.storage.retention import Retention, apply_retention
+from perdure.training.config.run_name import InitFromSpec
 from perdure.training.errors import InputError
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.initial import InitialState
 from perdure.training.runtime.state.live import LiveState
-from perdure.training.specs.init_from import InitFromSpec
 from tests.unit.runtime.trainees import CPU, Place, Trainee
 from tests.unit.storage.nodes import Cluster
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.liveness.heartbeat import HeartbeatWriter
 from perdure.training.recovery.repair import Vote
 from perdure.training.runtime.program import Training
 from perdure.training.runtime.step_loop.loop import AgentRequests, StepLoop

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from perdure.training.runtime.step_loop.loss_share import MAX_LOOKS, DivisionCheck, divisor_of
+from perdure.training.runtime.step_loop.batches import MAX_LOOKS, DivisionCheck, divisor_of
 
 WEIGHT = torch.ones(4, requires_grad=True)
 

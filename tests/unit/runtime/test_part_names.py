@@ -16,14 +16,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.local import LocalStore
+from perdure.training.config.model import ParallelKind
+from perdure.training.config.run_name import InitFromSpec
 from perdure.training.errors import InputError
 from perdure.training.recovery.replicas import ParallelLayout
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.initial import InitialState
 from perdure.training.runtime.state.live import LiveState
 from perdure.training.runtime.state.part_names import PartNames
-from perdure.training.specs.init_from import InitFromSpec
-from perdure.training.specs.model import ParallelKind
 from tests.jobs import small_job
 from tests.unit.runtime.trainees import CPU, Place, Trainee
 

@@ -16,7 +16,7 @@ from perdure.storage.partner_copies import CopyState
 from perdure.storage.restoring import NodeRestore, NodeShares, RestorableSave
 from perdure.storage.saving import TieredSaver
 from perdure.storage.share import SaveId
-from perdure.training.job import parse_job
+from perdure.training.config.job import parse_job
 from perdure.training.journal.attempt_log import parse_lines
 from perdure.training.journal.events import CheckpointRestored
 from perdure.training.runtime.state.checkpointer import Checkpointer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.config.recovery import CheckpointSpec
 from perdure.training.runtime.step_loop.save_clock import SaveClock
-from perdure.training.specs.recovery import CheckpointSpec
 from tests.unit.runtime import trainees
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from perdure.training.health.heartbeat import HeartbeatReader, HeartbeatWriter
+from perdure.training.config.model import ModelSpec, OptimizerSpec
+from perdure.training.liveness.heartbeat import HeartbeatReader, HeartbeatWriter
 from perdure.training.recovery.repair import StepPhase, Vote
 from perdure.training.runtime.errors import NotApplied, NumericAnomaly
 from perdure.training.runtime.program import Training
@@ -23,9 +24,8 @@ from perdure.training.runtime.step_loop.step import (
     StepContext,
     StepRequests,
 )
-from perdure.training.specs.model import ModelSpec, OptimizerSpec
 from perdure.training.trainer.model import Decoder
-from perdure.training.trainer.optimize import make_optimizer, make_scheduler
+from perdure.training.trainer.pretrain import make_optimizer, make_scheduler
 from tests.unit.runtime.trainees import Loader
 
 pytestmark = pytest.mark.usefixtures("group")

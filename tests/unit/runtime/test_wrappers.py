@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from perdure.training.config.model import ModelSpec
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
-from perdure.training.specs.model import ModelSpec
 from perdure.training.trainer.model import Decoder
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import StorageError
 from perdure.storage.local import LocalStore
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.runtime.context import WorkerContext
 from perdure.training.runtime.program import MicroBatch, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer

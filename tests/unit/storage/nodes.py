@@ -31,8 +31,8 @@ from perdure.storage.local import LocalStore
 from perdure.storage.manifest import Chunk, ShardRecord, digest
 from perdure.storage.share import PartOfTensor, Share, WrittenShare
 from perdure.training.agent import checkpoint_server
+from perdure.training.config.job import Job
 from perdure.training.injection.inside import CHECKPOINT_SERVER_DIES_AT
-from perdure.training.job import Job
 from tests.jobs import small_job
 
 RUN_ID = "run"

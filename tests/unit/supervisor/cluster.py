@@ -24,9 +24,8 @@ from perdure.training.wire.agent import (
     StartOrder,
     WorkerStatus,
 )
-from perdure.training.wire.healing import HealOrder, HealReply
 from perdure.training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
-from perdure.training.wire.node import Check
+from perdure.training.wire.node import Check, HealOrder, HealReply
 
 # Exit code and error of every worker, by how its attempt ends.
 WORKER_ENDS: dict[str, tuple[int, str | None]] = {

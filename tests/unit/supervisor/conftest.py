@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.supervisor import watch
 from tests.jobs import small_job
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.config.job import Job
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError
-from perdure.training.job import Job
 from perdure.training.journal.records import NodeRefused
-from perdure.training.supervisor.concluding import Verdict
+from perdure.training.supervisor.finishing import Verdict
 from perdure.training.supervisor.runbook import RunSteps
 from perdure.training.supervisor.watch import EndKind
 from perdure.training.wire.node import Check, CheckOutcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.supervisor.job_checks import checklist
+from perdure.training.preflight.job import checklist
 from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perdure.training.job import Job
+from perdure.training.config.job import Job
 from perdure.training.journal.records import NodeReleased
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Rung

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from perdure.storage.local import LocalStore
-from perdure.training.job import parse_job
+from perdure.training.config.job import parse_job
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run import MAX_PAST

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.errors import InputError
-from perdure.training.supervisor.periodic import PeriodicRestart
+from perdure.training.supervisor.health_watch import PeriodicRestart
 from tests.jobs import small_job
 
 

@@ -10,14 +10,14 @@ import pytest
 
 from perdure.storage.file_sets import put_set
 from perdure.storage.local import LocalStore
-from perdure.training.agent.saved_checkpoints import saved_reply
-from perdure.training.agent.saved_store import Save, prefix_of
+from perdure.training.commands.checkpoint_store import Save, prefix_of
+from perdure.training.commands.checkpoint_watch import saved_reply
+from perdure.training.config.job import Job, parse_job
 from perdure.training.engines.base import Snapshot
 from perdure.training.errors import InputError
-from perdure.training.job import Job, parse_job
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.job_checks import check_job
-from perdure.training.supervisor.program_checkpoints import NewestSave, resumption
+from perdure.training.preflight.job import check_job
+from perdure.training.supervisor.checkpoints import NewestSave, resumption
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
 from tests.jobs import job_document

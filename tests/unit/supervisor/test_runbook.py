@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from perdure.storage.local import LocalStore
+from perdure.training.config.job import Job, parse_job
 from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError
-from perdure.training.job import Job, parse_job
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress

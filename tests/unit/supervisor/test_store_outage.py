@@ -9,12 +9,12 @@ import pytest
 
 from perdure.storage.address import has_store
 from perdure.storage.errors import StorageError, StoreMissing
+from perdure.training.config.job import Job
 from perdure.training.errors import InputError, RunConflict
-from perdure.training.job import Job
 from perdure.training.journal.ledger import Identity
 from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_identity import begin_store
 from perdure.training.supervisor.store_outage import StoreOutage, read_outage
-from perdure.training.supervisor.store_place import begin_store
 from tests.jobs import small_job
 
 

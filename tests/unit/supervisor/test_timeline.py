@@ -13,7 +13,7 @@ from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import replay
 from perdure.training.journal.steps import metrics_prefix
 from perdure.training.journal.time_account import MEANING, Account, Interval, Owner
-from perdure.training.supervisor.accounts import (
+from perdure.training.reporting.ettr import (
     COLOURS,
     Accountant,
     coarse,

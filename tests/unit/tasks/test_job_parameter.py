@@ -8,8 +8,8 @@ import pytest
 from prefect import flow
 
 from perdure.tasks.job_parameter import JobParameter, template_of
+from perdure.training.config.job import JobTemplate, parse_job
 from perdure.training.errors import InputError, PerdureError
-from perdure.training.job import JobTemplate, parse_job
 
 JOB: dict[str, Any] = {
     "run_id": "nightly-{date}",

@@ -15,7 +15,7 @@ from perdure.tasks import reporting
 from perdure.tasks.reporting import Reporter, is_final, labels_of
 from perdure.training.journal.events import StepRecord
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.supervisor.report import (
+from perdure.training.reporting.rows import (
     activity_of,
     event_text,
     progress_text,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 the customary name
 
-from perdure.training.specs.model import ModelSpec
+from perdure.training.config.model import ModelSpec
 from perdure.training.trainer.model import Decoder, flops_per_token, rotary_tables, rotate
 
 VOCAB = 61

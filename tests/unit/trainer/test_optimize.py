@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.training.specs.model import ModelSpec, OptimizerSpec
+from perdure.training.config.model import ModelSpec, OptimizerSpec
 from perdure.training.trainer.model import Decoder
-from perdure.training.trainer.optimize import lr_ratio, make_optimizer, make_scheduler
+from perdure.training.trainer.pretrain import lr_ratio, make_optimizer, make_scheduler
 
 SPEC = OptimizerSpec(lr=0.01, warmup_steps=10, min_lr_ratio=0.1, weight_decay=0.3)
 

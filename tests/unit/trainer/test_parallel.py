@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from perdure.training.config.model import ModelSpec, ParallelKind, ParallelSpec, Precision
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
-from perdure.training.specs.model import ModelSpec, ParallelKind, ParallelSpec, Precision
 from perdure.training.trainer.model import Decoder
-from perdure.training.trainer.parallel import DTYPES, data_parallel, wrap
-from perdure.training.trainer.pretrain import seed_all
+from perdure.training.trainer.pretrain import DTYPES, data_parallel, seed_all, wrap
 
 CPU = torch.device("cpu")
 TINY = ModelSpec(num_layers=1, hidden_size=16, num_heads=2, seq_len=8)

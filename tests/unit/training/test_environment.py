@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from perdure.cli import main
+from perdure.training.config.job import Job, parse_job
 from perdure.training.environment import check_environment, worker_variables
 from perdure.training.errors import InputError
-from perdure.training.job import Job, parse_job
 
 
 def document(**changes) -> dict:

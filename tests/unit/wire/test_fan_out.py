@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from perdure.training.wire.fan_out import OTHER_FILES, FanOut
+from perdure.training.wire.transport import OTHER_FILES, FanOut
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.config.engine import KubernetesEngineSpec, Reach
+from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import Contact, Placement
 from perdure.training.engines.kubernetes import objects, pods
@@ -29,20 +31,16 @@ from perdure.training.engines.kubernetes.api import (
     Resource,
     connect,
 )
-from perdure.training.engines.kubernetes.cluster_nodes import ClusterNodes
-from perdure.training.engines.kubernetes.coming_up import await_up
-from perdure.training.engines.kubernetes.creating import PodCreation
-from perdure.training.engines.kubernetes.ending import PodEnd
 from perdure.training.engines.kubernetes.fault_feed import FaultFeed, taken_out, texts_of
 from perdure.training.engines.kubernetes.forwarding import Forwarder
+from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd, await_up
 from perdure.training.engines.kubernetes.watching import Watched
 from perdure.training.errors import EngineError
-from perdure.training.job import Job
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.specs.engine import KubernetesEngineSpec, Reach
 from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeText
 
 FORWARDED_POLL_S = 1.0  # each call is a request of its own to the API server

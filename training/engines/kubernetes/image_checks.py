@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from perdure.training.engines.kubernetes.image_name import ImageName, image_name
-from perdure.training.engines.kubernetes.image_registry import Answer, Credential, Presence, ask
-from perdure.training.engines.kubernetes.node_fit import image_nodes
+from perdure.training.engines.kubernetes.image_registry import (
+    Answer,
+    Credential,
+    ImageName,
+    Presence,
+    ask,
+    image_name,
+)
+from perdure.training.engines.kubernetes.nodes import image_nodes
 from perdure.training.engines.kubernetes.objects import Document
 from perdure.training.wire.node import Check, CheckOutcome
 

@@ -1,4 +1,15 @@
-"""Whether an image is in its registry, asked of the registry itself. Times are seconds.
+"""The parts of an image's name, completed as container runtimes complete it. Pure.
+
+The grammar is that of https://github.com/distribution/reference; what is left out stands for Docker
+Hub, its library, and the tag "latest".
+
+The users of registries that a Secret names, and which of them are for an image. Pure.
+
+As the kubelet reads them
+(https://kubernetes.io/docs/concepts/containers/images/#config-json): keys are hosts with a port and
+the beginning of a path, where `*` stands for a part of the host's name; the longest goes first.
+
+Whether an image is in its registry, asked of the registry itself. Times are seconds.
 
 A HEAD of its manifest, as a node's container runtime asks before it pulls
 (https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#checking-if-content-exists-in-the-registry),
@@ -10,6 +21,7 @@ redirects to may have the manifest, and is shown neither.
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import json
 import re
@@ -19,12 +31,137 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from http import HTTPStatus
+from typing import Any
 
 import httpx
 from pydantic import SecretStr
 
-from perdure.training.engines.kubernetes.image_name import ImageName
+from perdure.training.engines.kubernetes.objects import Document
+
+_HUB = "docker.io"
+_DEFAULT_TAG = "latest"
+_REPOSITORY = re.compile(r"[a-z0-9]+(?:(?:[._]|__|-+|/)[a-z0-9]+)*")
+_TAG = re.compile(r"[\w][\w.-]{0,127}", re.ASCII)
+_DIGEST = re.compile(r"[a-z0-9]+(?:[.+_-][a-z0-9]+)*:[0-9a-fA-F]{32,}")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageName:
+    """An image's complete name.
+
+    Attributes:
+        registry: host, and port where it has one.
+        repository: path in it, such as "library/python".
+        reference: digest where the name has one, else tag.
+    """
+
+    registry: str
+    repository: str
+    reference: str
+
+    def __str__(self) -> str:
+        """As it is written, complete."""
+        mark = "@" if ":" in self.reference else ":"
+        return f"{self.registry}/{self.repository}{mark}{self.reference}"
+
+
+def image_name(text: str) -> ImageName:
+    """The parts of an image's name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    rest, _, digest = text.partition("@")
+    first, slash, path = rest.partition("/")
+    if slash and ("." in first or ":" in first or first == "localhost"):
+        registry = first
+    else:
+        registry, path = _HUB, rest
+    repository, colon, tag = path.partition(":")
+    if registry == _HUB and "/" not in repository:
+        repository = f"library/{repository}"
+    reference = digest or (tag if colon else _DEFAULT_TAG)
+    form = _DIGEST if digest else _TAG
+    if not (_REPOSITORY.fullmatch(repository) and form.fullmatch(reference)):
+        raise ValueError(f"{text!r} is no name of an image")
+    return ImageName(registry, repository, reference)
+
+
+KIND = "kubernetes.io/dockerconfigjson"
+OLD_KIND = "kubernetes.io/dockercfg"  # has what the other has below "auths", and nothing else
+_KEYS = {KIND: ".dockerconfigjson", OLD_KIND: ".dockercfg"}
+# The key of Docker Hub is an address of long ago.
+_HUB_KEYS = frozenset({"index.docker.io", "registry-1.docker.io"})
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The users that a Secret names, by the registries and paths that they are for."""
+
+    by_place: Mapping[str, Credential]
+
+    def for_image(self, image: ImageName) -> list[Credential]:
+        """Those for an image, in the order in which nodes try them."""
+        places = sorted(self.by_place, reverse=True)
+        return [self.by_place[place] for place in places if _is_for(place, image)]
+
+
+def credentials_of(secret: Document) -> Credentials:
+    """The credentials that a Secret has.
+
+    Raises:
+        ValueError: it is of another type, or cannot be read. The message has nothing of what is
+            in it.
+    """
+    kind = secret.get("type")
+    key = _KEYS.get(str(kind))
+    if key is None:
+        raise ValueError(f"its type is {kind}, and only {' and '.join(_KEYS)} are understood")
+    try:
+        content = json.loads(base64.b64decode((secret.get("data") or {})[key], validate=True))
+        entries = content["auths"] if kind == KIND else content
+        found = {_place(place): _credential(entry) for place, entry in entries.items()}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise ValueError(f"its {key} is no configuration of Docker's client") from None
+    return Credentials({place: one for place, one in found.items() if one is not None})
+
+
+def _place(key: str) -> str:
+    """A key without what the kubelet does not look at."""
+    _, mark, rest = key.partition("://")
+    host, _, path = (rest if mark else key).rstrip("/").partition("/")
+    if host in _HUB_KEYS:
+        host = "docker.io"
+    return f"{host}/{path}" if path not in ("", "v1", "v2") else host
+
+
+def _is_for(place: str, image: ImageName) -> bool:
+    wanted, _, path = place.partition("/")
+    ours, theirs = image.registry.split("."), wanted.split(".")
+    if len(ours) != len(theirs) or not all(map(fnmatchcase, ours, theirs)):
+        return False
+    return image.repository.startswith(path)
+
+
+def _credential(entry: Mapping[str, Any]) -> Credential | None:
+    """None: an entry without a name and a password, such as that of a helper.
+
+    As the kubelet has it, `auth` wins over the two, and may lack its padding
+    (https://github.com/kubernetes/kubernetes/blob/v1.31.0/pkg/credentialprovider/config.go).
+    """
+    username, password = entry.get("username"), entry.get("password")
+    if entry.get("auth"):
+        word = entry["auth"].strip().rstrip("=")
+        decoded = base64.b64decode(word + "=" * (-len(word) % 4), validate=True).decode()
+        username, colon, password = decoded.partition(":")
+        if not colon:
+            raise ValueError("auth is no name and password")
+    if not (username and password):
+        return None
+    return Credential(str(username), SecretStr(str(password)))
+
 
 REQUEST_TIMEOUT_S = 5.0  # of each step of a request; three requests at most for each credential
 TIMEOUT_S = 20.0  # of the whole question

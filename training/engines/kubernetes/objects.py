@@ -14,13 +14,13 @@ from typing import Any
 
 from perdure.training.agent.__main__ import HOST_ENV, NODE_ENV
 from perdure.training.agent.agent import CONFIG_FILE
-from perdure.training.agent.node_folder import node_folder
+from perdure.training.agent.preparation import node_folder
+from perdure.training.config import pod_rules
+from perdure.training.config.engine import KubernetesEngineSpec, VolumeSpec
+from perdure.training.config.job import Job
 from perdure.training.engines.base import ANY_NODE, Placement
-from perdure.training.job import Job
 from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER
-from perdure.training.specs import pod_rules
-from perdure.training.specs.engine import KubernetesEngineSpec, VolumeSpec
 from perdure.training.wire.agent import NO_MEMBER
 
 Document = dict[str, Any]

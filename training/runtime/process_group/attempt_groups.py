@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from perdure.training.device import healing_of
-from perdure.training.health.heartbeat import HeartbeatWriter
+from perdure.training.liveness.heartbeat import HeartbeatWriter
 from perdure.training.recovery.protocol import Reconnected, WorkerFault, WorkerFaultKind
 from perdure.training.runtime.context import WorkerContext
 from perdure.training.runtime.coordinator_client import CoordinatorClient

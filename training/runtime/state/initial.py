@@ -20,11 +20,11 @@ from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed
 from perdure.storage.loading import load
 from perdure.storage.manifest import Manifest
 from perdure.storage.retention import reading
+from perdure.training.config.run_name import InitFromSpec, OptimizerStart
 from perdure.training.errors import InputError
 from perdure.training.runtime.state.live import MODEL, STATE, LiveState
 from perdure.training.runtime.state.part_names import ALIKE, PartNames
 from perdure.training.runtime.state.restore import from_first, readers_of
-from perdure.training.specs.init_from import InitFromSpec, OptimizerStart
 
 _log = logging.getLogger("perdure.runtime")
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
-from perdure.training.health.heartbeat import HeartbeatWriter, Phase
 from perdure.training.injection.inside import WorkerInjector
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 from perdure.training.recovery.protocol import Ending, Paused
 from perdure.training.recovery.repair import SkippedBatch, Vote
 from perdure.training.runtime.context import WorkerContext
@@ -27,8 +27,7 @@ from perdure.training.runtime.program import MicroBatch, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.random_numbers import seed_step
 from perdure.training.runtime.state.restore import from_first
-from perdure.training.runtime.step_loop.batches import checked
-from perdure.training.runtime.step_loop.loss_share import DivisionCheck
+from perdure.training.runtime.step_loop.batches import DivisionCheck, checked
 from perdure.training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 from perdure.training.runtime.step_loop.save_clock import SaveClock
 from perdure.training.runtime.step_loop.skipping import SkippedData, skipped_batch

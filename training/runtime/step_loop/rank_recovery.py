@@ -20,8 +20,8 @@ import torch
 from perdure.storage.errors import StorageError
 from perdure.training.device import Healing, healing_of
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
-from perdure.training.health.heartbeat import HeartbeatWriter, Phase
 from perdure.training.injection.inside import WorkerInjector
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 from perdure.training.masking import masked_text, secret_values
 from perdure.training.recovery.protocol import (
     GenerationReport,

@@ -9,8 +9,8 @@ import math
 import time
 from collections.abc import Callable
 
+from perdure.training.config.recovery import CheckpointSpec
 from perdure.training.runtime.program import Loader
-from perdure.training.specs.recovery import CheckpointSpec
 
 
 class SaveClock:

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from perdure.training.health.heartbeat import HeartbeatWriter
 from perdure.training.injection.inside import WorkerInjector
+from perdure.training.liveness.heartbeat import HeartbeatWriter
 from perdure.training.recovery.consistency import Cause, find_difference, is_due
 from perdure.training.recovery.repair import StepPhase, Vote
 from perdure.training.runtime.errors import (
@@ -32,9 +32,8 @@ from perdure.training.runtime.errors import (
     SilentCorruption,
 )
 from perdure.training.runtime.program import MicroBatch, Training
-from perdure.training.runtime.step_loop.batches import on_device
+from perdure.training.runtime.step_loop.batches import DivisionCheck, on_device
 from perdure.training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
-from perdure.training.runtime.step_loop.loss_share import DivisionCheck
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 
 BLOCK_CHARS = 1024 * 1024
 MAX_ROW_BYTES = 1024 * 1024 * 1024

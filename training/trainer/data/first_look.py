@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.corpus import (
     BLOCK_CHARS,
     CorpusError,

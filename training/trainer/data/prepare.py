@@ -22,7 +22,7 @@ import xxhash
 from perdure.storage.errors import Corrupt, NotFound
 from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore, check_key
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.corpus import (
     BLOCK_CHARS,
     CorpusError,

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from perdure.training.specs.data import TokenizerSpec
+from perdure.training.config.model import TokenizerSpec
 from perdure.training.trainer.data.manifest import hash_bytes
 
 NUM_BYTES = 256

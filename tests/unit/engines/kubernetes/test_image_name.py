@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.engines.kubernetes.image_name import ImageName, image_name
+from perdure.training.engines.kubernetes.image_registry import ImageName, image_name
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 

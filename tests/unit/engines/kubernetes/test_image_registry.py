@@ -12,7 +12,6 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from perdure.training.engines.kubernetes.image_name import image_name
 from perdure.training.engines.kubernetes.image_registry import (
     MANIFESTS,
     THREAD_NAME,
@@ -23,6 +22,7 @@ from perdure.training.engines.kubernetes.image_registry import (
     ask,
     base_url,
     challenges,
+    image_name,
 )
 
 IMAGE = image_name("registry.example.com/team/perdure:1")

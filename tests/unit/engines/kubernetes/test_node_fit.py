@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.engines.kubernetes.node_fit import image_nodes, lacks
+from perdure.training.engines.kubernetes.nodes import image_nodes, lacks
 
 NPU = "huawei.com/Ascend910"
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.engine import KubernetesEngineSpec
+from perdure.training.config.job import Job
 from perdure.training.engines.base import Placement
 from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.objects import Owner, PodPlan
-from perdure.training.job import Job
 from perdure.training.journal.records import Member
-from perdure.training.specs.engine import KubernetesEngineSpec
 from tests.jobs import small_job
 
 OWNER = Owner("perdure-a", "uid-1")

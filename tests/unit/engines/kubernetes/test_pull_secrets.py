@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from perdure.training.engines.kubernetes.image_name import image_name
-from perdure.training.engines.kubernetes.pull_secrets import KIND, OLD_KIND, credentials_of
+from perdure.training.engines.kubernetes.image_registry import (
+    KIND,
+    OLD_KIND,
+    credentials_of,
+    image_name,
+)
 
 
 def secret(auths: Any) -> dict[str, Any]:

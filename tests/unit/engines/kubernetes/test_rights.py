@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from perdure.training.engines.kubernetes.rights import rights_of
-from perdure.training.specs.engine import KubernetesEngineSpec
+from perdure.training.config.engine import KubernetesEngineSpec
+from perdure.training.engines.kubernetes.cluster_checks import rights_of
 
 
 def needed(*, in_cluster: bool = True, **section) -> set[str]:

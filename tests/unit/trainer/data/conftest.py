@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perdure.storage.local import LocalStore
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.manifest import CorpusManifest
 from perdure.training.trainer.data.prepare import prepare
 from perdure.training.trainer.data.stage import stage

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.corpus import (
     BLOCK_CHARS,
     CorpusError,

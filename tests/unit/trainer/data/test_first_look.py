@@ -9,7 +9,7 @@ import random
 import pytest
 
 from perdure.storage.local import LocalStore
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.corpus import CorpusError, find_sources
 from perdure.training.trainer.data.first_look import (
     HEAD_CHARS,

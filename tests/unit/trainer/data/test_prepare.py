@@ -11,7 +11,7 @@ import pytest
 
 from perdure.storage.errors import Corrupt, NotFound
 from perdure.storage.local import LocalStore
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.corpus import CorpusError
 from perdure.training.trainer.data.manifest import CorpusManifest, load_manifest
 from perdure.training.trainer.data.prepare import PrepareResult, prepare
@@ -27,7 +27,7 @@ import os, sys
 from pathlib import Path
 from perdure.storage.local import LocalStore
 from perdure.training.trainer.data.prepare import prepare
-from perdure.training.specs.data import DataSpec
+from perdure.training.config.model import DataSpec
 from perdure.training.trainer.data.tokenizer import ByteTokenizer
 
 class Dying(LocalStore):

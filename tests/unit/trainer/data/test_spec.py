@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from perdure.training.specs.data import DataSpec, TokenizerSpec
+from perdure.training.config.model import DataSpec, TokenizerSpec
 
 
 def test_a_corpus_needs_at_least_one_source() -> None:

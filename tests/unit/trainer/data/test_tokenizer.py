@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from perdure.training.specs.data import TokenizerSpec
+from perdure.training.config.model import TokenizerSpec
 from perdure.training.trainer.data.tokenizer import ByteTokenizer, open_tokenizer
 
 

@@ -1,0 +1,143 @@
+"""Checkpoints of programs: which are complete, by the signs of their frameworks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from perdure.training.commands.checkpoint_layouts import find_saved, is_whole_file, number_in
+from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
+
+NOW_S = 1_000_000.0
+
+
+def steps(kind: str, root: Path, *, now_s: float = NOW_S, since_s: float = 0.0) -> list[int]:
+    spec = ProgramCheckpointsSpec(kind=CheckpointKind(kind), path=str(root), settle_s=30.0)
+    return [one.step for one in find_saved(spec, root, now_s=now_s, since_s=since_s)]
+
+
+def write(path: Path, data: bytes = b"weights", *, age_s: float = 600.0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    os.utime(path, (NOW_S - age_s, NOW_S - age_s))
+    return path
+
+
+def torch_file(path: Path, step: int) -> Path:
+    """A file as nanoGPT saves it, with the step between other things."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {"model": {"w": torch.ones(64)}, "model_args": {"n_layer": 2, "bias": False}}
+    torch.save({**state, "iter_num": step, "best_val_loss": torch.tensor(1.0)}, path)
+    return write(path, path.read_bytes())
+
+
+@pytest.mark.parametrize("kind", list(CheckpointKind))
+def test_where_nothing_was_saved_there_is_none(kind, tmp_path):
+    assert steps(kind, tmp_path / "none" / "*") == []
+
+
+def test_megatrons_tracker_says_which_iterations_are_whole(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path / f"iter_{step:07d}" / "mp_rank_00" / "model_optim_rng.pt")
+    assert steps("megatron", tmp_path) == [], "the first save has not come to its end"
+    write(tmp_path / "latest_checkpointed_iteration.txt", b"20")
+    assert steps("megatron", tmp_path) == [10, 20]
+    write(tmp_path / "latest_checkpointed_iteration.txt", b"release")
+    assert steps("megatron", tmp_path) == []
+
+
+def trainer_folder(root: Path, step: int, *, age_s: float = 600.0) -> Path:
+    folder = root / f"checkpoint-{step}"
+    write(folder / "model.safetensors", age_s=age_s)
+    state = json.dumps({"global_step": step}).encode()
+    return write(folder / "trainer_state.json", state, age_s=age_s)
+
+
+def test_the_trainers_state_is_the_last_thing_that_it_writes(tmp_path):
+    trainer_folder(tmp_path, 5)
+    trainer_folder(tmp_path, 10)
+    trainer_folder(tmp_path, 15).unlink()
+    write(tmp_path / "checkpoint-20" / "trainer_state.json", b'{"global_step": 20')
+    trainer_folder(tmp_path, 25, age_s=1.0)  # other ranks may still write
+    assert steps("transformers", tmp_path) == [5, 10]
+    assert steps("transformers", tmp_path, now_s=NOW_S + 10) == [5, 10, 25]
+
+
+def test_a_lightning_file_has_its_step_in_its_name_and_its_end(tmp_path):
+    whole = torch_file(tmp_path / "epoch=0-step=50.ckpt", 50)
+    write(tmp_path / "epoch=1-step=100.ckpt", whole.read_bytes()[:-100])
+    write(tmp_path / "epoch=2-step=150.ckpt" / "meta.pt")
+    write(tmp_path / "epoch=3-step=200.ckpt" / "__0_0.distcp")
+    write(tmp_path / "last.ckpt")
+    assert steps("lightning", tmp_path) == [50, 150]
+
+
+def test_nanogpts_one_file_says_its_step_itself(tmp_path):
+    path = torch_file(tmp_path / "ckpt.pt", 12_345)
+    assert steps("nanogpt", tmp_path) == [12_345]
+    write(path, path.read_bytes()[:-100])
+    assert steps("nanogpt", tmp_path) == [], "its writer was killed"
+
+
+def test_torchtitan_goes_on_from_a_folder_that_has_its_metadata(tmp_path):
+    for step in (10, 20, 30):
+        write(tmp_path / f"step-{step}" / "__0_0.distcp")
+    assert steps("torchtitan", tmp_path) == [], "the first save has not come to its end"
+    write(tmp_path / "step-10" / ".metadata")
+    write(tmp_path / "step-20" / ".metadata.tmp")
+    write(tmp_path / "step-30" / "model.safetensors.index.json")
+    write(tmp_path / "step-40-copy" / ".metadata")
+    assert steps("torchtitan", tmp_path) == [10, 30]
+
+
+@pytest.mark.parametrize("step", [0, 255, 65_535, 2**31, 2**40])
+def test_a_number_of_any_size_is_read_without_unpickling(tmp_path, step):
+    path = torch_file(tmp_path / "ckpt.pt", step)
+    assert number_in(path, "iter_num") == step
+    assert number_in(path, "model_args") is None
+    assert number_in(path, "n_layer") == 2
+
+
+class Malicious:
+    """Runs something when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.mkdir, ("unpickled",))
+
+
+def test_a_file_that_would_run_something_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"own": Malicious(), "iter_num": 7}, tmp_path / "ckpt.pt")
+    assert number_in(tmp_path / "ckpt.pt", "iter_num") == 7
+    assert not (tmp_path / "unpickled").exists()
+
+
+def test_a_pattern_finds_what_has_stood_still(tmp_path):
+    write(tmp_path / "run" / "step-10.bin")
+    write(tmp_path / "run" / "step-20.bin", age_s=5.0)
+    write(tmp_path / "run" / "step-30" / "part", age_s=40.0)
+    write(tmp_path / "run" / "readme.bin")
+    assert steps("glob", tmp_path / "*" / "step-*") == [10, 30]
+    whole = torch_file(tmp_path / "run" / "step-40.pt", 40)
+    write(tmp_path / "run" / "step-50.pt", whole.read_bytes()[:-100])
+    assert steps("glob", tmp_path / "run" / "step-*.pt") == [40]
+    assert is_whole_file(whole)
+
+
+def test_what_was_saved_before_the_run_is_none_of_it(tmp_path):
+    trainer_folder(tmp_path, 5, age_s=600.0)
+    trainer_folder(tmp_path, 10, age_s=60.0)
+    assert steps("transformers", tmp_path, since_s=NOW_S - 100) == [10]
+
+
+def test_the_size_is_that_of_all_files(tmp_path):
+    folder = trainer_folder(tmp_path, 5).parent
+    spec = ProgramCheckpointsSpec(kind=CheckpointKind.TRANSFORMERS, path=str(tmp_path))
+    (saved,) = find_saved(spec, tmp_path, now_s=NOW_S)
+    assert saved.path == folder
+    assert saved.size_bytes == sum(one.stat().st_size for one in folder.iterdir())
+    assert saved.written_s == NOW_S - 600.0

@@ -1,0 +1,118 @@
+"""Steps and losses as programs print them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from perdure.training.commands.progress import LineReader, ProgressFormat, StepsShown, formats
+from perdure.training.config.command import ProgressKind, ProgressSpec
+from perdure.training.journal.events import StepRecord
+
+
+def reader(*patterns: str, **fields: Any) -> LineReader:
+    return LineReader(ProgressSpec(patterns=patterns, **fields))
+
+
+OWN = r"^step (?P<step>\d+) loss (?P<loss>\S+)"
+
+
+def shown(*patterns: str, **fields: Any) -> StepsShown:
+    return StepsShown(reader(*(patterns or (OWN,)), **fields).read, 1, 2, num_devices=8)
+
+
+def take(steps: StepsShown, *lines: str, since_s: float = 0.0, at_s: float = 1.0):
+    return steps.take(lines, since_s=since_s, at_s=at_s)
+
+
+def losses(records: list[StepRecord]) -> list[tuple[int, float | None]]:
+    return [(one.step, one.loss) for one in records]
+
+
+def test_every_kind_has_a_format():
+    assert set(formats()) == set(ProgressKind)
+
+
+@pytest.mark.parametrize("known", formats().values(), ids=lambda one: one.kind)
+def test_a_format_finds_in_its_examples_what_they_show(known: ProgressFormat):
+    found = [LineReader(ProgressSpec(kind=known.kind)).read(one["line"]) for one in known.example]
+    assert found == [pytest.approx(one["shows"]) for one in known.example]
+    assert any("step" in one for one in found)
+    assert any("loss" in one for one in found)
+    assert any(not one for one in found), "a line that is none of a step"
+
+
+def test_a_program_that_counts_from_zero_has_completed_one_step_more():
+    assert reader(OWN, counts_from=0).read("step 0 loss 2.5") == {"step": 1, "loss": 2.5}
+
+
+def test_a_loss_may_be_no_number():
+    (record,) = take(shown(), "step 3 loss nan")
+    assert record.loss is not None
+    assert math.isnan(record.loss)
+    assert take(shown(), "step 3 loss unknown") == take(shown(), "step 3 loss -")
+
+
+def test_what_several_patterns_find_in_a_line_belongs_together():
+    read = reader(r"step (?P<step>\d+)", r"gnorm=(?P<grad_norm>\S+)").read
+    assert read("step 7 gnorm=0.5") == {"step": 7, "grad_norm": 0.5}
+
+
+def test_steps_of_one_look_lie_evenly_in_its_time():
+    records = take(shown(), *(f"step {n} loss 1" for n in (1, 2, 3, 4)), since_s=10, at_s=12)
+    assert [one.at_s for one in records] == [10.5, 11.0, 11.5, 12.0]
+    assert [one.step_s for one in records] == [0.0, 0.5, 0.5, 0.5]
+    assert {(one.placement, one.attempt) for one in records} == {(1, 2)}
+
+
+def test_the_time_of_a_step_is_that_between_lines_by_the_number_of_steps():
+    steps = shown()
+    take(steps, "step 10 loss 1", at_s=10.0)
+    (record,) = take(steps, "step 20 loss 1", at_s=15.0)
+    assert (record.step_s, steps.stride) == (0.5, 10)
+
+
+def test_a_step_that_several_ranks_print_is_on_record_once():
+    steps = shown()
+    assert losses(take(steps, "step 1 loss 2", "step 2 loss 1", "step 1 loss 2")) == [
+        (1, 2),
+        (2, 1),
+    ]
+    assert take(steps, "step 2 loss 1", "step 1 loss 2") == []
+    assert (steps.step, steps.num_shown) == (2, 2)
+
+
+def test_a_program_that_its_launcher_has_started_again_counts_from_its_checkpoint():
+    steps = shown()
+    take(steps, *(f"step {n} loss 1" for n in range(1, 31)))
+    assert losses(take(steps, "step 16 loss 9", "step 17 loss 8")) == [(16, 9), (17, 8)]
+    assert steps.step == 17
+
+
+def test_a_loss_that_stands_apart_is_of_the_newest_step():
+    steps = shown(r"^bar (?P<step>\d+)", r"^\{'loss': (?P<loss>[\d.]+)")
+    assert losses(take(steps, "bar 1", "bar 2")) == [(1, None), (2, None)]
+    assert losses(take(steps, "{'loss': 3.5", "bar 10")) == [(10, 3.5)]
+    assert take(steps, "bar 11") == [], "from the first loss on, a step has one"
+    assert losses(take(steps, "bar 20", "{'loss': 2.5")) == [(20, 2.5)]
+
+
+def test_a_loss_before_any_step_is_of_none():
+    assert take(shown(r"^bar (?P<step>\d+)", r"loss (?P<loss>\S+)"), "loss 3.5") == []
+
+
+def test_tokens_of_a_device_are_multiplied_by_their_number():
+    steps = shown(r"step (?P<step>\d+) loss (?P<loss>\S+) tps (?P<device_tokens_per_s>\S+)")
+    (record,) = take(steps, "step 1 loss 1 tps 1,000")
+    assert record.tokens_per_s == 8000
+
+
+def test_a_batch_of_an_epoch_is_a_step_of_all():
+    read = LineReader(ProgressSpec(kind=ProgressKind.LIGHTNING)).read
+    assert read("Epoch 1:  20%|##  | 2/10 [00:01<00:04, 2.00it/s]")["step"] == 12
+
+
+def test_a_line_of_many_characters_is_no_line_of_a_step():
+    assert reader(r"step (?P<step>\d+)").read("x" * 5000 + " step 1") == {}

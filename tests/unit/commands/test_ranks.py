@@ -1,0 +1,99 @@
+"""The processes of a command, with real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from perdure.training.agent.evidence import stacks_of
+from perdure.training.commands.ranks import CommandRanks
+from perdure.training.liveness.heartbeat import ANY_RANK
+from tests.waiting import wait_for
+
+# Two ranks as torchrun starts them, and a helper of each, as a data loader is.
+LAUNCHER = """
+RANK=4 LOCAL_RANK=0 sh -c 'sleep 600 & wait' &
+RANK=5 LOCAL_RANK=1 sh -c 'sleep 600 & wait' &
+wait
+"""
+BEATING = """
+import os, pathlib, time
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
+HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"])).beat(phase=Phase.STEP, step=12)
+time.sleep(float(os.environ["LASTS_S"]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path) -> Iterator[CommandRanks]:
+    process = subprocess.Popen(["sh", "-c", LAUNCHER], start_new_session=True)
+    ranks = CommandRanks([process.pid], tmp_path)
+    wait_for(lambda: len(ranks.processes(age_s=0)) == 5)
+    yield ranks
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def beat(folder, lasts_s: float, **launched: str) -> subprocess.Popen[bytes]:
+    path = str(folder / f"heartbeat-{ANY_RANK}")
+    own = {"PERDURE_HEARTBEAT": path, "LASTS_S": str(lasts_s), **launched}
+    return subprocess.Popen([sys.executable, "-c", BEATING], env={**os.environ, **own})
+
+
+def test_ranks_are_known_by_what_their_launcher_gave_them_and_helpers_are_none(command):
+    assert [(one.rank, one.local_rank, one.beat) for one in command.ranks()] == [
+        (4, 0, None),
+        (5, 1, None),
+    ]
+    assert [one.rank for one in command.processes()].count(5) == 2
+    assert [one.is_rank for one in command.processes()].count(True) == 2
+
+
+def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(command):
+    (helper,) = [one for one in command.processes() if one.rank == 5 and not one.is_rank]
+    os.kill(helper.pid, signal.SIGSTOP)
+    wait_for(command.stopped)
+    assert [one.text for one in command.stopped()] == [f"process {helper.pid} (sleep) of rank 5"]
+    assert [(one.rank, one.state) for one in command.ranks() if one.state == "T"] == [(5, "T")]
+    first, *others = command.stacks_targets()
+    assert (first.pid, first.name) == (
+        helper.pid,
+        f"stacks of process {helper.pid} (sleep) of rank 5",
+    )
+    assert len(others) == 4, "the whole tree"
+    (text,) = stacks_of([first])
+    assert text.text.startswith(f"process {helper.pid} is stopped")
+
+
+def test_the_step_of_a_rank_is_known_after_its_end_and_only_a_living_one_is_judged(tmp_path):
+    with beat(tmp_path, 600, RANK="0") as living, beat(tmp_path, 0, RANK="1") as ended:
+        ended.wait()
+        ranks = CommandRanks([living.pid], tmp_path)
+        wait_for(lambda: len(ranks.heartbeats()) == 1)
+        assert ranks.heartbeats().keys() == {living.pid}
+        found = [(one.rank, one.pid, one.beat and one.beat.step) for one in ranks.ranks()]
+        assert found == [(0, living.pid, 12), (1, ended.pid, 12)]
+        living.kill()
+
+
+def test_a_rank_that_started_after_the_last_look_is_found_by_its_first_heartbeat(tmp_path):
+    go = tmp_path / "go"
+    rank = f"RANK=4 LOCAL_RANK=2 {sys.executable} -c '{BEATING}'"
+    launcher = f"until [ -e {go} ]; do sleep 0.01; done; {rank} & wait"
+    own = {"PERDURE_HEARTBEAT": str(tmp_path / f"heartbeat-{ANY_RANK}"), "LASTS_S": "600"}
+    process = subprocess.Popen(
+        ["sh", "-c", launcher], start_new_session=True, env={**os.environ, **own}
+    )
+    ranks = CommandRanks([process.pid], tmp_path)
+    assert {one.name for one in ranks.processes()} <= {"sh", "sleep"}
+    go.touch()
+    wait_for(ranks.heartbeats)
+    (found,) = ranks.ranks()
+    assert (found.rank, found.local_rank, found.beat and found.beat.step) == (4, 2, 12)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

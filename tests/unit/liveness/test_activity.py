@@ -1,0 +1,69 @@
+"""When a program without a heartbeat hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from perdure.training.liveness.hang_limits import ActivityDetector, Inactivity, ProgramActivity
+from tests.values import not_none
+
+QUIET_S = 600.0
+PERIOD_S = 10.0
+
+
+def judged(
+    until_s: float,
+    *,
+    log: Callable[[float], int] = lambda _at_s: 0,
+    io: Callable[[float], int] = lambda _at_s: 0,
+    cpu_s: Callable[[float], float] = lambda _at_s: 0.0,
+    use: Callable[[float], float | None] = lambda _at_s: None,
+) -> tuple[float, Inactivity] | None:
+    """When a program that does this is judged to hang, and how; None when it never is."""
+    detector = ActivityDetector(QUIET_S)
+    at_s = 0.0
+    while at_s <= until_s:
+        found = detector.judge(ProgramActivity(at_s, log(at_s), io(at_s), cpu_s(at_s), use(at_s)))
+        if found is not None:
+            return at_s, found
+        at_s += PERIOD_S
+    return None
+
+
+def test_silence_with_idle_processors_is_a_hang_after_the_quiet_time():
+    found = judged(1000.0)
+    assert found == (QUIET_S + PERIOD_S, Inactivity(QUIET_S + PERIOD_S, 0.0))
+
+
+def test_processes_that_wait_by_spinning_are_a_hang_as_well():
+    found = not_none(judged(1000.0, cpu_s=lambda at_s: 8.0 * at_s))
+    assert found[1].cores == 8.0
+
+
+def test_the_quiet_time_begins_with_the_last_sign_of_life():
+    found = not_none(judged(5000.0, log=lambda at_s: min(int(at_s), 1000)))
+    assert found[0] == 1000.0 + QUIET_S + PERIOD_S
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [
+        {"log": lambda at_s: int(at_s / 500.0)},
+        {"io": lambda at_s: int(at_s / 590.0)},
+        {"cpu_s": lambda at_s: at_s + (at_s % 50.0 < 20.0) * 5.0},
+        {"use": lambda at_s: 90.0 if at_s % 40.0 < 20.0 else 30.0},
+    ],
+    ids=["output", "input and output of the processes", "uneven processors", "uneven devices"],
+)
+def test_output_and_uneven_use_are_signs_of_life(signs):
+    assert judged(5000.0, **signs) is None
+
+
+def test_devices_that_are_used_evenly_are_no_sign_of_life():
+    assert judged(5000.0, use=lambda _at_s: 100.0) is not None
+
+
+def test_a_first_reading_proves_nothing():
+    assert ActivityDetector(0.001).judge(ProgramActivity(1e6, 5, 5, 5.0)) is None

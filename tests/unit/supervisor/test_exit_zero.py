@@ -1,0 +1,198 @@
+"""What the watch of an attempt makes of commands that exit with 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from perdure.training.diagnosis.ending import UNSEEN_NOTE
+from perdure.training.engines.base import Snapshot
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.exit_zero import (
+    CommandEnds,
+    bad_end_of_session,
+    good_end_text,
+    is_done,
+    was_stopped,
+)
+from perdure.training.wire.agent import (
+    AgentState,
+    AgentStatus,
+    LeftProcess,
+    RankStatus,
+    ShownStep,
+    WorkerStatus,
+)
+from perdure.training.wire.logs import WorkerLog
+
+CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
+
+
+def worker(rank: int = 0, **seen: Any) -> WorkerStatus:
+    return WorkerStatus(rank=rank, local_rank=0, pid=1, **{"exit_code": 0, **seen})
+
+
+TORCHRUN = LeftProcess(pid=8, name="torchrun train.py (pid 8)", trains=True)
+TENSORBOARD = LeftProcess(pid=9, name="tensorboard (pid 9)", trains=False)
+
+
+def snapshot(
+    *workers: WorkerStatus,
+    steps: tuple[int, ...] = (),
+    state: AgentState = AgentState.ENDED,
+    left: tuple[LeftProcess, ...] = (),
+) -> Snapshot:
+    """A node for each worker; the first one has ranks with heartbeats."""
+    ranks = [RankStatus(rank=r, local_rank=r, pid=9, step=step) for r, step in enumerate(steps)]
+    agents = {
+        one.rank: AgentStatus(
+            node=f"node-{one.rank}", member=one.rank, state=state, schedule_cnt=1,
+            proc_start_cnt=1, placement=1, attempt=1, workers=(one,), is_command=True,
+            ranks=tuple(ranks) if one is workers[0] else (), left_running=left,
+        )
+        for one in workers
+    }  # fmt: skip
+    return Snapshot(agents)
+
+
+def judged(
+    last: Snapshot,
+    *,
+    target: int | None = None,
+    seen: tuple[int, ...] = (),
+    logs: dict[int, str] | None = None,
+    is_last: bool = True,
+) -> dict[int, str]:
+    """What is found at the end, after these steps were seen."""
+    ends = ends_after(last, target=target, seen=seen, logs=logs, is_last=is_last)
+    return {rank: bad.text for rank, bad in ends.bad.items()}
+
+
+def test_a_step_that_the_output_shows_counts_as_one_by_heartbeat():
+    last = snapshot(worker())
+    shown = {0: last.agents[0].model_copy(update={"shown": ShownStep(step=40, age_s=0.0)})}
+    text = {0: "exit code 0 at step 40 of 100"}
+    assert judged(Snapshot(shown), target=100) == text
+    assert judged(Snapshot(shown), target=40) == {}
+
+
+def ends_after(
+    last: Snapshot,
+    *,
+    target: int | None = None,
+    seen: tuple[int, ...] = (),
+    logs: dict[int, str] | None = None,
+    is_last: bool = True,
+) -> CommandEnds:
+    ends = CommandEnds(target)
+    for step in seen:
+        ends.note(snapshot(worker(exit_code=None), steps=(step,), state=AgentState.RUNNING))
+    ends.note(last)
+    texts = logs or {}
+    texts_of = {r: [WorkerLog(rank=r, path="x", text=text)] for r, text in texts.items()}
+    ends.judge(ends.fresh(last), texts_of, is_last=is_last)
+    assert ends.fresh(last) == [], "each is judged once"
+    return ends
+
+
+def test_a_command_without_a_trace_of_failure_has_ended_well():
+    assert judged(snapshot(worker())) == {}
+    assert judged(snapshot(worker()), target=30) == {}, "nothing is known of its steps"
+    assert judged(snapshot(worker(), steps=(7,))) == {}, "nor of its target"
+
+
+@pytest.mark.parametrize(
+    ("seen", "last", "short"),
+    [
+        ((10, 20), 20, True),
+        ((10, 20), 21, True),
+        ((96, 98), 99, False),
+        ((80, 90), 90, False),
+        ((), 98, True),
+        ((), 99, False),
+        ((), 100, False),
+    ],
+    ids=["far", "one more at the end", "counted from 0", "every ten steps", "seen once", "near",
+         "there"],
+)  # fmt: skip
+def test_heartbeats_show_that_a_command_is_short_of_the_target_of_its_job(seen, last, short):
+    found = judged(snapshot(worker(), steps=(last, last - 1)), target=100, seen=seen)
+    assert found == ({0: f"exit code 0 at step {last} of 100"} if short else {})
+
+
+def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
+    two = snapshot(worker(0), worker(1))
+    assert judged(two, logs={1: CRASH}, is_last=False) == {1: "TypeError: no"}
+    counted = {0: "", 1: " iteration 10/ 60 | lm loss: 1.0"}
+    assert judged(two, logs=counted, is_last=False) == {}
+    assert judged(two, logs=counted) == {1: "exit code 0 at iteration 10 of 60"}
+    assert judged(two, logs={0: " iteration 60/ 60 |", 1: " iteration 10/ 60 |"}) == {}
+
+
+def test_a_node_with_processes_left_is_not_judged_yet():
+    ends = CommandEnds()
+    assert ends.fresh(snapshot(worker(), state=AgentState.STOPPING)) == []
+    assert ends.fresh(snapshot(worker(exit_code=1))) == []
+
+
+def test_what_a_command_prints_when_it_is_stopped_is_no_crash_and_no_completion():
+    stopped = snapshot(worker(stopped_by_agent=True), steps=(7,))
+    assert judged(stopped, target=30, logs={0: CRASH}) == {}
+    assert was_stopped(stopped)
+    assert not was_stopped(snapshot(worker()))
+
+
+def test_a_script_that_ends_before_the_training_that_it_started_has_not_ended_well():
+    ends = ends_after(snapshot(worker(), left=(TENSORBOARD, TORCHRUN)))
+    assert ends.notes == []
+    bad = ends.bad[0]
+    assert bad.text == "exit code 0 while torchrun train.py (pid 8) was still running"
+    assert bad.fault_class is FaultClass.LAUNCH_MISCONFIGURED
+    assert "`wait`" in bad.action
+    short = ends_after(snapshot(worker(), left=(TORCHRUN,)), logs={0: " iteration 10/ 60 |"})
+    assert "still running" in short.bad[0].text, "it says more than the count"
+
+
+def test_what_is_left_by_a_training_that_reached_its_end_or_does_not_train_is_a_warning():
+    done = {0: " iteration 60/ 60 | lm loss: 1.0"}
+    for left, name in ((TORCHRUN, "torchrun"), (TENSORBOARD, "tensorboard")):
+        ends = ends_after(snapshot(worker(), left=(left,)), logs=done)
+        assert ends.bad == {}
+        (note,) = ends.notes
+        assert note.startswith(name)
+        assert note.endswith("was still running and has been ended with the container")
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "is_seen"),
+    [
+        ("", (), False),
+        ("finished\nTraining completed\n", (), False),
+        (" iteration 10/ 10 | lm loss: 1.0\n", (), True),
+        ("{'loss': 0.5, 'epoch': 1.0}\n", (), True),
+        ("finished\n", (7,), True),
+    ],
+)
+def test_the_end_of_a_command_of_whose_training_nothing_was_seen_says_so(text, steps, is_seen):
+    ends = ends_after(snapshot(worker(), steps=steps), logs={0: text})
+    assert ends.bad == {}, "it may be what the command is for"
+    assert ends.notes == ([] if is_seen else [UNSEEN_NOTE])
+    said = good_end_text(None, ends.notes)
+    assert said.startswith("the command has ended well")
+    assert ("no training step was seen" in said) is not is_seen
+    other = ends_after(snapshot(worker(0), worker(1)), logs={1: text}, is_last=False)
+    assert other.notes == [], "other nodes may still show it"
+
+
+def test_a_session_is_done_when_its_agent_has_nothing_to_say_against_it():
+    assert is_done(worker())
+    assert is_done(worker(exit_code=-6, phase="done")), "torch 2.13 aborts at exit"
+    assert not is_done(worker(exit_code=-6, phase="step"))
+    assert not is_done(worker(exit_code=None))
+    assert bad_end_of_session(worker()) is None
+    early = worker(ended_early=True, error="RecipeEndedEarly: at step 6 of 30")
+    assert not is_done(early)
+    bad = bad_end_of_session(early)
+    assert bad is not None
+    assert (bad.text, bad.fault_class) == (early.error, FaultClass.USER_CODE_ERROR)

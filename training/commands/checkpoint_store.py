@@ -1,0 +1,267 @@
+"""Checkpoints of a command in the run's store, for nodes whose disks are their own.
+
+    runs/<run_id>/program/step-00000040/p0001-a0002/member-0/...
+    runs/<run_id>/program/last.json    the last attempt of which member 0 stores no more
+
+Each node puts there what it has saved itself, the newest first and whole, and a node that lacks
+the checkpoint from which its command goes on gets its own member's. Where all nodes save the
+same, that of another member will do; where each has a part, parts of one attempt belong together.
+Steps are completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.storage.errors import NotFound
+from perdure.storage.file_sets import (
+    MANIFEST,
+    ChangedMeanwhileError,
+    FileSet,
+    delete_set,
+    get_set,
+    get_sets,
+    put_nothing,
+    put_set,
+    read_set,
+)
+from perdure.storage.objects import ObjectStore
+from perdure.training.commands.checkpoint_layouts import (
+    Saved,
+    find_saved,
+    is_distributed,
+    is_enough,
+    is_unchanged,
+    mark_newest,
+    rank_folders,
+)
+from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
+
+LAST = "last.json"
+NUM_STORED = 2  # of each member
+# Of parts, while other members have not stored theirs of the same saves yet.
+NUM_AHEAD = 4
+_KEY = re.compile(rf".*/step-(\d{{8,}})/p(\d{{4,}})-a(\d{{4,}})/member-(\d+)/{re.escape(MANIFEST)}")
+_log = logging.getLogger("perdure.agent")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Save:
+    """A step that an attempt has saved; `attempt` is its placement and number."""
+
+    step: int
+    attempt: tuple[int, int]
+
+
+Stored = Mapping[Save, Collection[int]]  # by save the members whose checkpoints are in the store
+
+
+def prefix_of(run_id: str, save: Save | None = None, member: int = 0) -> str:
+    """Where those of a run, or one of them, lie in the store."""
+    base = f"runs/{run_id}/program/"
+    if save is None:
+        return base
+    placement, attempt = save.attempt
+    return f"{base}step-{save.step:08d}/p{placement:04d}-a{attempt:04d}/member-{member}"
+
+
+def stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
+    """By save the members whose checkpoints are in the store.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    found: defaultdict[Save, list[int]] = defaultdict(list)
+    for info in store.list(prefix_of(run_id)):
+        key = _KEY.fullmatch(info.key)
+        if key is not None:
+            found[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
+    return {save: sorted(members) for save, members in sorted(found.items())}
+
+
+def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
+    """Leave for the other members that member 0 has stored all that it will of an attempt.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    store.put(prefix_of(run_id) + LAST, json.dumps(attempt).encode())
+
+
+def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
+    """Whether member 0 has stored all that it will of an attempt.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    try:
+        placement, number = json.loads(store.get(prefix_of(run_id) + LAST))
+    except (NotFound, ValueError):
+        return False
+    return bool((placement, number) >= attempt)
+
+
+def whole(stored: Stored, num_members: int) -> list[Save]:
+    """Saves of which every member has stored its part, the oldest first."""
+    members = set(range(num_members))
+    return sorted(save for save, by in stored.items() if members <= set(by))
+
+
+def surplus(
+    stored: Stored, member: int, put: Save, *, keep: int, num_members: int | None
+) -> list[Save]:
+    """What a member deletes of its own: all but the newest.
+
+    What other attempts have saved is older than that of the current one, also where its steps are
+    later: the program did not go on from there.
+
+    Args:
+        stored: what there is.
+        member: whose.
+        put: what it has just stored, which stays.
+        keep: how many steps remain, NUM_STORED at least.
+        num_members: of checkpoints in parts: the newest one that is whole stays, and of those
+            behind it a few more, for one of them becomes whole next; None: each is whole.
+    """
+
+    def age(save: Save) -> tuple[bool, Save]:
+        return save.attempt == put.attempt, save
+
+    own = sorted((save for save, by in stored.items() if member in by), key=age)
+    kept = {put, *own[-max(keep, NUM_STORED) :]}
+    if num_members is not None:
+        complete = sorted(whole(stored, num_members), key=age)[-1:]
+        ahead = [save for save in own if not complete or age(save) > age(complete[0])]
+        kept.update(complete, ahead[-NUM_AHEAD:])
+    return [save for save in own if save not in kept]
+
+
+def store_saved(
+    store: ObjectStore,
+    run_id: str,
+    member: int,
+    saved: Saved,
+    *,
+    attempt: tuple[int, int],
+    keep: int,
+    num_members: int | None = None,
+) -> bool:
+    """Put a checkpoint into the store, and delete this member's oldest. Whether it is there.
+
+    Args:
+        store: of the run.
+        run_id: of the command.
+        member: of this node.
+        saved: the checkpoint, or this node's part of it; without bytes where it has none.
+        attempt: that has saved it, placement and number.
+        keep: how many of the run remain.
+        num_members: of a checkpoint that is in parts; None: all nodes save the same.
+
+    Raises:
+        StorageError: the store refuses.
+    """
+    save = Save(saved.step, attempt)
+    prefix = prefix_of(run_id, save, member)
+    try:
+        _put(store, prefix, saved)
+    except ChangedMeanwhileError as error:
+        _log.info(f"step {saved.step} of the command is not put into the store: {error}")
+        return False
+    except OSError as error:
+        _log.warning(f"step {saved.step} of the command cannot be read: {error}")
+        return False
+    stored = stored_saves(store, run_id)
+    for one in surplus(stored, member, save, keep=keep, num_members=num_members):
+        delete_set(store, prefix_of(run_id, one, member))
+    return True
+
+
+def _put(store: ObjectStore, prefix: str, saved: Saved) -> None:
+    if not is_unchanged(saved):
+        raise ChangedMeanwhileError(f"{saved.path} is not what it was when it was complete")
+    if saved.size_bytes:
+        put_set(store, prefix, saved.path, written_s=saved.written_s)
+    else:
+        put_nothing(store, prefix, saved.path, written_s=saved.written_s)
+
+
+def bring_back(
+    store: ObjectStore,
+    run_id: str,
+    member: int,
+    step: int,
+    *,
+    spec: ProgramCheckpointsSpec,
+    root: Path,
+) -> bool:
+    """Have the checkpoint of a step on this node, of which any node's is whole; whether it came.
+
+    Raises:
+        StorageError: the store does not answer, or has it damaged.
+        OSError: it cannot be written.
+    """
+    if any(one.step == step for one in find_saved(spec, root, now_s=time.time())):
+        return False
+    # Of kind glob the last part of the path is the pattern.
+    folder = root.parent if spec.kind is CheckpointKind.GLOB else root
+    stored = stored_saves(store, run_id)
+    for save in sorted((one for one in stored if one.step == step), reverse=True):
+        members = stored[save]
+        for one in sorted(members, key=lambda other: (other != member, other)):
+            made: FileSet | None = read_set(store, prefix_of(run_id, save, one))
+            if made is None:
+                continue
+            path = folder / Path(made.path).name
+            get_set(store, prefix_of(run_id, save, one), made, path)
+            mark_newest(spec, root, step)
+            _log.info(f"step {step} of the command is brought to {path}, as member {one} saved it")
+            return True
+    return False
+
+
+def bring_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
+    """Have a member's part of a save at a path, and with it what its ranks read of others' parts.
+
+    Raises:
+        StorageError: the store does not answer, or lacks it, or has it damaged.
+        OSError: it cannot be written.
+    """
+    prefix, own = _part(store, run_id, save, member)
+    sets = [(prefix, own)]
+    if needs_others(own):
+        others = sorted(set(stored_saves(store, run_id).get(save, [])) - {member})
+        found = (_part(store, run_id, save, one) for one in others)
+        sets += [(prefix, _read_by(own, one)) for prefix, one in found]
+    get_sets(store, sets, path)
+    whose = f"as member {member} saved it"
+    more = ", with files of others" if len(sets) > 1 else ""
+    _log.info(f"step {save.step} of the command is brought to {path}, {whose}{more}")
+
+
+def needs_others(part: FileSet) -> bool:
+    """Whether a node with this part reads files of others, too."""
+    return not is_enough({one.name for one in part.files}, part.folders)
+
+
+def _read_by(own: FileSet, other: FileSet) -> FileSet:
+    """What a node with one part reads of another: by the folders of its ranks, or else all."""
+    ranks = rank_folders(own.folders)
+    if not ranks or is_distributed(one.name for one in (*own.files, *other.files)):
+        return other
+    files = tuple(one for one in other.files if Path(one.name).parts[0] in ranks)
+    return other.model_copy(update={"files": files})
+
+
+def _part(store: ObjectStore, run_id: str, save: Save, member: int) -> tuple[str, FileSet]:
+    prefix = prefix_of(run_id, save, member)
+    found = read_set(store, prefix)
+    if found is None:
+        raise NotFound(f"{store.url(prefix)}: the part of member {member} is not there")
+    return prefix, found

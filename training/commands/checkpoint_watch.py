@@ -1,0 +1,374 @@
+"""The checkpoints of a command that this node sees, before an attempt and while it runs.
+
+Times are seconds since the epoch.
+
+What the agent puts into the store again and again while an attempt runs. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from perdure.storage.address import open_store
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.commands.arguments import fill_in
+from perdure.training.commands.checkpoint_layouts import Saved, find_parts, find_saved, part_path
+from perdure.training.commands.checkpoint_store import (
+    bring_back,
+    is_ended,
+    note_end,
+    store_saved,
+    stored_saves,
+)
+from perdure.training.commands.megatron import can_be_read_alone, make_ready, parts_of, read_record
+from perdure.training.config.command import ProgramCheckpointsSpec
+from perdure.training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder, job_of
+
+LOOK_S = 5.0
+# A look at many files on a slow file system takes its time, and is taken more rarely.
+LOOK_SHARE = 0.02
+NUM_TOLD = 5
+EMPTY_ASK_S = 60.0  # how often a node without files asks whether the others have saved
+SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
+_log = logging.getLogger("perdure.agent")
+
+
+@dataclass(slots=True)
+class SavedWatch:
+    """Looks at what the command of one attempt saves.
+
+    Attributes:
+        spec: where.
+        root: its path, filled in.
+        since_s: what was written before is none of the run.
+        newest: the newest that this attempt has saved, oldest first.
+        run_id: whose store has them.
+        member: of this node.
+        attempt: placement and number.
+        num_parts: of which each checkpoint consists, one of each member; None: all save the same.
+    """
+
+    spec: ProgramCheckpointsSpec
+    root: Path
+    since_s: float
+    run_id: str
+    member: int
+    attempt: tuple[int, int]
+    num_parts: int | None
+    newest: tuple[SavedCheckpoint, ...] = ()
+    _before: frozenset[Saved] | None = None
+    _known: set[Saved] = field(default_factory=set)
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    _uploading: threading.Lock = field(default_factory=threading.Lock)
+    _uploaded: Saved | None = None
+    _signed_step: int = 0
+    _asked_s: float = -math.inf
+
+    @classmethod
+    def of(cls, order: StartOrder, member: int, variables: Mapping[str, str]) -> Self | None:
+        """Of an attempt that is about to start; None where its job names no place.
+
+        Args:
+            order: to start it.
+            member: of this node.
+            variables: of the command.
+
+        Raises:
+            ValueError: the path has a name that nothing sets.
+        """
+        job = job_of(order)
+        spec = job.worker.checkpoints
+        if spec is None:
+            return None
+        root = root_of(spec, order.cwd, variables)
+        attempt = (order.placement, order.attempt)
+        num_parts = order.num_nodes if job.saves_in_parts else None
+        return cls(spec, root, order.created_s, job.run_id, member, attempt, num_parts)
+
+    def start(self, open_store: Callable[[], ObjectStore]) -> None:
+        """Look every few seconds from now on, until `finish`."""
+        threading.Thread(target=self._follow, daemon=True).start()
+        if self.spec.upload:
+            keep_storing(
+                self.upload, open_store,
+                what="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """Look once more; nothing saves any more."""
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self.look()
+
+    def look(self) -> None:
+        """See what is new; the first look finds what was there before the attempt."""
+        with self._looking:
+            try:
+                found = self._find()
+            except OSError as error:
+                _log.warning(f"worker.checkpoints: {error}")
+                return
+            if self._before is None:
+                self._before = frozenset(found)
+            self._known |= {one for one in found if one not in self._before}
+            if self._waits_for_sign:
+                found = [one for one in found if one.step <= self._signed_step]
+            else:
+                newest = sorted(self._known, key=_age)[-NUM_TOLD:]
+                self.newest = tuple(map(told, newest))
+            if self.spec.keep is not None:
+                delete_oldest(found, keep=self.spec.keep)
+
+    def upload(self, store: ObjectStore) -> None:
+        """Put the newest checkpoint into the store, if that is asked for and it lacks it.
+
+        Raises:
+            StorageError: the store refuses.
+            OSError: this node's disk does not say whose its parts are.
+        """
+        with self._uploading:
+            newest = self._to_upload(store) if self.spec.upload else None
+            if newest is None or newest == self._uploaded:
+                return
+            if store_saved(
+                store, self.run_id, self.member, newest,
+                attempt=self.attempt, keep=self.spec.keep or 0, num_members=self.num_parts,
+            ):  # fmt: skip
+                self._uploaded = newest
+
+    def upload_last(self, store: ObjectStore) -> None:
+        """Put what an attempt has saved last into the store; nothing saves any more.
+
+        Other members wait until member 0 has done so, where they may have a part of it.
+
+        Raises:
+            StorageError: the store refuses.
+            OSError: this node's disk does not say whose its parts are.
+        """
+        until_s = time.monotonic() + SIGN_WAIT_S
+        self.upload(store)
+        if self.num_parts is not None and self.member == 0:
+            note_end(store, self.run_id, self.attempt)
+        while self._is_unsigned:
+            # Asked first: what member 0 has stored before that, the upload finds.
+            is_last = is_ended(store, self.run_id, self.attempt) or time.monotonic() >= until_s
+            self.upload(store)
+            if is_last:
+                return
+            time.sleep(1.0)
+
+    @property
+    def _waits_for_sign(self) -> bool:
+        """Whether the sign that a part is complete comes to another node."""
+        return self.num_parts is not None and self.member != 0
+
+    @property
+    def _is_unsigned(self) -> bool:
+        """Whether member 0 may still store a save of which this one has a part, or none."""
+        if not self._waits_for_sign or not self.spec.upload:
+            return False
+        with self._looking:
+            # A node whose ranks save nothing does not see that others have saved.
+            return not self._known or any(one.step > self._signed_step for one in self._known)
+
+    def _find(self) -> list[Saved]:
+        if self._waits_for_sign:
+            found = (one for one in find_parts(self.root) if one.written_s >= self.since_s)
+            return sorted(found, key=lambda one: one.step)
+        return find_saved(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
+
+    def _to_upload(self, store: ObjectStore) -> Saved | None:
+        if self._waits_for_sign:
+            return self._signed_part(store)
+        with self._looking:  # which adds to them
+            return max(self._known, key=_age, default=None)
+
+    def _signed_part(self, store: ObjectStore) -> Saved | None:
+        """This node's part of the newest save that member 0 has stored.
+
+        Megatron's sign is written when all ranks are done, and member 0 stores nothing before it.
+        A node that never had a file of the attempt has none of it.
+        """
+        if not self._may_be_signed():
+            return None
+        saves = [
+            one.step
+            for one, members in stored_saves(store, self.run_id).items()
+            if one.attempt == self.attempt and 0 in members
+        ]
+        step = max(saves, default=0)
+        if step <= self._uploaded_step:
+            return None
+        if not self._is_over.is_set():
+            self.look()  # what was seen before may have been half of it
+        with self._looking:
+            self._signed_step = step
+            is_empty = not self._known
+            known = [one for one in self._known if one.step == step]
+        if not is_empty:
+            return max(known, key=_age, default=None)
+        if read_record(self.root) is None:
+            return None  # its disk is gone, and what it had is not known
+        return Saved(step, part_path(self.root, step), 0, time.time())
+
+    def _may_be_signed(self) -> bool:
+        """Whether to ask the store, which lists what all members have there."""
+        with self._looking:
+            newest = max((one.step for one in self._known), default=None)
+        if newest is not None:
+            return newest > self._uploaded_step
+        # A node whose ranks save nothing does not see when the others do.
+        now_s = time.monotonic()
+        if now_s - self._asked_s < EMPTY_ASK_S and not self._is_over.is_set():
+            return False
+        self._asked_s = now_s
+        return True
+
+    @property
+    def _uploaded_step(self) -> int:
+        return self._uploaded.step if self._uploaded is not None else 0
+
+    def _follow(self) -> None:
+        pause_s = 0.0
+        while not self._is_over.wait(pause_s):
+            began_s = time.monotonic()
+            self.look()
+            pause_s = max(LOOK_S, (time.monotonic() - began_s) / LOOK_SHARE)
+
+
+def have_resumed(order: StartOrder, member: int, variables: Mapping[str, str]) -> None:
+    """Have the checkpoint on this node from which its command goes on, where the store keeps them.
+
+    Args:
+        order: to start it.
+        member: of this node.
+        variables: of the command.
+
+    Raises:
+        StorageError: the store does not answer, or has it damaged.
+        OSError: it cannot be written.
+        ValueError: the path has a name that nothing sets.
+    """
+    job, step = job_of(order), order.resume_step
+    spec = job.worker.checkpoints
+    if spec is None or not spec.upload:
+        return
+    root = root_of(spec, order.cwd, variables)
+    store = open_store(job.storage)
+    if job.saves_in_parts:
+        make_ready(store, order, job.run_id, member, root)
+    elif step is not None:
+        bring_back(store, job.run_id, member, step, spec=spec, root=root)
+
+
+def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:
+    """Delete all but the newest; another node may do the same.
+
+    Args:
+        found: the complete ones, oldest first.
+        keep: how many remain.
+    """
+    for one in found[:-keep]:
+        try:
+            if one.path.is_dir():
+                shutil.rmtree(one.path)
+            else:
+                one.path.unlink()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            _log.warning(f"step {one.step} of the command is not deleted: {error}")
+            continue
+        _log.info(f"step {one.step} of the command is deleted: {keep} newer ones are kept")
+
+
+def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
+    """What a supervisor is told that asks this node for them."""
+    try:
+        root = root_of(query.spec, query.cwd, before_start(node, query.variables))
+        if query.is_in_parts:
+            return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
+        found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
+    except (OSError, ValueError) as error:
+        return AgentReply(error=f"worker.checkpoints: {error}")
+    return AgentReply(saved=tuple(map(told, found)))
+
+
+def _told_parts(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
+    for one in parts_of(read_record(root), root, run_id, member).values():
+        path = part_path(root, one.step)
+        # Of a distributed one a node needs the parts of others, too, which are in the store.
+        if one.saved_in is not None and can_be_read_alone(path):
+            yield SavedCheckpoint(
+                step=one.step, path=str(path), size_bytes=one.size_bytes,
+                written_s=one.written_s, saved_in=one.saved_in, member=member,
+            )  # fmt: skip
+
+
+def before_start(node: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """What a path may name where no attempt has set the variables of its processes yet."""
+    return {**os.environ, "PERDURE_NODE": node, **variables}
+
+
+def root_of(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]) -> Path:
+    """Where a command saves.
+
+    Raises:
+        ValueError: the path has a name that nothing sets.
+    """
+    (path,) = fill_in([spec.path], variables)
+    return Path(cwd).absolute() / path
+
+
+def _age(saved: Saved) -> tuple[int, float, int]:
+    # By size, too: two files of one step may have the same time, and have been seen one by one.
+    return saved.step, saved.written_s, saved.size_bytes
+
+
+def told(saved: Saved) -> SavedCheckpoint:
+    """A checkpoint in the words of the wire."""
+    return SavedCheckpoint(
+        step=saved.step,
+        path=str(saved.path),
+        size_bytes=saved.size_bytes,
+        written_s=saved.written_s,
+    )
+
+
+def keep_storing(
+    put: Callable[[ObjectStore], None],
+    open_store: Callable[[], ObjectStore],
+    *,
+    what: str,
+    every_s: float,
+    is_over: threading.Event,
+) -> None:
+    """Begin, in a thread of its own: a store that is away keeps nothing else waiting.
+
+    Args:
+        put: puts what the store does not have; what fails is tried again the next time.
+        open_store: the run's store.
+        what: subject and verb of a warning.
+        every_s: how often.
+        is_over: ends it.
+    """
+
+    def keep_on() -> None:
+        while not is_over.wait(every_s):
+            try:
+                put(open_store())
+            except (StorageError, OSError) as error:  # the node's own disk may be away, too
+                _log.warning(f"{what} put into the store later: {error}")
+
+    threading.Thread(target=keep_on, daemon=True).start()

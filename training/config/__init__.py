@@ -1,0 +1,1 @@
+"""The job file: its sections, their cross-checks, and one-line errors about them."""

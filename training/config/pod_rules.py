@@ -1,0 +1,251 @@
+"""Kubernetes' quantities: 8, 500m, 700Gi, 1e3. Pure.
+
+https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+
+What a job may not say about its pods, and why: names, labels, quantities, the overlay. Pure.
+
+Syntax of names and labels: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/
+and .../labels/. The API server would refuse most of it, but only once a run has begun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+_FORM = re.compile(
+    r"^(?P<number>\d+(?:\.\d*)?|\.\d+)(?P<unit>[KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?$"
+)
+_DECIMAL = "numkMGTPE"
+_EXPONENTS = (-9, -6, -3, 3, 6, 9, 12, 15, 18)
+_UNITS: Mapping[str, Decimal] = {
+    "": Decimal(1),
+    **{unit: Decimal(10) ** power for unit, power in zip(_DECIMAL, _EXPONENTS, strict=True)},
+    **{f"{unit}i": Decimal(1024) ** (place + 1) for place, unit in enumerate("KMGTPE")},
+}
+
+
+def amount_of(text: str) -> Decimal:
+    """The number that a quantity stands for.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _FORM.match(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no quantity such as 8, 500m or 700Gi")
+    unit = found["unit"] or ""
+    scale = _UNITS[unit] if unit in _UNITS else Decimal(f"1{unit}")
+    return Decimal(found["number"]) * scale
+
+
+# What the engine itself has in each pod.
+AGENT = "agent"
+AGENT_CONFIG = "agent-config"  # volume with the configuration of one pod's agent
+OWN_VOLUMES = ("scratch", AGENT_CONFIG, "shm", "node-disk")
+FOLDER = "/var/lib/perdure"
+CONFIG_FOLDER = "/etc/perdure/agent"
+NODE_FOLDER = "/var/lib/perdure-node"
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108 the kernel's name
+OWN_FOLDERS = (FOLDER, CONFIG_FOLDER, NODE_FOLDER, MEMORY_FOLDER)
+OWN_PREFIX = "perdure.io/"
+OWN_LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/component")
+
+_LABEL = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_PLAIN = re.compile(r"[A-Za-z0-9](?:[-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
+_NATIVE = frozenset({"cpu", "memory", "ephemeral-storage"})
+_TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
+_EFFECTS = frozenset({"NoSchedule", "PreferNoSchedule", "NoExecute"})
+
+_AVOIDS = "isolated nodes are excluded there, and members kept apart; use engine.node_selector"
+_MANY = "the engine's own would be gone; use engine.{}"
+# Paths of the overlay that would replace what the engine needs, with why.
+_REFUSED: Mapping[tuple[str, ...], str] = {
+    ("apiVersion",): "the engine makes pods",
+    ("kind",): "the engine makes pods",
+    ("metadata", "name"): "the engine finds its pods by it",
+    ("metadata", "namespace"): "use engine.namespace",
+    ("metadata", "labels"): "pods are found by their labels; use engine.labels",
+    ("metadata", "ownerReferences"): "what a run leaves is deleted with its owner",
+    ("spec", "restartPolicy"): "a container that came back by itself would know nothing",
+    ("spec", "nodeName"): "the cluster's scheduler chooses nodes; use engine.node_selector",
+    ("spec", "hostNetwork"): "use engine.host_network",
+    ("spec", "schedulerName"): "use engine.volcano.scheduler",
+    ("spec", "tolerations"): _MANY.format("tolerations"),
+    ("spec", "imagePullSecrets"): "use engine.image_pull_secrets",
+    ("spec", "terminationGracePeriodSeconds"): "use engine.grace_s",
+    ("spec", "affinity", "podAntiAffinity"): _AVOIDS,
+    ("spec", "affinity", "nodeAffinity"): _AVOIDS,
+}
+_REFUSED_OF_AGENT: Mapping[str, str] = {
+    "image": "use engine.image",
+    "command": "the agent is the first process of the container; use engine.python",
+    "args": "the agent is the first process of the container",
+    "startupProbe": "it tells when the agent listens",
+    "ports": "use engine.agent_port",
+    "envFrom": _MANY.format("env_secrets"),
+    "resources": "use engine.resources, from which Volcano's PodGroup is made, too",
+}
+
+
+def check_name(name: str) -> str:
+    """A name of an object, as it is.
+
+    Raises:
+        ValueError: it can be none.
+    """
+    if len(name) > 253 or not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name: lower-case letters, digits, '-' and '.'")
+    return name
+
+
+def check_namespace(name: str) -> str:
+    """Likewise of a namespace."""
+    if not re.fullmatch(_LABEL, name):
+        raise ValueError(f"{name!r} is no namespace: up to 63 lower-case letters, digits and '-'")
+    return name
+
+
+def check_label_name(name: str) -> str:
+    """The name of a label or annotation, such as topology.kubernetes.io/zone; raises likewise."""
+    prefix, slash, plain = name.rpartition("/")
+    is_prefix = not slash or (len(prefix) <= 253 and _NAME.fullmatch(prefix) is not None)
+    if not is_prefix or not _PLAIN.fullmatch(plain):
+        raise ValueError(f"{name!r} is no name of a label or annotation, such as example.com/kind")
+    return name
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """Labels; raises likewise."""
+    for name, value in labels.items():
+        check_label_name(name)
+        if value and not _PLAIN.fullmatch(value):
+            text = "up to 63 letters, digits, '-', '_' and '.'"
+            raise ValueError(f"{name}={value!r} is no value of a label: {text}")
+
+
+def check_own_labels(labels: Mapping[str, str]) -> None:
+    """Further labels of pods; raises ValueError for those that are the engine's."""
+    check_labels(labels)
+    for name in labels:
+        if name in OWN_LABELS or name.startswith(OWN_PREFIX):
+            raise ValueError(f"{name!r} is the engine's own: pods are found by it")
+
+
+def check_annotations(annotations: Mapping[str, str]) -> None:
+    """Annotations; raises likewise."""
+    for name in annotations:
+        check_label_name(name)
+
+
+def check_quantity(text: str) -> None:
+    """An amount above 0; raises ValueError."""
+    if amount_of(text) <= 0:
+        raise ValueError(f"{text!r} must be more than 0")
+
+
+def check_resources(resources: Mapping[str, str | int]) -> None:
+    """Amounts by the name of the resource; raises ValueError."""
+    for name, amount in resources.items():
+        check_label_name(name)
+        is_native = name in _NATIVE or name.startswith("hugepages-")
+        if not is_native and "/" not in name:
+            raise ValueError(f"{name!r} is no resource such as cpu, memory or huawei.com/Ascend910")
+        try:
+            check_quantity(str(amount))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if not is_native and amount_of(str(amount)) != amount_of(str(amount)).to_integral_value():
+            raise ValueError(f"{name}: {amount!r} must be a whole number")
+        if amount_of(str(amount)) > Decimal(2**63 - 1):
+            raise ValueError(f"{name}: {amount!r} is more than Kubernetes can count")
+
+
+def check_tolerations(tolerations: Iterable[Mapping[str, Any]]) -> None:
+    """Tolerations as in a pod; raises ValueError."""
+    for one in tolerations:
+        unknown = sorted(one.keys() - _TOLERATION)
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no field of a toleration: {sorted(_TOLERATION)}")
+        if one.get("operator", "Equal") not in ("Equal", "Exists"):
+            raise ValueError(f"operator {one['operator']!r} must be Equal or Exists")
+        if one.get("effect") not in (None, *_EFFECTS):
+            raise ValueError(f"effect {one['effect']!r} must be one of {sorted(_EFFECTS)}")
+        if one.get("operator") == "Exists" and one.get("value"):
+            raise ValueError(f"value {one['value']!r} has no meaning with operator Exists")
+        if not one.get("key") and one.get("operator") != "Exists":
+            raise ValueError("without a key the operator must be Exists")
+
+
+def check_overlay(overlay: Mapping[str, Any]) -> None:
+    """What is merged into each pod; raises ValueError where it replaces what the engine needs."""
+    for path, why in _overlaid(overlay):
+        raise ValueError(f"{path} cannot be replaced: {why}")
+
+
+def _overlaid(overlay: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for path, why in _REFUSED.items():
+        if _reaches(overlay, path):
+            yield ".".join(path), why
+    spec = overlay.get("spec") or {}
+    if "containers" in spec:
+        yield from _containers(spec["containers"])
+    if "volumes" in spec:
+        yield from _volumes(spec["volumes"])
+
+
+def _reaches(overlay: Any, path: tuple[str, ...]) -> bool:
+    """Whether an overlay has a path, or something that is no map in place of its beginning."""
+    for name in path:
+        if not isinstance(overlay, Mapping):
+            return True
+        if name not in overlay:
+            return False
+        overlay = overlay[name]
+    return True
+
+
+def _containers(containers: Any) -> Iterator[tuple[str, str]]:
+    if not _are_named(containers):
+        yield "spec.containers", "each needs a name, or they take the place of the agent's"
+        return
+    for one in containers:
+        for field, why in _REFUSED_OF_AGENT.items():
+            if one["name"] == AGENT and field in one:
+                yield f"{field} of container {AGENT}", why
+        if one["name"] == AGENT and "volumeMounts" in one:
+            yield from _named(one["volumeMounts"], f"volumeMounts of container {AGENT}")
+        if one["name"] == AGENT and "env" in one and not _are_named(one["env"]):
+            yield f"env of container {AGENT}", "each variable needs a name"
+
+
+def _volumes(volumes: Any) -> Iterator[tuple[str, str]]:
+    yield from _named(volumes, "spec.volumes")
+
+
+def _named(items: Any, where: str) -> Iterator[tuple[str, str]]:
+    if not _are_named(items):
+        yield where, "each needs a name, or they take the place of the engine's"
+        return
+    for one in items:
+        if one["name"] in OWN_VOLUMES:
+            yield f"{one['name']} in {where}", "the engine has a volume of that name"
+
+
+def _are_named(items: Any) -> bool:
+    return isinstance(items, list) and all(isinstance(o, Mapping) and "name" in o for o in items)
+
+
+def literal_variables(overlay: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and values of the variables that an overlay gives containers in clear text."""
+    spec = overlay.get("spec")
+    for part in ("initContainers", "containers"):
+        for container in (spec.get(part) if isinstance(spec, Mapping) else None) or ():
+            for variable in (
+                container.get("env") if isinstance(container, Mapping) else None
+            ) or ():
+                if isinstance(variable, Mapping) and isinstance(variable.get("value"), str):
+                    yield str(variable.get("name")), str(variable["value"])

@@ -1,0 +1,205 @@
+"""What the cluster says of its nodes, and cordons, where this process has the rights for them.
+
+Whether a node could take a pod, by what both documents say. Pure.
+
+As the scheduler's filters of 1.20 and later have it (NodeUnschedulable, TaintToleration,
+NodeAffinity by nodeSelector, NodeResourcesFit against the node's whole room):
+https://kubernetes.io/docs/reference/scheduling/config/#scheduling-plugins. What other pods take
+of a node is not in its document.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from perdure.training.config.engine import KubernetesEngineSpec
+from perdure.training.config.pod_rules import amount_of
+from perdure.training.engines.kubernetes import pods
+from perdure.training.engines.kubernetes.api import NODES, Api, ApiError
+from perdure.training.engines.kubernetes.image_registry import image_name
+from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.watching import Watched
+
+# Which run has cordoned a node: no other cordon is ever lifted.
+CORDONED_BY = "perdure.io/cordoned-by"
+
+_log = logging.getLogger("perdure.engine")
+
+
+class ClusterNodes:
+    """The nodes that the job's selector allows.
+
+    Args:
+        api: of the cluster.
+        spec: the engine section of the job.
+        run_id: of the run.
+    """
+
+    def __init__(self, api: Api, spec: KubernetesEngineSpec, run_id: str) -> None:
+        self._api, self._spec, self._run_id = api, spec, run_id
+        labels = ",".join(f"{name}={value}" for name, value in spec.node_selector.items())
+        self._watched: Watched | None = Watched(api, NODES, labels=labels)
+        self._is_listed = False
+
+    def start(self) -> None:
+        """Begin to watch them; without the right to do so, nothing is known of nodes."""
+        try:
+            if self._watched is not None:
+                self._watched.start()
+                self._is_listed = True
+        except ApiError as error:
+            if not error.is_forbidden:
+                raise
+            _log.info("what the cluster says of its nodes is not known: %s", error)
+            self._watched = None
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of those that are known."""
+        return sorted(self._watched.objects) if self._watched is not None else ()
+
+    def problem(self, node: str) -> str:
+        """Why a node is not to be trusted, as the cluster sees it; "" where it is, or unknown."""
+        if absence := self.absence(node):
+            return absence
+        found = self._watched.objects.get(node) if self._watched is not None else None
+        return pods.node_problem(found) if found is not None else ""
+
+    def absence(self, node: str) -> str:
+        """What became of a node that is not among them; "" where it is, or unknown."""
+        if self._watched is None or not self._is_listed or not node:
+            return ""
+        if node in self._watched.objects:
+            return ""
+        return pods.UNSELECTED if self._spec.node_selector else pods.NO_NODE
+
+    @property
+    def cordoned(self) -> set[str]:
+        """Nodes that this run has cordoned, as far as they are known."""
+        known = self._watched.objects if self._watched is not None else {}
+        annotations = {n: one["metadata"].get("annotations") or {} for n, one in known.items()}
+        return {n for n, found in annotations.items() if found.get(CORDONED_BY) == self._run_id}
+
+    def isolate(self, avoided: Collection[str]) -> None:
+        """Cordon nodes, and lift what this run cordoned before and does not avoid any more."""
+        if not self._spec.cordon:
+            return
+        known = self._watched.objects if self._watched is not None else {}
+        ours = self.cordoned
+        for node in set(avoided) - ours:
+            if not (known.get(node, {}).get("spec") or {}).get("unschedulable"):
+                self._set(node, unschedulable=True, by=self._run_id)
+        for node in ours - set(avoided):
+            self._set(node, unschedulable=None, by=None)
+
+    def _set(self, node: str, *, unschedulable: bool | None, by: str | None) -> None:
+        changes = {
+            "metadata": {"annotations": {CORDONED_BY: by}},
+            "spec": {"unschedulable": unschedulable},
+        }
+        verb = "cordoned" if unschedulable else "uncordoned"
+        try:
+            self._api.patch(NODES, node, changes)
+        except ApiError as error:
+            _log.warning("node %s could not be %s: %s", node, verb, error)
+            return
+        _log.warning("node %s is %s", node, verb)
+
+
+UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+_KEEPING_OUT = ("NoSchedule", "NoExecute")
+
+
+def lacks(node: Document, pod: Mapping[str, Any]) -> list[str]:
+    """What a node lacks for a pod; empty: it fits.
+
+    Args:
+        node: the node's document.
+        pod: the `spec` of the pod.
+    """
+    return [*_readiness(node, pod), *_labels(node, pod), *_taints(node, pod), *_room(node, pod)]
+
+
+def _readiness(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
+    conditions = (node.get("status") or {}).get("conditions") or ()
+    if not any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
+        yield "not ready"
+    is_cordoned = (node.get("spec") or {}).get("unschedulable")
+    taint = {"key": UNSCHEDULABLE, "effect": "NoSchedule"}
+    if is_cordoned and not _tolerated(taint, pod):
+        yield "cordoned"
+
+
+def _labels(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
+    labels = node["metadata"].get("labels") or {}
+    for name, value in (pod.get("nodeSelector") or {}).items():
+        if labels.get(name) != value:
+            has = f"{name}={labels[name]}" if name in labels else "none"
+            yield f"no label {name}={value} ({has})"
+
+
+def _taints(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
+    for taint in (node.get("spec") or {}).get("taints") or ():
+        is_told = taint["key"] == UNSCHEDULABLE  # as cordoned
+        if taint.get("effect") in _KEEPING_OUT and not is_told and not _tolerated(taint, pod):
+            value = f"={taint['value']}" if taint.get("value") else ""
+            yield f"taint {taint['key']}{value}:{taint['effect']}"
+
+
+def _tolerated(taint: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
+    return any(_tolerates(one, taint) for one in pod.get("tolerations") or ())
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
+    if toleration.get("effect") not in (None, "", taint.get("effect")):
+        return False
+    exists = toleration.get("operator") == "Exists"
+    if not toleration.get("key"):
+        return exists
+    same_value = (toleration.get("value") or "") == (taint.get("value") or "")
+    return toleration["key"] == taint["key"] and (exists or same_value)
+
+
+def _room(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
+    offered = (node.get("status") or {}).get("allocatable") or {}
+    for name, wanted in wanted_of(pod).items():
+        has = amount_of(str(offered.get(name, "0")))
+        if has < wanted:
+            yield f"{name} {offered.get(name, 'not offered')} of {_plain(wanted)}"
+
+
+def wanted_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:
+    """Amounts that the containers of a pod ask for together."""
+    total: dict[str, Decimal] = {}
+    for container in pod["containers"]:
+        for name, amount in ((container.get("resources") or {}).get("requests") or {}).items():
+            total[name] = total.get(name, Decimal(0)) + amount_of(str(amount))
+    return total
+
+
+def _plain(amount: Decimal) -> str:
+    return f"{amount.normalize():f}"
+
+
+def image_nodes(image: str, nodes: Sequence[Document]) -> list[str]:
+    """Names of the nodes whose list of images has one."""
+    wanted = _complete(image)
+    return [
+        node["metadata"]["name"]
+        for node in nodes
+        if any(
+            _complete(name) == wanted
+            for one in (node.get("status") or {}).get("images") or ()
+            for name in one.get("names") or ()
+        )
+    ]
+
+
+def _complete(image: str) -> str:
+    try:
+        return str(image_name(image))
+    except ValueError:  # nodes list images without a name, as <none>@<none>
+        return image

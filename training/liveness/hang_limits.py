@@ -1,0 +1,277 @@
+"""When silence is a hang: limits learned from the run.
+
+Pure: heartbeats in, verdict out. Times are seconds of CLOCK_MONOTONIC.
+
+When a command that prints nothing any more hangs: by the output of all of its nodes.
+
+Of most programs one rank alone prints, so a node that prints nothing says nothing. Pure. Times are
+seconds of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from perdure.training.liveness.heartbeat import Heartbeat, Phase
+
+EVEN_SHARE = 6  # the last sixth of the time has to be even
+MIN_READINGS = 4
+EVEN_CORES = 0.1
+EVEN_PERCENT = 5.0
+MIN_LIMIT_S = 60.0
+MEDIANS = 10.0
+WINDOW = 50
+
+_ENDING = frozenset({Phase.DONE, Phase.STOPPED})
+
+
+@dataclass(frozen=True, slots=True)
+class SilenceLimits:
+    """Silence allowed in each phase.
+
+    Attributes:
+        start_s: from the start of the processes to the first step, and for a recovery.
+        step_s: in a step, while it waits for data, and where ranks agree on a save; None:
+            max(60 s, 10 x median step).
+        save_s: a save, which may move terabytes.
+        restore_s: a restore, likewise.
+        evaluate_s: an evaluation.
+        floor_s: least limit that is learned from the steps.
+    """
+
+    start_s: float
+    step_s: float | None = None
+    save_s: float | None = None
+    restore_s: float | None = None
+    evaluate_s: float | None = None
+    floor_s: float = MIN_LIMIT_S
+
+    def of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> float:
+        """The limit of a phase.
+
+        Args:
+            phase: what the worker is doing.
+            has_stepped: whether it has completed a step; the first one compiles and connects.
+            step_s: limit of a step.
+        """
+        if phase in _ENDING:
+            # What a program does after its loop is not known here; an evaluation may be of it.
+            return max(self.start_s, self.save_s or 0.0, self.evaluate_s or 0.0)
+        own = {
+            Phase.START: self.start_s,
+            Phase.RECOVER: self.start_s,
+            Phase.RESTORE: self.restore_s or self.start_s,
+            Phase.SAVE: self.save_s or self.start_s,
+            Phase.EVALUATE: self.evaluate_s or self.start_s,
+        }.get(phase)
+        if own is None:
+            own = 0.0 if has_stepped else self.start_s
+        return max(own, step_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """A verdict: which local rank is silent, for how long, and what it was doing."""
+
+    local_rank: int
+    silent_s: float
+    limit_s: float
+    phase: Phase
+    step: int
+
+
+@dataclass(slots=True)
+class HangDetector:
+    """Learns the step time of the local ranks and judges their silence.
+
+    Attributes:
+        limits: by phase.
+    """
+
+    limits: SilenceLimits
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _last: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def limit_s(self) -> float:
+        """Silence allowed within a step."""
+        if self.limits.step_s is not None:
+            return self.limits.step_s
+        if not self._steps_s:
+            return self.limits.start_s
+        return max(self.limits.floor_s, MEDIANS * median(self._steps_s))
+
+    @property
+    def stopped_limit_s(self) -> float:
+        """How long a process may be stopped by a signal, whatever it was doing.
+
+        It does nothing meanwhile, so that no phase needs more time than a step.
+        """
+        is_known = self.limits.step_s is not None or bool(self._steps_s)
+        return self.limit_s if is_known else MIN_LIMIT_S
+
+    def judge(
+        self,
+        beats: Mapping[int, Heartbeat],
+        *,
+        now_s: float,
+        since_s: float,
+        mute: Mapping[int, float] | None = None,
+        stopped: Mapping[int, float] | None = None,
+    ) -> Hang | None:
+        """The rank that has been silent longest beyond its limit, or None.
+
+        Args:
+            beats: newest heartbeat of every local rank that still runs and takes part.
+            now_s: the time.
+            since_s: when the processes were started.
+            mute: local ranks that run but have never written a heartbeat, and since when.
+            stopped: local ranks whose processes are stopped by a signal, and since when.
+        """
+        worst = self._longest_stopped(beats, stopped or {}, now_s=now_s)
+        start_s = self.limits.start_s
+        for local_rank, began_s in (mute or {}).items():
+            silent_s = now_s - began_s
+            if silent_s > start_s and (worst is None or silent_s > worst.silent_s):
+                worst = Hang(local_rank, silent_s, start_s, Phase.START, -1)
+        for local_rank, beat in beats.items():
+            self._learn(local_rank, beat)
+            if beat.phase is Phase.PAUSED:
+                continue
+            # The beat, not the step: a worker that saves beats when the phase changes.
+            last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)
+            limit_s = self.limits.of(
+                beat.phase, has_stepped=beat.stepped_ns > 0, step_s=self.limit_s
+            )
+            silent_s = now_s - last_s
+            if silent_s > limit_s and (worst is None or silent_s > worst.silent_s):
+                worst = Hang(local_rank, silent_s, limit_s, beat.phase, beat.step)
+        return worst
+
+    def _longest_stopped(
+        self, beats: Mapping[int, Heartbeat], stopped: Mapping[int, float], *, now_s: float
+    ) -> Hang | None:
+        worst: Hang | None = None
+        for local_rank, since_s in stopped.items():
+            beat, silent_s = beats.get(local_rank), now_s - since_s
+            if beat is not None and beat.phase is Phase.PAUSED:
+                continue
+            if silent_s > self.stopped_limit_s and (worst is None or silent_s > worst.silent_s):
+                phase, step = (beat.phase, beat.step) if beat is not None else (Phase.START, -1)
+                worst = Hang(local_rank, silent_s, self.stopped_limit_s, phase, step)
+        return worst
+
+    def _learn(self, local_rank: int, beat: Heartbeat) -> None:
+        stepped_s = beat.stepped_ns / 1e9
+        step, before_s = self._last.get(local_rank, (beat.step, stepped_s))
+        if beat.step > step and before_s > 0:
+            self._steps_s.append(beat.stride * (stepped_s - before_s) / (beat.step - step))
+        self._last[local_rank] = (beat.step, stepped_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramActivity:
+    """One reading of all processes of a program on a node.
+
+    Attributes:
+        at_s: when.
+        log_bytes: length of its output so far.
+        io_bytes: read and written by its processes so far, through files, pipes and terminals.
+        cpu_s: processor time of its processes so far.
+        utilisation_percent: mean of the devices, None where it is not known.
+    """
+
+    at_s: float
+    log_bytes: int
+    io_bytes: int
+    cpu_s: float
+    utilisation_percent: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inactivity:
+    """A verdict.
+
+    Attributes:
+        silent_s: since output or I/O last grew.
+        cores: processors in use meanwhile.
+    """
+
+    silent_s: float
+    cores: float
+
+
+@dataclass(slots=True)
+class ActivityDetector:
+    """Judges a program by what its processes do.
+
+    Attributes:
+        quiet_s: how long neither output nor I/O may stay the same.
+    """
+
+    quiet_s: float
+    _readings: deque[ProgramActivity] = field(default_factory=deque)
+    _changed_s: float | None = None
+
+    def judge(self, now: ProgramActivity) -> Inactivity | None:
+        """Take in a reading; None while the program shows a sign of life."""
+        last = self._readings[-1] if self._readings else None
+        if last is None or self._changed_s is None or _moved(last, now):
+            self._changed_s = now.at_s
+            self._readings.clear()
+        self._readings.append(now)
+        window_s = self.quiet_s / EVEN_SHARE
+        while self._readings[0].at_s < now.at_s - window_s and len(self._readings) > MIN_READINGS:
+            self._readings.popleft()
+        silent_s = now.at_s - self._changed_s
+        if silent_s <= self.quiet_s or len(self._readings) < MIN_READINGS:
+            return None
+        cores = _cores(self._readings)
+        uses = [r.utilisation_percent for r in self._readings if r.utilisation_percent is not None]
+        if _spread(cores) > EVEN_CORES or _spread(uses) > EVEN_PERCENT:
+            return None
+        return Inactivity(silent_s, sum(cores) / len(cores))
+
+
+def _moved(before: ProgramActivity, now: ProgramActivity) -> bool:
+    return (before.log_bytes, before.io_bytes) != (now.log_bytes, now.io_bytes)
+
+
+def _cores(readings: deque[ProgramActivity]) -> list[float]:
+    """Processors in use between each two readings."""
+    pairs = zip(list(readings)[:-1], list(readings)[1:], strict=True)
+    return [(b.cpu_s - a.cpu_s) / (b.at_s - a.at_s) for a, b in pairs if b.at_s > a.at_s] or [0.0]
+
+
+def _spread(values: list[float]) -> float:
+    return max(values) - min(values) if values else 0.0
+
+
+@dataclass(slots=True)
+class SilentOutputDetector:
+    """Judges the output of one attempt.
+
+    Attributes:
+        limit_s: how long no node may print anything.
+    """
+
+    limit_s: float
+    _seen: dict[str, int] = field(default_factory=dict)
+    _grew_s: float | None = None
+
+    def judge(self, output_bytes: Mapping[str, int], *, now_s: float) -> float | None:
+        """Take in a look; for how long nothing has been printed, once that is beyond the limit.
+
+        Args:
+            output_bytes: length of the output so far, by node; of nodes that gave no answer none.
+            now_s: the time.
+        """
+        has_grown = any(self._seen.get(node) != size for node, size in output_bytes.items())
+        self._seen.update(output_bytes)
+        if has_grown or self._grew_s is None:
+            self._grew_s = now_s
+        silent_s = now_s - self._grew_s
+        return silent_s if silent_s > self.limit_s else None

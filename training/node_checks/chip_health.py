@@ -1,0 +1,105 @@
+"""The chips of a node between two attempts in place: are they ill, and their reset.
+
+Written for npu-smi 23.0 to 26.0; on devices of another kind NVML is asked where it is there, and
+nothing is reset. Nothing here was run on an Ascend chip. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from perdure.training.node_checks.devices import Ask, check_history, judge_devices
+from perdure.training.recovery.healing import RESET_COMMAND_LIMIT_S, HealPlan, is_still_there
+from perdure.training.telemetry import npu_smi
+from perdure.training.telemetry.sampling import NPU_SMI, Sampler, reset_command
+from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.wire.node import CheckOutcome
+
+# How a tool words that it did not do what it was asked to; what it did shows the check after it.
+_REFUSED = re.compile(r"fail|error|not support|invalid|denied|permission", re.IGNORECASE)
+MAX_SEEN_CHARS = 200
+
+
+class AskWithAnswers(Protocol):
+    """Runs a tool that asks back; see `vendor_tools.ask`."""
+
+    def __call__(self, command: Sequence[str], *, timeout_s: float, answers: str) -> str:
+        """What it prints."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the driver shows of the chips.
+
+    Attributes:
+        is_good: it reports no fault.
+        codes: that it reports.
+    """
+
+    is_good: bool
+    codes: tuple[str, ...]
+    seen: str
+
+
+def look_at_chips(
+    plan: HealPlan, slots: int, folder: Path, *, closely: Collection[int], ask_tool: Ask = ask
+) -> Look:
+    """Ask the driver for the health and the error counters of the chips.
+
+    Args:
+        plan: has the code that should be gone.
+        slots: devices of the node that the job uses, from 0 on; all must be there.
+        folder: of the container.
+        closely: those of them that were at fault.
+        ask_tool: runs a tool.
+    """
+    sample = Sampler(folder, slots, closely=closely, ask_tool=ask_tool).look()
+    health = judge_devices(sample, slots)
+    codes = tuple(dict.fromkeys(code for one in sample.devices for code in one.error_codes))
+    if health.outcome is CheckOutcome.FAILED:
+        return Look(is_good=False, codes=codes, seen=health.seen)
+    if is_still_there(plan, codes):
+        return Look(is_good=False, codes=codes, seen=f"code {plan.code} is still reported")
+    if find_tool(NPU_SMI) is not None:
+        history = check_history(slots, devices=closely, ask_tool=ask_tool)
+        if history.outcome is CheckOutcome.FAILED:
+            return Look(is_good=False, codes=codes, seen=history.seen)
+    return Look(is_good=True, codes=codes, seen=health.seen)
+
+
+def reset_chips(
+    devices: Collection[int],
+    *,
+    ask_tool: Callable[[Sequence[str]], str] = ask,
+    command: AskWithAnswers = ask,
+) -> tuple[bool, str]:
+    """Reset chips by the driver's own tool. Whether it did so, and its words.
+
+    None is reset while a process uses any chip of the node: on some servers a reset is one of all
+    chips (npu-smi warns of it), and another job's would be lost.
+    """
+    if find_tool(NPU_SMI) is None:
+        return False, f"not possible, {NPU_SMI} is not installed"
+    try:
+        table = ask_tool((NPU_SMI, "info"))
+        if num_busy := npu_smi.parse_processes(table):
+            return False, f"not done, {num_busy} processes use chips of the node"
+        chips = [one for n, one in enumerate(npu_smi.parse_table(table)) if n in devices]
+        answers = [
+            command(reset_command(chip), timeout_s=RESET_COMMAND_LIMIT_S, answers="y\n")
+            for chip in chips
+        ]
+    except NoAnswer as error:
+        return False, f"no answer: {error}"
+    if not answers:
+        return False, "not possible, the device is not in the driver's table"
+    refused = next((text for text in answers if _REFUSED.search(text)), None)
+    if refused is not None:
+        return False, f"refused: {' '.join(refused.split())[:MAX_SEEN_CHARS]}"
+    names = ", ".join(f"{chip.npu}.{chip.chip}" for chip in chips)
+    return True, f"chip {names} by {NPU_SMI}"

@@ -1,0 +1,92 @@
+"""Whose fault a failed check is: one node's, or that of something all nodes share.
+
+A check that fails on some nodes counts against them. One that fails wherever it was made counts
+against what they share: the store, the job, the image. Pure.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from perdure.training.node_checks.versions import NAME as VERSIONS
+from perdure.training.wire.node import Check, CheckOutcome
+
+# Checks of the gang; named here, for this module must not load torch.
+JOIN = "join"
+ALL_REDUCE = "all_reduce"
+SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
+SPEED = "gflop_s"
+SHARED = frozenset({"store", "store_disk", "secrets"})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckVerdict:
+    """What the checks of a placement come to.
+
+    Attributes:
+        checks: all of them, with warnings that only a comparison of nodes shows.
+        refused: why, by the name of a node that must not be used.
+        common: failures that are no single node's fault.
+    """
+
+    checks: tuple[Check, ...]
+    refused: Mapping[str, str]
+    common: tuple[str, ...]
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether every node of the placement may be used."""
+        return not self.refused
+
+
+def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
+    """Draw one verdict from the checks of all nodes of a placement."""
+    compared = tuple(_compared(checks))
+    refused: dict[str, str] = {}
+    common: list[str] = []
+    for name in dict.fromkeys(check.name for check in compared):
+        made = [c for c in compared if c.name == name and c.outcome is not CheckOutcome.SKIPPED]
+        failed = [c for c in made if c.outcome is CheckOutcome.FAILED]
+        if not failed:
+            continue
+        if _is_common(name, failed, made):
+            common.append(f"{name}: {failed[0].seen}")
+            continue
+        for check in failed:
+            if check.node is not None:
+                refused.setdefault(check.node, f"{name}: {check.seen}")
+    return CheckVerdict(compared, refused, tuple(common))
+
+
+def _is_common(name: str, failed: Sequence[Check], made: Sequence[Check]) -> bool:
+    """In a collective many nodes fail because of a few; elsewhere each fails by itself."""
+    if any(check.node is None for check in failed):
+        return True
+    if name == JOIN:
+        return 2 * len(failed) > len(made)  # the one they do not reach is not among them
+    if name == ALL_REDUCE:
+        return 2 * len(failed) >= len(made)
+    # One node that is checked alone shows no difference between itself and what all share.
+    return len(failed) == len(made) and (len(made) > 1 or name in SHARED)
+
+
+def _compared(checks: Sequence[Check]) -> Sequence[Check]:
+    """Warn of versions that differ from most nodes', and of devices that are slow beside others."""
+    versions = [c.seen for c in checks if c.name == VERSIONS]
+    usual = statistics.mode(versions) if versions else ""
+    speeds = [c.figures[SPEED] for c in checks if SPEED in c.figures]
+    median = statistics.median(speeds) if len(speeds) > 2 else 0.0
+    return [_with_warning(check, usual=usual, median=median) for check in checks]
+
+
+def _with_warning(check: Check, *, usual: str, median: float) -> Check:
+    seen = ""
+    if check.name == VERSIONS and check.seen != usual:
+        seen = f"{check.seen}; most nodes have {usual}"
+    elif check.figures.get(SPEED, median) < SLOW_SHARE * median:
+        seen = f"{check.seen}; the median node reaches {median:.1f} GFLOP/s"
+    if not seen or check.outcome is not CheckOutcome.OK:
+        return check
+    return check.model_copy(update={"outcome": CheckOutcome.WARNING, "seen": seen})

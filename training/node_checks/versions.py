@@ -1,0 +1,142 @@
+"""Do driver, CANN, torch_npu and torch fit each other? Read from files, nothing is loaded.
+
+The table of torch_npu and CANN is data, versions.toml, with its source. Driver and toolkit name
+the versions that they go with in their own version files.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from perdure.training.telemetry.nvml import driver_version
+from perdure.training.telemetry.vendor_tools import assignments
+from perdure.training.wire.node import Check, CheckOutcome
+
+NAME = "versions"
+DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")
+TOOLKIT_FILE = "ascend_toolkit_install.info"
+DEFAULT_TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What is installed; None or empty where it is not.
+
+    Attributes:
+        driver: lines of the driver's version file.
+        toolkit: lines of CANN's.
+    """
+
+    python: str
+    torch: str
+    torch_npu: str | None
+    driver: Mapping[str, str]
+    toolkit: Mapping[str, str]
+    nvidia_driver: str | None = None
+
+
+@cache
+def table() -> Mapping[str, tuple[str, ...]]:
+    """CANN versions by torch_npu version."""
+    document = tomllib.loads((Path(__file__).parent / "versions.toml").read_text(encoding="utf-8"))
+    return {name: tuple(fits) for name, fits in document["cann_of_torch_npu"].items()}
+
+
+def installed() -> Installed:
+    """What this machine has."""
+    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
+    base = Path(home or DEFAULT_TOOLKIT)
+    files = [base / f"{platform.machine()}-linux" / TOOLKIT_FILE, base / TOOLKIT_FILE]
+    return Installed(
+        python=platform.python_version(),
+        torch=_version("torch") or "missing",
+        torch_npu=_version("torch_npu"),
+        driver=assignments(DRIVER_FILE),
+        toolkit=next((found for file in files if (found := assignments(file))), {}),
+        nvidia_driver=driver_version(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(here: Installed) -> tuple[Check, ...]:
+    """The versions, which have to be the same on every node, and whether they fit."""
+    parts = {
+        "python": here.python,
+        "torch": here.torch,
+        "torch_npu": here.torch_npu,
+        "CANN": here.toolkit.get("version"),
+        "Ascend driver": here.driver.get("Version"),
+        "NVIDIA driver": here.nvidia_driver,
+    }
+    seen = ", ".join(f"{name} {version}" for name, version in parts.items() if version)
+    same = Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed="the same on every node")
+    return same, _fit(here)
+
+
+def _fit(here: Installed) -> Check:
+    if here.torch_npu is None:
+        return Check(
+            name="npu_versions", outcome=CheckOutcome.SKIPPED, seen="torch_npu is not installed"
+        )
+    wrong, doubtful = [], []
+    base = ".".join(here.torch_npu.split(".")[:3])
+    if not here.torch.startswith(base):
+        wrong.append(f"torch_npu {here.torch_npu} needs torch {base}, not {here.torch}")
+    cann, fits = here.toolkit.get("version"), table().get(here.torch_npu)
+    if fits is None:
+        doubtful.append(f"torch_npu {here.torch_npu} is not in the table of known pairs")
+    elif cann is not None and cann.upper() not in fits:
+        doubtful.append(f"torch_npu {here.torch_npu} goes with CANN {' or '.join(fits)}")
+    if cann is None:
+        doubtful.append(f"no {TOOLKIT_FILE}: CANN's version is not known")
+    if here.driver and here.toolkit and not driver_fits(here.driver, here.toolkit):
+        doubtful.append("neither driver nor CANN names the other one's version")
+    return Check(
+        name="npu_versions",
+        outcome=CheckOutcome.FAILED
+        if wrong
+        else CheckOutcome.WARNING
+        if doubtful
+        else CheckOutcome.OK,
+        seen="; ".join([*wrong, *doubtful]) or f"torch_npu {here.torch_npu}, CANN {cann}",
+        allowed="a pair of training/node_checks/versions.toml",
+    )
+
+
+def driver_fits(driver: Mapping[str, str], toolkit: Mapping[str, str]) -> bool:
+    """Whether one of them names the inner version of the other.
+
+    `compatible_version=[V100R001C13],[V100R001C15,V100R001C19]`: versions, and ranges of them.
+    """
+    return _names(driver, toolkit.get("innerversion", "")) or _names(
+        toolkit, driver.get("Innerversion", "")
+    )
+
+
+def _names(one: Mapping[str, str], inner: str) -> bool:
+    other = _release(inner)
+    for span in re.findall(r"\[([^\]]*)\]", one.get("compatible_version", "")):
+        ends = [release for part in span.split(",") if (release := _release(part)) is not None]
+        if other is not None and ends and min(ends) <= other <= max(ends):
+            return True
+    return False
+
+
+def _release(text: str) -> tuple[int, ...] | None:
+    """V100R001C13B222 is (100, 1, 13)."""
+    found = re.match(r"\s*V(\d+)R(\d+)C(\d+)", text)
+    return tuple(map(int, found.groups())) if found else None

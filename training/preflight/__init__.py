@@ -1,0 +1,1 @@
+"""Checks of a job before its run starts: settings, program, storage."""

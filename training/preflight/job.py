@@ -1,0 +1,395 @@
+"""What can be checked before anything is started, and whether the job's settings allow recovery.
+
+Storage, corpus, tokenizer and environment take seconds at most; every problem is an InputError
+that names field, value and what is allowed. What the job's layout allows of recovery inside the
+processes is a note, not a problem: the ladder skips a rung that is not possible.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.storage.address import (
+    Credentials,
+    check_can_make,
+    check_reachable,
+    has_store,
+    open_store,
+)
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.commands.arguments import NAMES_IN_ARGUMENTS, unknown_names, unknown_text
+from perdure.training.config.job import RESERVED_NAMES, Job
+from perdure.training.engines.registry import make_engine
+from perdure.training.environment import check_environment, variables_of, worker_path
+from perdure.training.errors import EngineError, InputError
+from perdure.training.files import home_folder
+from perdure.training.platforms.settings import shown
+from perdure.training.preflight.program import check_recipe, script_notes
+from perdure.training.preflight.storage import MOUNTS, check_place, place_of
+from perdure.training.processes import LAUNCHER
+from perdure.training.recovery.replicas import Feasibility, Mechanism, feasibility, groups_text
+from perdure.training.supervisor.run_identity import refuse_vanished
+from perdure.training.trainer.data.corpus import CorpusError, find_sources
+from perdure.training.trainer.data.first_look import TooFewTokens, check_enough, strange_files
+from perdure.training.trainer.data.tokenizer import open_tokenizer
+from perdure.training.trainer.size import num_parameters
+from perdure.training.wire.node import Check, CheckOutcome
+
+MANY_SAVES_LOST = 0.25  # of all steps, to do again after the worst moment to fail
+
+
+def check_job(
+    job: Job, *, credentials: Credentials | None = None, with_storage: bool = True
+) -> None:
+    """Check a job against this machine.
+
+    Args:
+        job: validated by itself already.
+        credentials: keys of the job's store; None: boto3's default chain.
+        with_storage: whether to write and read a probe object.
+
+    Raises:
+        InputError: the first problem.
+    """
+    check_environment(job)
+    _check_engine(job)
+    _check_platform(job)
+    if job.engine.on_this_machine:
+        _check_program(job)
+    _check_place_of_store(job)
+    if job.data is not None and not job.worker.is_command:
+        _check_data(job)
+    if with_storage:
+        _check_storage(job, credentials)
+        _check_init_from(job, open_store(job.storage, credentials))
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """One line about the job's recovery.
+
+    Attributes:
+        line: shown to the user.
+        is_warning: whether the job asked for something that will not be.
+    """
+
+    line: str
+    is_warning: bool = False
+
+
+def recovery_notes(job: Job) -> tuple[Note, ...]:
+    """What the layout allows of recovery inside the processes, and what platform entries became."""
+    reading = job.restart.read_platform()
+    became = [
+        Note(f"{name}={shown(value)}: from {reading.sources[name]}")
+        for name, value in reading.fields.items()
+        if getattr(job.restart, name, value) == value  # what a list leaves out gives way
+    ]
+    return (
+        *_start_notes(job),
+        *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
+        *_numeric_notes(job),
+        *_copy_notes(job),
+        *_wrapping_notes(job),
+        *became,
+        *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
+    )
+
+
+def _start_notes(job: Job) -> Iterator[Note]:
+    """A launcher that is started once per device starts all of a node's ranks every time."""
+    if not job.worker.is_command or job.worker.is_launcher:
+        return
+    found = next((m for part in job.worker.command or () if (m := LAUNCHER.search(part))), None)
+    if found is not None:
+        why = "starts ranks of its own: per: node is for it"
+        yield Note(f"worker.per=device: {found.group()} {why}", is_warning=True)
+
+
+def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
+    if not getattr(job.restart, mechanism):
+        return Note(f"{mechanism}: off (restart.{mechanism}=false)")
+    asked = mechanism in job.restart.model_fields_set
+    can = feasibility(mechanism, job.layout, ranks_per_node=job.engine.slots_per_node)
+    if job.worker.is_command:
+        why = "worker.command is not part of the recovery, a session recipe is"
+        line = f"{mechanism}: not possible: {why}{_own_means(job, can)}"
+        return Note(line, is_warning=asked)
+    if can.is_possible:
+        return Note(f"{mechanism}: possible, {can.reason}")
+    return Note(f"{mechanism}: not possible: {can.reason}", is_warning=asked)
+
+
+def _numeric_notes(job: Job) -> Iterator[Note]:
+    """What an answer to abnormal steps lacks."""
+    spec = job.restart
+    for name in ("numeric_retry", "data_skipping"):
+        if not getattr(spec, name):
+            continue
+        if job.worker.is_command:
+            why = "the steps of worker.command are not known, those of a session recipe are"
+            yield Note(f"{name}: not possible: {why}", is_warning=True)
+        elif spec.abnormal_loss is None and spec.abnormal_grad_norm is None:
+            why = "no threshold, so that only nan and inf are abnormal; set abnormal_grad_norm"
+            yield Note(f"{name}: {why}", is_warning=True)
+
+
+def _copy_notes(job: Job) -> Iterator[Note]:
+    """What copies on partner nodes save, and cost."""
+    spec = job.checkpoint
+    if not spec.partner_copies:
+        return
+    limit = f", at {spec.partner_mb_per_s:g} MB/s" if spec.partner_mb_per_s is not None else ""
+    yield Note(
+        f"partner_copies: {spec.partner_copies} of each node's saves in the memory of other nodes"
+        f"{limit}; a node needs {spec.shares_in_memory} times its share of the state"
+    )
+    domains = set(spec.failure_domains.values())
+    if len(domains) == 1:
+        yield Note(
+            f"checkpoint.failure_domains: all of {domains.pop()!r}, so that the nodes named have "
+            "partners among the others alone",
+            is_warning=True,
+        )
+
+
+def _wrapping_notes(job: Job) -> Iterator[Note]:
+    """What a recipe of one's own has to do for a setting of the built-in trainer."""
+    needs = {
+        "parallelism.bucket_cap_mb": (
+            "perdure.training.trainer.pretrain.data_parallel",
+            job.parallelism.bucket_cap_mb,
+        )
+    }
+    if job.data is not None:
+        needs["data.persistent_workers"] = (
+            "perdure.training.trainer.pretrain.make_loader",
+            job.data.persistent_workers,
+        )
+    for name, (helper, value) in needs.items():
+        if value is not None and not job.is_reference:
+            yield Note(
+                f"{name}: changes nothing unless {job.recipe} uses {helper}", is_warning=True
+            )
+
+
+def _own_means(job: Job, can: Feasibility) -> str:
+    """What the layout of a command allows a recovery of its own, such as MindIO TFT."""
+    if not job.has_layout:
+        return ""
+    verb = "allows" if can.is_possible else "does not allow"
+    return f"; a recovery of its own (MindIO TFT) its layout {verb}: {can.reason}"
+
+
+def _check_place_of_store(job: Job) -> None:
+    folder = job.storage.folder
+    if folder is not None and not job.engine.has_folder(str(folder)):
+        text = (
+            f"{job.storage.address!r}: the job's nodes do not have that folder; mount it with "
+            "engine.volumes, from where all of them share it, or take an s3:// address"
+        )
+        raise InputError("storage.address", text)
+
+
+def _check_engine(job: Job) -> None:
+    try:
+        make_engine(job, home=home_folder(), epoch=0, secrets_env={}, created_s=0.0).nodes()
+    except EngineError as error:
+        raise InputError("engine", str(error)) from error
+
+
+def _check_platform(job: Job) -> None:
+    try:
+        job.restart.read_platform(job.comm.settings())
+    except InputError as error:
+        raise InputError("restart.from_platform", str(error)) from error
+
+
+def _check_program(job: Job) -> None:
+    cwd = Path(job.worker.cwd or ".")
+    if not cwd.is_dir():
+        raise InputError("worker.cwd", f"{str(cwd)!r} is not a folder")
+    if job.worker.command is not None:
+        program = job.worker.command[0]
+        # The agent fills in $variables, and has a PATH of its own.
+        known = shutil.which(program, path=worker_path()) is not None
+        if "$" not in program and not known and not (cwd / program).exists():
+            raise InputError("worker.command", f"{program!r} is no program on this machine")
+        _check_names("worker.command", job.worker.command, job)
+        if job.worker.resume is not None:
+            _check_names("worker.resume.args", job.worker.resume.args, job)
+        if job.worker.checkpoints is not None:
+            _check_names("worker.checkpoints.path", [job.worker.checkpoints.path], job)
+        return
+    if job.worker.script is not None and not (cwd / job.worker.script[0]).is_file():
+        raise InputError("worker.script", f"{job.worker.script[0]!r} is no file in {str(cwd)!r}")
+    check_recipe(job.recipe, cwd)
+
+
+def _check_names(field: str, command: Sequence[str], job: Job) -> None:
+    here = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
+    known = {*here, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
+    if not job.worker.is_launcher:
+        known |= RESERVED_NAMES
+    for name in unknown_names(command, known):
+        raise InputError(field, unknown_text(name, known))
+
+
+def _check_data(job: Job) -> None:
+    assert job.data is not None  # noqa: S101 checked by the caller
+    try:
+        sources = find_sources(job.data)
+    except CorpusError as error:
+        raise InputError("data.sources", str(error)) from error
+    try:
+        tokenizer = open_tokenizer(job.tokenizer)
+    except (ValueError, OSError) as error:
+        raise InputError("tokenizer.path", str(error)) from error
+    if not job.is_reference:
+        return  # how long its samples are is the program's own affair
+    try:
+        check_enough(job.data, tokenizer, sources, num_tokens=job.model.seq_len + 1)
+    except TooFewTokens as error:
+        text = f"{job.model.seq_len}: {error}; take more text or shorter samples"
+        raise InputError("model.seq_len", text) from error
+    except CorpusError as error:
+        raise InputError("data.sources", str(error)) from error
+
+
+def start_warnings(job: Job) -> list[str]:
+    """What is odd about the program or the corpus of a job, one line each."""
+    if job.worker.command is None:
+        return corpus_notes(job)
+    if not job.engine.on_this_machine:
+        return []  # its script is in the image
+    return script_notes(job.worker.command, Path(job.worker.cwd or "."))
+
+
+def corpus_notes(job: Job) -> list[str]:
+    """Files of a session job's corpus that are no text, one line each."""
+    if job.data is None or job.worker.is_command:
+        return []
+    try:
+        return list(strange_files(job.data))
+    except CorpusError as error:
+        raise InputError("data.sources", str(error)) from error
+
+
+def _check_storage(job: Job, credentials: Credentials | None) -> None:
+    spec = job.storage
+    try:
+        if has_store(spec):
+            check_reachable(open_store(spec, credentials), f"runs/{job.run_id}/")
+        else:
+            refuse_vanished(job, home_folder())
+            check_can_make(spec)
+    except InputError:
+        raise
+    except (StorageError, ValueError) as error:
+        raise InputError("storage.address", f"{spec.address!r}: {error}") from error
+
+
+def _check_init_from(job: Job, store: ObjectStore) -> None:
+    spec = job.init_from
+    if spec is None:
+        return
+    try:
+        there = has_store(job.storage)
+        if there and CheckpointStore(store, job.run_id).latest() is not None:
+            return  # it began long ago
+        steps = CheckpointStore(store, spec.run).steps() if there else []
+    except StorageError as error:
+        raise InputError("storage.address", f"{job.storage.address!r}: {error}") from error
+    if not steps or (spec.step is not None and spec.step not in steps):
+        raise InputError(*spec.missing(steps))
+
+
+def checklist(job: Job) -> Iterator[Check]:
+    """One check for everything that recovery depends on."""
+    if not job.worker.is_command:
+        yield _interval(job)
+        yield _retention(job)
+    yield _restarts(job)
+    yield _spares(job)
+    yield _replicas(job)
+    place = place_of(job.storage, MOUNTS.read_text(encoding="utf-8", errors="replace"))
+    yield check_place(place, num_parameters(job))
+
+
+def _interval(job: Job) -> Check:
+    spec = job.checkpoint
+    allowed = f"at most {MANY_SAVES_LOST:.0%} of {job.steps} steps"
+    if not spec.has_interval:
+        seen = "none of the job's own: the recommended one for the model's size is taken"
+        return _check("checkpoint_interval", CheckOutcome.OK, seen, allowed)
+    chosen = [
+        f"{name}={getattr(spec, name)}"
+        for name in ("every_steps", "every_epochs", "every_s", "mtbf_s")
+        if getattr(spec, name) is not None
+    ]
+    seen = ", ".join(chosen)
+    every = spec.every_steps
+    if every is not None and every > job.steps:
+        text = f"{seen}: no save before the end, at step {job.steps}"
+        return _check("checkpoint_interval", CheckOutcome.WARNING, text, allowed)
+    if every is not None and every > MANY_SAVES_LOST * job.steps:
+        text = f"{seen}: a fault costs up to {every} of {job.steps} steps"
+        return _check("checkpoint_interval", CheckOutcome.WARNING, text, allowed)
+    if spec.every_s is not None and spec.mtbf_s is not None and spec.every_s > spec.mtbf_s:
+        text = f"{seen}: more time between saves than between failures"
+        return _check("checkpoint_interval", CheckOutcome.WARNING, text, "every_s below mtbf_s")
+    return _check("checkpoint_interval", CheckOutcome.OK, seen, allowed)
+
+
+def _retention(job: Job) -> Check:
+    kept = job.checkpoint.keep_last
+    outcome = CheckOutcome.OK if kept > 1 else CheckOutcome.WARNING
+    why = "" if kept > 1 else ": a damaged one leaves nothing to go back to"
+    return _check("retention", outcome, f"keep_last={kept}{why}", "more than one checkpoint")
+
+
+def _restarts(job: Job) -> Check:
+    spec = job.restart
+    seen = (
+        f"max_restarts={spec.max_restarts}, unconditional={spec.unconditional}, "
+        f"in_place={spec.in_place}, hang={spec.hang}"
+    )
+    switches = ("max_restarts", "unconditional", "hang")
+    off = [name for name in switches if not getattr(spec, name)]
+    text = f"{seen}: {' and '.join(off)} off, some faults end the run" if off else seen
+    outcome = CheckOutcome.WARNING if off else CheckOutcome.OK
+    return _check("restart_policy", outcome, text, "every fault has an answer")
+
+
+def _spares(job: Job) -> Check:
+    spares = job.engine.spares
+    outcome = CheckOutcome.OK if spares else CheckOutcome.WARNING
+    why = "" if spares else ": a node that is isolated is not replaced"
+    return _check("spares", outcome, f"spares={spares}{why}", "a spare node")
+
+
+def _replicas(job: Job) -> Check:
+    if job.worker.is_command and not job.has_layout:
+        seen = "a command's state is not known: it is restarted from its own checkpoints"
+        return _check("replicas", CheckOutcome.SKIPPED, seen)
+    impossible = [note.line for note in recovery_notes(job) if note.is_warning]
+    copies = job.layout.copies
+    if impossible and not job.worker.is_command:
+        return _check("replicas", CheckOutcome.WARNING, "; ".join(impossible))
+    if copies == 1:
+        seen = "one copy of every shard: a lost process costs the steps since the last save"
+        return _check("replicas", CheckOutcome.WARNING, seen, "two copies or more")
+    groups = f": {groups_text(job.layout.replica_groups())}" if job.has_layout else ""
+    return _check(
+        "replicas", CheckOutcome.OK, f"{copies} copies of every shard{groups}", "two copies or more"
+    )
+
+
+def _check(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
+    return Check(name=name, outcome=outcome, seen=seen, allowed=allowed)

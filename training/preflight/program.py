@@ -1,0 +1,244 @@
+"""What a script hides: an exit code behind a pipe, a launcher that nobody waits for, its output.
+
+And what a launcher does itself that Perdure would do: start ranks again.
+
+Only the scripts that the command itself names are read, and only their text: a line is taken for a
+launcher's by the name in it, or by a variable that holds such a name. Lines are counted from 1.
+
+Whether a recipe's function is there, without running its module, which may need a device.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.training.errors import InputError
+from perdure.training.processes import LAUNCHER
+
+MAX_SCRIPT_BYTES = 1 << 20
+# These name a launcher without starting it.
+_NO_START = re.compile(
+    r"^\s*(?:echo|printf|pip3?|uv|conda|which|type|command|export|grep|pgrep|pkill|killall|kill|ps"
+    r"|cat|source|\.|unset|alias|python3? -m pip)\s"
+)
+_ASSIGNED = re.compile(r"^\s*(?:export\s+|readonly\s+|local\s+)?(\w+)\+?=")
+_COMMENT = re.compile(r"(?:^|\s)#.*$")
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"")
+_PIPE = re.compile(r"(?<![|>])\|(?!\|)")
+_BACKGROUND = re.compile(r"(?<![&><|])&(?![&>])")
+_WAIT = re.compile(r"(?:^|[;&|]\s*|\s)wait\b")
+_TO_FILE = re.compile(r"[\s\d&]>{1,2}\|?\s*(?!/dev/(?:stdout|stderr)\b)[^\s>&(]")
+_OWN_RESTARTS = re.compile(r"--max[-_]restarts?[= ]\s*[1-9]\d*")  # torchrun's own: 0
+_ERRORS_TO_FILE = re.compile(r"\s2>{1,2}\s*(?!&)\S+")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script that a command names.
+
+    Attributes:
+        name: for messages.
+        has_pipefail: whether its caller sets it.
+    """
+
+    name: str
+    text: str
+    has_pipefail: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    number: int
+    text: str
+
+
+def script_notes(command: Sequence[str], cwd: Path) -> list[str]:
+    """One warning for each way in which a script hides how its launcher ends, or answers itself.
+
+    Args:
+        command: of the job.
+        cwd: folder that it starts in.
+    """
+    scripts = list(_scripts(command, cwd))
+    notes = [note for script in scripts for note in _notes(script)]
+    words = Script("worker.command", " ".join(command))
+    return [*notes, *_restart_notes([words, *(one for one in scripts if one.name != words.name)])]
+
+
+def _restart_notes(scripts: Iterable[Script]) -> Iterator[str]:
+    """A launcher that starts its ranks again keeps the others of a fault that all must answer."""
+    for script in scripts:
+        for found in _OWN_RESTARTS.finditer("\n".join(one.text for one in _lines(script.text))):
+            yield (
+                f"{script.name}: {found[0]} has torchrun start ranks again before Perdure sees a "
+                "fault, on the same node and without a look at the cause: leave it out"
+            )
+
+
+def _scripts(command: Sequence[str], cwd: Path) -> Iterator[Script]:
+    has_pipefail = "pipefail" in command
+    for before, word in zip(("", *command), command, strict=False):
+        if re.fullmatch(r"-\w*c", before):
+            yield Script("worker.command", word, has_pipefail)
+        elif word.endswith(".sh") and "$" not in word:
+            try:
+                with (cwd / word).open("rb") as file:
+                    text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
+            except OSError:
+                continue
+            yield Script(word, text, has_pipefail)
+
+
+def _notes(script: Script) -> Iterator[str]:
+    lines = list(_lines(script.text))
+    names = frozenset(_holders(lines))
+    has_pipefail = script.has_pipefail
+    for index, line in enumerate(lines):
+        has_pipefail = has_pipefail or re.search(r"\bset\b.*\bpipefail\b", line.text) is not None
+        launcher = _started(line.text, names)
+        if launcher is None:
+            continue
+        where, bare = f"{script.name}, line {line.number}", _QUOTED.sub('""', line.text)
+        if _PIPE.search(bare) and not has_pipefail:
+            yield (
+                f"{where}: the exit code of {launcher} is lost behind the pipe: begin the script "
+                "with `set -o pipefail`"
+            )
+        later = "\n".join(one.text for one in lines[index:])
+        if _BACKGROUND.search(bare) and not _WAIT.search(later):
+            yield (
+                f"{where}: nothing waits for {launcher} in the background, which ends with the "
+                "script: leave `&` out, or end with `wait`"
+            )
+        if _TO_FILE.search(_ERRORS_TO_FILE.sub("", bare)):
+            yield (
+                f"{where}: the output of {launcher} goes to a file, where a failure is not seen: "
+                "use `2>&1 | tee FILE` and `set -o pipefail`"
+            )
+
+
+def _lines(text: str) -> Iterator[_Line]:
+    """Without comments, those that are continued as one with the number of the first."""
+    begun, parts = 0, []
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = _COMMENT.sub("", raw).rstrip()
+        begun = begun or number
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            yield _Line(begun, " ".join(parts))
+            begun, parts = 0, []
+    if parts:
+        yield _Line(begun, " ".join(parts))
+
+
+def _holders(lines: Sequence[_Line]) -> Iterator[str]:
+    """Variables that hold the name of a launcher."""
+    for line in lines:
+        assigned = _ASSIGNED.match(line.text)
+        if assigned is not None and LAUNCHER.search(line.text[assigned.end() :]):
+            yield assigned[1]
+
+
+def _started(line: str, names: frozenset[str]) -> str | None:
+    """The launcher that a line starts; None where it starts none."""
+    assigned = _ASSIGNED.match(line)
+    # `NAME=value torchrun ...` starts one, `NAME="torchrun ..."` holds one.
+    if assigned is not None and assigned[1] in names:
+        rest = line[assigned.end() :]
+        if rest[:1] in "\"'(`" or LAUNCHER.match(rest):
+            return None
+    for part in re.split(r"&&|\|\||;", line):
+        if _NO_START.match(part):
+            continue
+        found = LAUNCHER.search(part)
+        if found is not None:
+            return found.group()
+        held = next((n for n in re.findall(r"\$\{?(\w+)", part) if n in names), None)
+        if held is not None:
+            return f"${held}"
+    return None
+
+
+# A worker imports it before its program, which therefore cannot have a module of that name.
+OWN_PACKAGE = "perdure"
+_OPAQUE = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.If, ast.Try)
+
+
+def check_recipe(recipe: str, cwd: Path) -> None:
+    """Check that workers will find the function of a recipe.
+
+    Args:
+        recipe: as module:function.
+        cwd: folder that the workers start in.
+
+    Raises:
+        InputError: they will not.
+    """
+    module, _, function = recipe.partition(":")
+    package = module.partition(".")[0]
+    file, in_cwd = _installed_file(module), _file_in(cwd, module)
+    if package != OWN_PACKAGE:
+        file = in_cwd or file
+        if file is None and not _is_importable(module):
+            raise InputError(
+                "worker.recipe", f"{recipe!r}: no module named {module!r}{_new_name(recipe)}"
+            )
+    elif file is None or not _may_define(file, function, recipe):
+        why = f"Perdure's package has no {recipe.removeprefix(OWN_PACKAGE)[1:]!r}"
+        hint = f"; give {in_cwd} another name" if in_cwd is not None else ""
+        raise InputError("worker.recipe", f"{recipe!r}: {why}{hint}")
+    if file is not None and not _may_define(file, function, recipe):
+        raise InputError("worker.recipe", f"{recipe!r}: {file} defines no {function!r}")
+
+
+def _new_name(recipe: str) -> str:
+    """A hint for recipes from when Perdure installed `training` as a package of its own."""
+    module = f"{OWN_PACKAGE}.{recipe.partition(':')[0]}"
+    return f"; write {OWN_PACKAGE}.{recipe}" if _installed_file(module) is not None else ""
+
+
+def _file_in(folder: Path, module: str) -> Path | None:
+    """The source of a module below a folder."""
+    path = folder / module.replace(".", "/")
+    places = (path / "__init__.py", path.with_name(f"{path.name}.py"))
+    return next((place for place in places if place.is_file()), None)
+
+
+def _installed_file(module: str) -> Path | None:
+    """The source of a module that this Python finds."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    origin = spec.origin if spec is not None else None
+    return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+
+def _is_importable(module: str) -> bool:
+    """Whether there is such a module at all, compiled ones among them."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _may_define(file: Path, name: str, recipe: str) -> bool:
+    """Whether a module has a name, as far as that shows without running it."""
+    body = _parse(file, recipe).body
+    if name in {getattr(node, "name", None) for node in body}:
+        return True
+    # A name that is bound otherwise than by def may well be a function: only running it shows.
+    texts = [ast.unparse(node) for node in body if isinstance(node, _OPAQUE)]
+    return any(re.search(rf"\b{name}\b|\bimport \*", text) for text in texts)
+
+
+def _parse(file: Path, recipe: str) -> ast.Module:
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError) as error:
+        raise InputError("worker.recipe", f"{recipe!r}: {file}: {error}") from error

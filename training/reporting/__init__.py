@@ -1,0 +1,1 @@
+"""Everything that a person reads about a run: tables, fault reports, summaries, action items."""

@@ -1,0 +1,218 @@
+"""What of a run needs a person: isolated nodes, no spare, open alerts, a run that has failed.
+
+Pure: from the ledger, the nodes that the engine has, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import RESCHEDULES
+from perdure.training.reporting.markdown import clock_text, code, counted, listed, text
+from perdure.training.reporting.rows import OPEN, alert_rows
+
+MAX_WHY = 160
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsYou:
+    """What needs a person, as the UI shows it.
+
+    Attributes:
+        title: how much there is.
+        body: markdown.
+        needs: each by itself.
+    """
+
+    title: str
+    body: str
+    needs: tuple[Need, ...] = ()
+
+
+class NeedKind(StrEnum):
+    """Why a run needs a person."""
+
+    FAILED = "failed"
+    ISOLATED = "isolated"
+    ALERT = "alert"
+    WAITS = "waits"
+    NO_SPARE = "no_spare"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One thing that needs a person; plain text, but for commands in backquotes.
+
+    Attributes:
+        kind: of thing.
+        what: it is, in a few words; the same as long as it is the same thing.
+        since: when.
+        why: the evidence, on one line.
+        action: what to do.
+        node: that it is about, if it is about one.
+    """
+
+    kind: NeedKind
+    what: str
+    since: str
+    why: str
+    action: str
+    node: str | None = None
+
+
+def spares_of(nodes: Sequence[str], history: RunHistory) -> list[str]:
+    """Healthy nodes that the run does not use now."""
+    placed = history.placement if history.ended is None else None
+    used = {member.node for member in placed.members} if placed is not None else set()
+    return [node for node in nodes if node not in used and node not in history.isolated]
+
+
+def waits_for_node(history: RunHistory, *, spares: Sequence[str] | None) -> bool:
+    """Whether the run stands still until a healthy node is free."""
+    last = history.attempts[-1] if history.attempts else None
+    if spares is None or spares or last is None or last.ended is None or history.ended is not None:
+        return False
+    decision = last.decision
+    if decision is None or decision.isolate not in history.isolated:
+        return False
+    return decision.rung in RESCHEDULES and history.placements[-1].placement == last.key[0]
+
+
+def attention(
+    run_id: str,
+    history: RunHistory,
+    *,
+    spares: Sequence[str] | None,
+    warm: Sequence[str] = (),
+) -> NeedsYou:
+    """What needs a person now.
+
+    Args:
+        run_id: of the run.
+        history: of the run.
+        spares: healthy nodes that are free; None: not known.
+        warm: nodes on which a container stands by.
+    """
+    needs = [*_failed(history), *_isolated(run_id, history), *_alerts(history)]
+    if history.ended is None and spares is not None and not spares:
+        needs += _no_spare(run_id, history)
+    left = " ".join(filter(None, (_spares_text(spares, _num_spares(history)), _warm_text(warm))))
+    if not needs:
+        body = f"Nothing needs you: no node is isolated and no alert is open.\n\n{left}\n"
+        return NeedsYou("Nothing needs you", body)
+    # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
+    listing = "".join(
+        f"### {text(one.what)}\n\nSince {one.since} UTC: {text(one.why)}\n\n"
+        f"**What to do:** {_with_commands(one.action)}\n\n"
+        for one in needs
+    )
+    verb = "needs" if len(needs) == 1 else "need"
+    title = f"{counted(len(needs), 'thing')} {verb} you"
+    return NeedsYou(title, f"{listing}{left}\n", tuple(needs))
+
+
+def _num_spares(history: RunHistory) -> int:
+    """Spares that the job asks for."""
+    engine = (history.job or {}).get("engine") or {}
+    return int(engine.get("spares") or 0)
+
+
+def _spares_text(spares: Sequence[str] | None, num_spares: int) -> str:
+    if spares is None:
+        return ""
+    if not spares:
+        return "Spares left: none" + ("." if num_spares else "; the job asks for none.")
+    return f"Spares left: {len(spares)} ({text(listed(list(spares)))})."
+
+
+def _warm_text(warm: Sequence[str]) -> str:
+    verb = "A container stands" if len(warm) == 1 else "Containers stand"
+    return f"{verb} by on {text(listed(list(warm)))}." if warm else ""
+
+
+def _failed(history: RunHistory) -> list[Need]:
+    ended = history.ended
+    if ended is None or ended.outcome != "failed":
+        return []
+    last = history.attempts[-1] if history.attempts else None
+    fault = last.ended.fault if last is not None and last.ended is not None else None
+    advice = fault.action if fault is not None and fault.action else "Mend the cause."
+    again = f"{advice} Then {code('perdure run JOB.yaml')}"
+    return [
+        Need(
+            NeedKind.FAILED,
+            "The run has failed",
+            clock_text(ended.at_s),
+            _why(ended.message),
+            again,
+        )
+    ]
+
+
+def _isolated(run_id: str, history: RunHistory) -> list[Need]:
+    return [
+        Need(
+            NeedKind.ISOLATED,
+            f"Node {one.node} is isolated",
+            clock_text(one.at_s),
+            _why(one.why),
+            f"Have it mended, then {code(f'perdure nodes {run_id} --release {one.node}')}",
+            one.node,
+        )
+        for one in history.isolated_nodes
+    ]
+
+
+def _alerts(history: RunHistory) -> list[Need]:
+    return [
+        Need(
+            NeedKind.ALERT,
+            f"Alert: {row.point}" + (f" on {row.where}" if row.where else ""),
+            row.since,
+            _why(row.what),
+            f"Look at {row.where}" if row.where else "Look at the run",
+        )
+        for row in alert_rows(history)
+        if row.state == OPEN
+    ]
+
+
+def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
+    """No healthy node is free: the run may be waiting for one already."""
+    action = f"Add a node, or release one that was mended: {code(f'perdure nodes {run_id}')}"
+    if waits_for_node(history, spares=()):
+        why = "no healthy node is free; after restart.spare_wait_s the ladder decides again"
+        return [
+            Need(
+                NeedKind.WAITS,
+                "The run waits for a node",
+                clock_text(history.updated_s),
+                why,
+                action,
+            )
+        ]
+    if not _num_spares(history):
+        return []
+    since_s = history.placements[-1].at_s if history.placements else history.created_s
+    why = "if another node is lost, the run has to wait for one"
+    return [Need(NeedKind.NO_SPARE, "No spare is left", clock_text(since_s), why, action)]
+
+
+def _why(words: str) -> str:
+    line = " ".join(words.split())
+    return line if len(line) <= MAX_WHY else f"{line[: MAX_WHY - 3]}..."
+
+
+def _with_commands(words: str) -> str:
+    """Markdown of plain text in which commands are in backquotes."""
+    parts = words.split("`")
+    return "".join(code(part) if n % 2 else _spaced(part) for n, part in enumerate(parts))
+
+
+def _spaced(part: str) -> str:
+    """The same as text, with the spaces at its ends."""
+    inner = text(part)
+    return part.replace(part.strip(), inner, 1) if part.strip() else part

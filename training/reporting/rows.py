@@ -1,0 +1,465 @@
+"""What a user reads about a run: tables, lines of text, the loss picture.
+
+A recovery inside the processes is a row of its own below its attempt: one generation of process
+groups that a fault ended. Rows come from the ledger, the curve from the step records in the
+store. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perdure.training.journal.attempt_view import Alert, AttemptView, InProcessRecovery
+from perdure.training.journal.events import (
+    AlertCleared,
+    AlertRaised,
+    BatchSkipped,
+    CheckpointDamaged,
+    CheckpointRestored,
+    ChipsHealed,
+    LedgerEvent,
+    ProgramNotice,
+    StepRecord,
+)
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.protocol import (
+    AttemptGivenUp,
+    LastSave,
+    PauseBegan,
+    PauseEnded,
+    RecoveryBegan,
+    RecoveryEnded,
+)
+from perdure.training.recovery.repair import SkippedBatch
+from perdure.training.reporting.markdown import clock_text, counted
+
+RECOVERING = "recovering"
+RECOVERED = "recovered"
+SUB_HEALTHY = "recovered, sub-healthy"
+NOT_RECOVERED = "not recovered"
+OPEN = "open"
+PAST = "past"
+_NUM_LABELS = 20  # in a picture; more of them hide each other
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """One line of the table of attempts.
+
+    Attributes:
+        from_step: None for a command whose steps are not known.
+        schedule_cnt: MA_SCHEDULE_CNT of each member, in order.
+        proc_start_cnt: MA_PROC_START_CNT of each member, in order; empty until it ended.
+        seconds_to_next_step: from the fault to the first step completed after it.
+        generation: of process groups that a recovery inside the processes replaced; None in the
+            row of a whole attempt.
+    """
+
+    placement: int
+    attempt: int
+    nodes: str
+    schedule_cnt: str
+    proc_start_cnt: str
+    from_step: int | None
+    to_step: int | None
+    outcome: str
+    fault: str
+    rung: str
+    seconds_to_next_step: float | None
+    generation: int | None = None
+
+
+def story_rows(history: RunHistory) -> list[AttemptRow]:
+    """The table of attempts, oldest first, each followed by the recoveries inside it."""
+    rows = attempt_rows(history)
+    return [
+        row
+        for own, view in zip(rows, history.attempts, strict=True)
+        for row in (own, *_recovery_rows(view))
+    ]
+
+
+def attempt_rows(history: RunHistory) -> list[AttemptRow]:
+    """The table of attempts, oldest first."""
+    return [_row(history, index) for index in range(len(history.attempts))]
+
+
+def state_word(history: RunHistory, view: AttemptView) -> str:
+    """What an attempt is doing, or how it ended."""
+    if view.ended is not None:
+        return view.ended.outcome
+    if view.pause is not None:
+        return "paused"
+    if any(one.ended is None for one in view.recoveries[-1:]):
+        return RECOVERING
+    if view.first_step is not None:
+        return "training"
+    # The steps of a command are not known.
+    return "running" if history.is_command else "starting"
+
+
+def _row(history: RunHistory, index: int) -> AttemptRow:
+    view, later = history.attempts[index], history.attempts[index + 1 :]
+    ended, fault = view.ended, view.ended.fault if view.ended is not None else None
+    nodes = [member.node for member in view.members]
+    counts = ended.proc_start_cnt if ended is not None else {}
+    return AttemptRow(
+        placement=view.started.placement,
+        attempt=view.started.attempt,
+        nodes=",".join(nodes),
+        schedule_cnt=",".join(str(member.schedule_cnt) for member in view.members),
+        proc_start_cnt=",".join(str(counts.get(node, "-")) for node in nodes) if ended else "",
+        from_step=None if history.is_command and view.first_step is None else view.from_step,
+        to_step=ended.to_step if ended is not None else None,
+        outcome=state_word(history, view),
+        fault=_fault_text(fault) if fault is not None else "",
+        rung=view.decision.rung.value if view.decision is not None else "",
+        seconds_to_next_step=_seconds_to_next_step(view, later),
+    )
+
+
+def _recovery_rows(view: AttemptView) -> list[AttemptRow]:
+    rows, from_step = [], view.from_step
+    for recovery in view.recoveries:
+        fault, ended = recovery.began.fault, recovery.ended
+        rows.append(
+            AttemptRow(
+                placement=view.started.placement,
+                attempt=view.started.attempt,
+                nodes=fault.node or "",
+                schedule_cnt="",
+                proc_start_cnt="",
+                from_step=from_step,
+                to_step=fault.step,
+                outcome=outcome_of(view, recovery),
+                fault=_fault_text(fault),
+                rung=recovery.began.decision.rung.value,
+                seconds_to_next_step=_duration_s(recovery) if recovery.succeeded else None,
+                generation=recovery.began.generation,
+            )
+        )
+        from_step = ended.step if ended is not None and ended.step is not None else from_step
+    return rows
+
+
+def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
+    """How a recovery inside the processes of an attempt went: one of the texts above."""
+    if recovery.succeeded:
+        return SUB_HEALTHY if recovery.left_sub_healthy else RECOVERED
+    return RECOVERING if recovery.ended is None and view.ended is None else NOT_RECOVERED
+
+
+def fault_facts(view: AttemptView, fault: Fault) -> dict[str, Any]:
+    """A fault of an attempt as plain values, for events."""
+    placement, attempt = view.key
+    return {
+        "fault_class": fault.fault_class.value,
+        "evidence": fault.evidence,
+        "node": fault.node,
+        "rank": fault.rank,
+        "device": fault.device,
+        "code": fault.code,
+        "step": fault.step,
+        "recoverable_by": fault.recoverable_by,
+        "user_fault": fault.user_fault,
+        "hardware_fault": fault.hardware_fault,
+        "placement": placement,
+        "attempt": attempt,
+    }
+
+
+def decision_facts(view: AttemptView) -> dict[str, Any]:
+    """The decision about an attempt that failed, as plain values for events."""
+    assert view.ended is not None  # noqa: S101 the caller saw it fail
+    assert view.ended.fault is not None  # noqa: S101 likewise
+    assert view.decision is not None  # noqa: S101 likewise
+    fault, decision, (placement, attempt) = view.ended.fault, view.decision, view.key
+    return {
+        "fault_class": fault.fault_class.value, "node": fault.node, "step": fault.step,
+        "recoverable_by": fault.recoverable_by, "rung": decision.rung, "reason": decision.reason,
+        "isolate": decision.isolate, "placement": placement, "attempt": attempt,
+    }  # fmt: skip
+
+
+def recovery_facts(view: AttemptView, recovery: InProcessRecovery) -> dict[str, Any]:
+    """A recovery inside the processes as plain values, for events and scripts."""
+    began, ended = recovery.began, recovery.ended
+    return {
+        "placement": view.started.placement,
+        "attempt": view.started.attempt,
+        "number": began.number,
+        "generation": began.generation,
+        "fault_class": began.fault.fault_class.value,
+        "evidence": began.fault.evidence,
+        "node": began.fault.node,
+        "rank": began.fault.rank,
+        "rung": began.decision.rung.value,
+        "reason": began.decision.reason,
+        "step": ended.step if ended is not None and ended.step is not None else began.fault.step,
+        "steps_lost": ended.steps_lost if ended is not None else None,
+        "duration_s": _duration_s(recovery),
+        "replaced": list(ended.replaced) if ended is not None else [],
+        "repaired": list(ended.repaired) if ended is not None else [],
+        "succeeded": recovery.succeeded,
+        "sub_healthy": began.decision.sub_healthy,
+        "outcome": outcome_of(view, recovery),
+        "why": ended.why if ended is not None else "",
+    }
+
+
+def _duration_s(recovery: InProcessRecovery) -> float | None:
+    return round(recovery.ended.duration_s, 2) if recovery.ended is not None else None
+
+
+def _fault_text(fault: Fault) -> str:
+    return f"{fault.fault_class}: {_short(fault.evidence)}"
+
+
+def _short(text: str, width: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _seconds_to_next_step(view: AttemptView, later: Sequence[AttemptView]) -> float | None:
+    if view.ended is None or view.ended.fault is None:
+        return None
+    steps = [a.first_step.stepped_s for a in later if a.first_step is not None]
+    return round(steps[0] - view.ended.fault.at_s, 1) if steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRow:
+    """One line of the table of alerts.
+
+    Attributes:
+        state: open or past.
+        since: when it was raised, UTC.
+        lasted_s: None while it is open, and when its attempt ended before it was cleared.
+        value: what was measured when it was raised, in the unit that `what` names.
+        limit: what it should not have passed.
+    """
+
+    state: str
+    since: str
+    point: str
+    what: str
+    where: str
+    value: float
+    limit: float
+    step: int | None
+    attempt: str
+    lasted_s: float | None
+
+
+def alert_cells(row: AlertRow) -> dict[str, str]:
+    """The row for the UI, which shows nothing as `null`."""
+    values = {
+        "state": row.state,
+        "since (UTC)": row.since,
+        "point": row.point,
+        "what": row.what,
+        "where": row.where,
+        "limit": f"{row.limit:g}",
+        "step": row.step,
+        "attempt": row.attempt,
+        "lasted": f"{row.lasted_s:g} s" if row.lasted_s is not None else None,
+    }
+    return {name: "" if value is None else str(value) for name, value in values.items()}
+
+
+def alert_rows(history: RunHistory) -> list[AlertRow]:
+    """The table of alerts: open ones first, then the newest first."""
+    alerts = [(view, alert) for view in history.attempts for alert in view.alerts]
+    rows = [_alert_row(view, alert) for view, alert in reversed(alerts)]
+    return sorted(rows, key=lambda row: row.state != OPEN)
+
+
+def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
+    raised, cleared = alert.began, alert.ended
+    is_open = cleared is None and view.ended is None
+    return AlertRow(
+        state=OPEN if is_open else PAST,
+        since=clock_text(raised.at_s),
+        point=raised.point.value,
+        what=raised.text,
+        where=alert_place(raised),
+        value=raised.value,
+        limit=raised.limit,
+        step=raised.step,
+        attempt="{}.{}".format(*view.key),
+        lasted_s=round(cleared.at_s - raised.at_s, 1) if cleared is not None else None,
+    )
+
+
+def alert_facts(view: AttemptView, event: AlertRaised | AlertCleared) -> dict[str, Any]:
+    """What raised an alert, or has cleared it, as plain values, for events."""
+    placement, attempt = view.key
+    raised = next((a.began for a in view.alerts if a.began.number == event.number), None)
+    facts = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}
+    where = {"placement": placement, "attempt": attempt}
+    return {**facts, **where, "number": event.number, "at_s": event.at_s}
+
+
+def alert_place(raised: AlertRaised) -> str:
+    """What an alert is about: node, device and rank, as far as it names them."""
+    parts = (("", raised.node), ("device ", raised.device), ("rank ", raised.rank))
+    return ", ".join(f"{name}{value}" for name, value in parts if value is not None)
+
+
+def losses_of_steps(records: Mapping[int, StepRecord]) -> dict[int, float]:
+    """The loss of every step that has one."""
+    return {step: one.loss for step, one in records.items() if one.loss is not None}
+
+
+def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
+    """The loss of every kept step with the faults marked, as PNG."""
+    # The font cache makes this import slow, and most of a run does without it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    losses = losses_of_steps(kept)
+    axes.plot(list(losses), list(losses.values()), color="#1f5fa8", linewidth=1.2)
+    marks = _marks(history)
+    for number, (step, text, colour) in enumerate(marks):
+        axes.axvline(step, color=colour, linestyle="--", linewidth=1.0)
+        if number < len(marks) - _NUM_LABELS:
+            continue
+        axes.annotate(
+            text,
+            xy=(step, 0.97 - 0.1 * (number % 3)),  # neighbours do not hide each other
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            verticalalignment="top",
+            fontsize=8,
+            color=colour,
+        )
+    for seen in history.checkpoints:
+        axes.axvline(seen.step, ymax=0.03, color="#2e7d32", linewidth=1.0)
+    axes.set_xlabel("step (green marks: committed checkpoints)")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.25)
+    axes.set_title("Loss of every kept step; faults in red, recovered in the processes in orange")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
+    """Faults as step, text and colour, oldest first."""
+    found = []
+    for view in history.attempts:
+        for recovery in view.recoveries:
+            fault = recovery.began.fault
+            step = fault.step if fault.step is not None else view.from_step
+            colour = "#d98e04" if recovery.succeeded else "#c0392b"
+            found.append((step, f"{fault.fault_class}\n{recovery.began.decision.rung}", colour))
+        ended = view.ended.fault if view.ended is not None else None
+        if ended is not None and view.decision is not None:
+            step = ended.step if ended.step is not None else view.from_step
+            found.append((step, f"{ended.fault_class}\n{view.decision.rung}", "#c0392b"))
+    return found
+
+
+def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each kind
+    """An event as one line of a log."""
+    match event:
+        case RecoveryBegan():
+            where = event.fault.where
+            what = f"{event.fault.fault_class} at {where}: {event.fault.evidence[:160]}"
+            began = f"recovery {event.number}, generation {event.generation}"
+            return f"{began}: {what} -> {event.decision.rung}"
+        case RecoveryEnded():
+            again = counted(event.steps_lost, "step")
+            took = f"after {event.duration_s:.2f} s, {again} done again"
+            went = f": training goes on from step {event.step} {took}"
+            return f"recovery {event.number}{went if event.succeeded else f' failed: {event.why}'}"
+        case AttemptGivenUp():
+            what = f"{event.fault.fault_class} at {event.fault.where}: {event.fault.evidence[:160]}"
+            return f"the processes end: {what}: {event.why}"
+        case LastSave():
+            saved = f"end-of-life checkpoint of step {event.step} by ranks {_ranks(event.ranks)}"
+            return saved if event.step is not None else f"no end-of-life checkpoint: {event.why}"
+        case PauseBegan() | PauseEnded():
+            paused = f": every rank is paused at step {event.step}"
+            goes_on = f" is over: training goes on from step {event.step}"
+            return f"pause {event.number}{paused if isinstance(event, PauseBegan) else goes_on}"
+        case CheckpointDamaged():
+            aside = "set aside, the one before is taken"
+            done = "repaired from a node" if event.is_repaired else aside
+            return f"checkpoint of step {event.step} is damaged, {done}: {event.text}"
+        case CheckpointRestored():
+            return event.text
+        case BatchSkipped():
+            return skipped_text(event)
+        case ProgramNotice():
+            return f"the program: {event.text}"
+        case ChipsHealed():
+            return f"before {event.rung}: {event.text}"
+        case AlertRaised() | AlertCleared():
+            what = " is over"
+            if isinstance(event, AlertRaised):
+                what = f", {event.point}: {event.text}"
+            return f"alert {event.number}{what}"
+
+
+def skipped_text(event: BatchSkipped) -> str:
+    """One line about a batch that no rank trains on."""
+    batch = event.batch
+    where = (
+        f"the batch of samples {batch.start} to {batch.stop} is passed over at step {batch.step}"
+    )
+    if event.is_known:
+        return f"{where} once more: it was abnormal before"
+    return f"{where}: {measured_text(batch)}"
+
+
+def measured_text(batch: SkippedBatch) -> str:
+    """Loss and gradient norm of a batch that was passed over."""
+    loss, norm = (
+        "no number" if value is None else f"{value:g}" for value in (batch.loss, batch.grad_norm)
+    )
+    return f"loss {loss}, gradient norm {norm}"
+
+
+def program_notices(history: RunHistory) -> list[str]:
+    """What the author of the program should know, each once."""
+    events = [event for view in history.attempts for event in view.events]
+    return list(dict.fromkeys(one.text for one in events if isinstance(one, ProgramNotice)))
+
+
+def activity_of(history: RunHistory) -> str | None:
+    """What the living attempt is doing when it is not training, None when it is."""
+    view = history.open_attempt
+    if view is None or not view.events:
+        return None
+    if view.pause is not None:
+        return f"paused at step {view.pause.began.step}"
+    last = view.recoveries[-1] if view.recoveries else None
+    if last is not None and last.ended is None:
+        return f"recovering: {last.began.fault.fault_class} -> {last.began.decision.rung}"
+    return None
+
+
+def progress_text(
+    last: StepRecord | None, target: int | None, activity: str, *, ettr: float | None = None
+) -> str:
+    """One line under the progress bar."""
+    if last is None:
+        return activity
+    # What is done comes first: cards of the UI cut off what comes late.
+    ratio = f", ETTR {ettr:.1%}" if ettr is not None else ""
+    speed = f", {last.tokens_per_s:,.0f} tokens/s" if last.tokens_per_s else ""
+    loss = f", {last.loss_text}" if last.loss_text else ""
+    return f"{activity}, step {last.step} / {target or '?'}{loss}{speed}{ratio}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

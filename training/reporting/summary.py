@@ -1,0 +1,203 @@
+"""A run in few words at every moment of its life: title and table of its attempts, its last line.
+
+Pure, from the ledger alone.
+
+The steps of a run that were abnormal, and the batches that it passed over because of them.
+
+Pure, from the ledger alone. A step that is abnormal again when it is executed again, or after a
+restart, is one; each batch that was passed over is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import BatchSkipped
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.reporting.ettr import duration_text
+from perdure.training.reporting.markdown import counted, listed
+from perdure.training.reporting.rows import AttemptRow, measured_text, state_word
+
+MAX_NODES = 2  # of a row by name
+
+
+def attempts_title(history: RunHistory) -> str:
+    """What the attempts amount to now."""
+    num = len(history.attempts)
+    if history.ended is not None:
+        word = history.ended.outcome.capitalize()
+        return f"{word} after {counted(num, 'attempt')}" if num else f"{word} before any attempt"
+    if not num:
+        return "No attempt yet"
+    last = history.attempts[-1]
+    name = "{}.{}".format(*last.key)
+    earlier = sum(
+        one.ended is not None and one.ended.outcome == "failed" for one in history.attempts
+    )
+    if last.ended is None:
+        after = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
+        return f"Attempt {name} is {state_word(history, last)}{after}"
+    fault = last.ended.fault
+    if fault is None:
+        return f"Attempt {name} has {last.ended.outcome}"
+    answer = f"the answer is {last.decision.rung}" if last.decision is not None else "to be decided"
+    return f"Attempt {name} failed ({fault.fault_class}), {answer}"
+
+
+def attempts_table(rows: Sequence[AttemptRow]) -> list[dict[str, str]]:
+    """The table of attempts for the UI: few and narrow columns, or the last are cut off."""
+    return [
+        {
+            "attempt": f"{row.placement}.{row.attempt}{_inside(row)}",
+            "state": row.outcome,
+            "fault": row.fault.split(":")[0],
+            "answer": row.rung,
+            "steps": _steps_text(row),
+            "back after": duration_text(row.seconds_to_next_step)
+            if row.seconds_to_next_step is not None else "",
+            "nodes": _nodes_text(row.nodes.split(",")),
+        }
+        for row in rows
+    ]  # fmt: skip
+
+
+def _steps_text(row: AttemptRow) -> str:
+    if row.from_step is None:
+        return f"to {row.to_step}" if row.to_step is not None else ""
+    to = f"{row.from_step} to {row.to_step}"
+    return to if row.to_step is not None else f"from {row.from_step}"
+
+
+def _nodes_text(nodes: Sequence[str]) -> str:
+    more = f" and {len(nodes) - MAX_NODES} more" if len(nodes) > MAX_NODES else ""
+    return ", ".join(nodes[:MAX_NODES]) + more
+
+
+def _inside(row: AttemptRow) -> str:
+    return f", generation {row.generation}" if row.generation is not None else ""
+
+
+def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
+    """How often what broke; one that was not recovered inside the processes is counted once."""
+    found: Counter[FaultClass] = Counter()
+    for view in history.attempts:
+        ended = view.ended.fault if view.ended is not None else None
+        inside = view.recoveries
+        if ended is not None:
+            found[ended.fault_class] += 1
+            if inside and not inside[-1].succeeded:
+                inside = inside[:-1]
+        found.update(one.began.fault.fault_class for one in inside)
+    return found
+
+
+def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
+    """The message of a run's final state: steps, attempts, faults, isolated nodes, ETTR.
+
+    Abnormal steps and skipped batches are in it where there were any.
+    """
+    faults = [f"{number} {one}" for one, number in sorted(faults_by_class(history).items())]
+    attempts = counted(len(history.attempts), "attempt")
+    placements = counted(len(history.placements), "placement")
+    parts = [
+        end,
+        f"{attempts} on {placements}",
+        f"faults: {listed(faults)}" if faults else "no fault",
+        f"isolated: {', '.join(history.isolated)}" if history.isolated else "no node isolated",
+    ]
+    abnormal = abnormal_steps(history)
+    if abnormal is not None:
+        parts.append(abnormal.text)
+    if ettr is not None:
+        parts.append(f"ETTR {ettr:.1%}")
+    return "; ".join(parts)
+
+
+MAX_VALUE = 100
+_REFUSAL = re.compile(r"((?:loss|gradient norm) is .+?) at step (\d+)")  # of NumericAnomaly
+
+
+@dataclass(frozen=True, slots=True)
+class AbnormalStep:
+    """One finding.
+
+    Attributes:
+        step: that was abnormal, None for a command whose steps are not known.
+        value: loss or norm, in words.
+    """
+
+    at_s: float
+    step: int | None
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbnormalSteps:
+    """All of a run, of which there is at least one.
+
+    Attributes:
+        steps: how many were abnormal, those of skipped batches with them.
+        skipped_batches: how many batches were passed over.
+        newest: the last finding.
+    """
+
+    steps: int
+    skipped_batches: int
+    newest: AbnormalStep
+
+    @property
+    def text(self) -> str:
+        """The same on one line."""
+        skipped = counted(self.skipped_batches, "batch", "batches")
+        passed = f", {skipped} skipped" if self.skipped_batches else ""
+        where = f" at step {self.newest.step}" if self.newest.step is not None else ""
+        found = counted(self.steps, "abnormal step")
+        return f"{found}{passed}, the newest{where}: {self.newest.value}"
+
+
+def abnormal_steps(history: RunHistory) -> AbnormalSteps | None:
+    """What of a run was abnormal, None where nothing was."""
+    batches: dict[int, BatchSkipped] = {}
+    for view in history.attempts:
+        for event in view.events:
+            if isinstance(event, BatchSkipped):  # once more after a restart: it is known
+                batches.setdefault(event.batch.start, event)
+    left = {event.batch.step for event in batches.values()}
+    found = {}
+    for view in history.attempts:
+        for fault in _faults_of(view):
+            step = _of_fault(fault)
+            if step.step is None or step.step not in left:
+                found[view.key if step.step is None else step.step] = step
+    every = [*found.values(), *map(_of_batch, batches.values())]
+    if not every:
+        return None
+    return AbnormalSteps(len(every), len(batches), max(every, key=lambda one: one.at_s))
+
+
+def _faults_of(view: AttemptView) -> Iterator[Fault]:
+    """Those of abnormal steps, in order; the one that ends the attempt may be there twice."""
+    faults = [one.began.fault for one in view.recoveries]
+    faults += [event.fault for event in view.events if isinstance(event, AttemptGivenUp)]
+    if view.ended is not None and view.ended.fault is not None:
+        faults.append(view.ended.fault)
+    yield from (one for one in faults if one.fault_class is FaultClass.NUMERIC_ANOMALY)
+
+
+def _of_fault(fault: Fault) -> AbnormalStep:
+    refusal = _REFUSAL.search(fault.evidence)
+    if refusal is not None:
+        return AbnormalStep(fault.at_s, int(refusal[2]), refusal[1])
+    value = " ".join(fault.evidence.split())[:MAX_VALUE]
+    # The fault has the step that was completed before.
+    return AbnormalStep(fault.at_s, None if fault.step is None else fault.step + 1, value)
+
+
+def _of_batch(event: BatchSkipped) -> AbnormalStep:
+    return AbnormalStep(event.at_s, event.batch.step, measured_text(event.batch))

@@ -1,0 +1,243 @@
+"""What npu-smi prints, read: the table of all chips, and the health, memory errors and use of one.
+
+Layouts of npu-smi 23.0 to 26.0. The table has two rows for a chip; since 25.0 the second row may
+carry the number that workers count by (Phy-ID). Percentages are 0 to 100, sizes bytes.
+
+What hccn_tool prints about the network port of an NPU, read.
+
+The words of its health are Success, Init, Socket failed and the like; `-link_stat` keeps the last
+changes of the link, newest first. Counters run since the driver was loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from perdure.training.telemetry.vendor_tools import fields, number
+
+MIB = 1 << 20
+# A row of the table: three columns between bars.
+_ROW = re.compile(r"^\|([^|]*)\|([^|]*)\|([^|]*)\|\s*$")
+# A row of the table of processes: card and chip, process, name, memory.
+_PROCESS = re.compile(r"^\|\s*\d+\s+\d+\s*\|\s*\d+\s*\|[^|]*\|[^|]*\|\s*$", re.MULTILINE)
+_USED_OF_TOTAL = re.compile(r"(\d+)\s*/\s*(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One chip of the table, in the order of the table.
+
+    Attributes:
+        npu: number of the card, for `-i`.
+        chip: number of the chip on it, for `-c`.
+        physical: number of the device on the node; the card's where the table has none.
+        health: OK, Warning, Alarm, Critical, or a word that is new.
+    """
+
+    npu: int
+    chip: int
+    physical: int
+    name: str
+    health: str
+    power_w: float | None
+    temperature_c: float | None
+    utilisation_percent: float | None
+    memory_used_bytes: int
+    memory_total_bytes: int
+
+    @property
+    def memory_percent(self) -> float | None:
+        """Share of its memory that is used."""
+        total = self.memory_total_bytes
+        return 100.0 * self.memory_used_bytes / total if total else None
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`-t health`: a word, and the codes and sentences behind it."""
+
+    word: str | None
+    error_codes: tuple[str, ...] = ()
+    information: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ecc:
+    """`-t ecc`: memory errors of a card since its driver was loaded, HBM and DDR together.
+
+    Attributes:
+        double_bit: errors that could not be corrected.
+        isolated_pages: pages of memory taken out of use for them.
+    """
+
+    single_bit: int
+    double_bit: int
+    isolated_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """`-t usages` of one chip."""
+
+    memory_total_bytes: int | None
+    memory_percent: float | None
+    utilisation_percent: float | None
+
+
+def parse_processes(text: str) -> int:
+    """`npu-smi info`: how many processes use a chip that it shows."""
+    return len(_PROCESS.findall(text))
+
+
+def parse_table(text: str) -> tuple[Chip, ...]:
+    """`npu-smi info`: its chips; empty when there is no table."""
+    chips: list[Chip] = []
+    above: tuple[str, ...] | None = None
+    for line in text.splitlines():
+        row = _ROW.match(line)
+        cells = tuple(cell.strip() for cell in row.groups()) if row is not None else None
+        if cells is None or not cells[0][:1].isdigit():
+            above = None
+        elif above is None:
+            above = cells
+        else:
+            chips += _chip(above, cells)
+            above = None
+    return tuple(chips)
+
+
+def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
+    """Rows `npu name | health | power temp ...` and `chip [phy] | bus | aicore memory hbm`."""
+    npu, _, name = upper[0].partition(" ")
+    chip, _, physical = lower[0].partition(" ")
+    readings, used = upper[2].split(), lower[2].split()
+    pools = [(int(part), int(whole)) for part, whole in _USED_OF_TOTAL.findall(lower[2])]
+    if not (npu.isdigit() and chip.isdigit() and readings and used and pools):
+        return []  # the table of processes looks alike
+    memory = pools[-1] if pools[-1][1] else pools[0]  # HBM; a card without it has DDR alone
+    return [
+        Chip(
+            npu=int(npu),
+            chip=int(chip),
+            physical=int(physical) if physical.strip().isdigit() else int(npu),
+            name=name.strip(),
+            health=upper[1],
+            power_w=number(readings[0]),
+            temperature_c=number(readings[1]) if len(readings) > 1 else None,
+            utilisation_percent=number(used[0]),
+            memory_used_bytes=memory[0] * MIB,
+            memory_total_bytes=memory[1] * MIB,
+        )
+    ]
+
+
+def parse_health(text: str) -> Health:
+    """`npu-smi info -t health`, with and without `-c`; no word when it is not that."""
+    found = fields(text)
+    word = found.get("Health Status") or found.get("Health")
+    printed = found.get("Error Code", "NA")
+    codes = () if printed in ("NA", "") else tuple(printed.split())
+    sentences = []
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon and name.strip() in ("Error Information", "") and value.strip() not in ("NA", ""):
+            sentences.append(value.strip())
+    return Health(word, codes, tuple(sentences))
+
+
+def parse_ecc(text: str) -> Ecc | None:
+    """`npu-smi info -t ecc`, in both its layouts; None when it is not that."""
+    counts = {name: int(value) for name, value in fields(text).items() if value.isdigit()}
+    if not any("Error Count" in name for name in counts):
+        return None
+
+    def total(*words: str) -> int:
+        return sum(n for name, n in counts.items() if all(word in name for word in words))
+
+    return Ecc(
+        single_bit=total("Single Bit Error Count"),
+        double_bit=total("Double Bit Error Count"),
+        isolated_pages=total("Double Bit Isolated Pages Count"),
+    )
+
+
+def parse_usages(text: str) -> tuple[Usage, ...]:
+    """`npu-smi info -t usages`: a block for every chip of the card, ended by its Chip ID."""
+    blocks = re.split(r"^\s*Chip ID\s*:.*$", text, flags=re.MULTILINE)
+    return tuple(usage for usage in map(_usage, blocks) if usage is not None)
+
+
+def _usage(block: str) -> Usage | None:
+    found = fields(block)
+    core = number(found.get("Aicore Usage Rate(%)"))
+    whole = number(found.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
+    if core is None and whole is None:
+        return None
+    total = number(found.get("HBM Capacity(MB)"))
+    return Usage(
+        memory_total_bytes=int(total) * MIB if total is not None else None,
+        memory_percent=number(found.get("HBM Usage Rate(%)")),
+        utilisation_percent=core if whole is None else whole,
+    )
+
+
+def filled(chip: Chip, usage: Usage) -> Chip:
+    """A chip whose row had no utilisation, with that of `-t usages`."""
+    if chip.utilisation_percent is not None:
+        return chip
+    return replace(chip, utilisation_percent=usage.utilisation_percent)
+
+
+_COUNTER = re.compile(r"^\s*(\w+)\s*:\s*(\d+)\s*$", re.MULTILINE)
+_PREFIX = re.compile(r"^\[dev(?:ice|id) \d+\]\s*", re.MULTILINE)
+_CHANGE = re.compile(r"^(\w{3} \w{3} +\d+ [\d:]{8} \d{4})\s+LINK (UP|DOWN)\s*$", re.MULTILINE)
+ERROR_COUNTERS = ("roce_rx_err_pkt_num", "roce_tx_err_pkt_num", "roce_qp_status_err_num")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHistory:
+    """`-link_stat -g`.
+
+    Attributes:
+        now: the tool's clock, as it prints it.
+        up_count: how often the link came up.
+        changes: (time, whether it came up), newest first.
+    """
+
+    now: str
+    up_count: int
+    changes: tuple[tuple[str, bool], ...]
+
+    @property
+    def num_losses(self) -> int:
+        """How often it went down, as far back as the record goes."""
+        return sum(not came_up for _, came_up in self.changes)
+
+
+def parse_link(text: str) -> bool | None:
+    """`-link -g`: whether the link is up; None when it is not printed."""
+    word = fields(text).get("link status")
+    return None if word is None else word.upper() == "UP"
+
+
+def parse_net_health(text: str) -> str | None:
+    """`-net_health -g`: as printed; None when it is not printed."""
+    return fields(text).get("net health status") or None
+
+
+def parse_counters(text: str) -> dict[str, int]:
+    """`-stat -g`: every counter of the port."""
+    return {name: int(value) for name, value in _COUNTER.findall(text)}
+
+
+def parse_link_history(text: str) -> LinkHistory | None:
+    """`-link_stat -g`; None when it is not printed."""
+    plain = _PREFIX.sub("", text)
+    found = fields(plain)
+    count = found.get("link up count", "")
+    if not count.isdigit():
+        return None
+    changes = tuple((when, word == "UP") for when, word in _CHANGE.findall(plain))
+    return LinkHistory(found.get("current time", ""), int(count), changes)

@@ -1,0 +1,173 @@
+"""One look at a node: its devices through whichever tool is there, and its host.
+
+A tool that is missing or gives no answer is a gap of the sample, never an error. Times are
+seconds.
+
+The host of a node, read with psutil: processors, memory, and the disk of a folder.
+
+In a container these are the machine's numbers, not the container's share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from perdure.training.telemetry import npu_smi, nvml
+from perdure.training.telemetry import npu_smi as hccn
+from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
+
+NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
+LOOK_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
+
+Ask = Callable[[Sequence[str]], str]
+
+
+class Sampler:
+    """Looks at a node again and again.
+
+    Args:
+        folder: its file system is looked at.
+        num_devices: that are looked at, from 0 on.
+        closely: those of them that the tools are asked about one by one; None: all.
+        now: wall clock.
+        clock: monotonic clock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_devices: int,
+        *,
+        closely: Collection[int] | None = None,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        ask_tool: Ask = ask,
+    ) -> None:
+        self._host = HostSource(folder)
+        self._num_devices = num_devices
+        self._closely = range(num_devices) if closely is None else closely
+        self._now = now
+        self._clock = clock
+        self._ask = ask_tool
+
+    def look(self) -> NodeSample:
+        """Look once; takes as long as the tools take."""
+        gaps: list[str] = []
+        try:
+            host = self._host.read()
+        except OSError as error:
+            host = HostSample()
+            gaps.append(f"host: {error}")
+        devices = self._devices(gaps)
+        return NodeSample(at_s=self._now(), devices=devices, host=host, gaps=tuple(gaps))
+
+    def _devices(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+        if find_tool(NPU_SMI) is not None:
+            return self._npus(gaps)
+        gaps.append(f"{NPU_SMI}: not installed")
+        try:
+            return nvml.read_devices(self._num_devices)
+        except nvml.NoNvml as error:
+            gaps.append(f"nvml: {error}")
+            return ()
+
+    def _npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+        """The NPUs; one tool that hangs would hang for the next device, too."""
+        until_s = self._clock() + LOOK_LIMIT_S
+        has_hccn = find_tool(HCCN_TOOL) is not None
+        if not has_hccn:
+            gaps.append(f"{HCCN_TOOL}: not installed")
+        found: list[DeviceSample] = []
+        try:
+            chips = npu_smi.parse_table(self._ask((NPU_SMI, "info")))[: self._num_devices]
+            if not chips:
+                gaps.append(f"{NPU_SMI}: no table of devices")
+            for index, chip in enumerate(chips):
+                found.append(device_of(index, chip))
+            for index, chip in enumerate(chips):
+                if index not in self._closely:
+                    continue
+                if self._clock() > until_s:
+                    gaps.append(f"devices {index} on: not asked, {LOOK_LIMIT_S:g} s are over")
+                    break
+                found[index] = self._detailed(index, chip, has_hccn=has_hccn)
+        except NoAnswer as error:
+            gaps.append(f"no answer: {error}")
+        return tuple(found)
+
+    def _detailed(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
+        """One device with what only its own commands show."""
+        health = npu_smi.parse_health(self._ask(health_command(chip)))
+        if chip.utilisation_percent is None:
+            usages = npu_smi.parse_usages(self._ask(usages_command(chip)))
+            chip = npu_smi.filled(chip, usages[chip.chip]) if chip.chip < len(usages) else chip
+        more: dict[str, object] = {
+            "health": health.word or chip.health,
+            "error_codes": health.error_codes,
+        }
+        if has_hccn:
+            link, net = (self._ask(command) for command in link_commands(chip))
+            more |= {"link_is_up": hccn.parse_link(link), "net_health": hccn.parse_net_health(net)}
+        return device_of(index, chip).model_copy(update=more)
+
+
+def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
+    """What the table alone shows of a device."""
+    return DeviceSample(
+        index=index,
+        name=chip.name,
+        health=chip.health,
+        utilisation_percent=chip.utilisation_percent,
+        memory_percent=chip.memory_percent,
+        memory_total_bytes=chip.memory_total_bytes or None,
+        temperature_c=chip.temperature_c,
+        power_w=chip.power_w,
+    )
+
+
+def health_command(chip: npu_smi.Chip) -> tuple[str, ...]:
+    """With `-c`, or the answer may be that of the card's controller, not of the chip."""
+    return (NPU_SMI, "info", "-t", "health", "-i", str(chip.npu), "-c", str(chip.chip))
+
+
+def reset_command(chip: npu_smi.Chip) -> tuple[str, ...]:
+    """Resets one chip; on some servers all of them. It asks for a `y`."""
+    return (NPU_SMI, "set", "-t", "reset", "-i", str(chip.npu), "-c", str(chip.chip))
+
+
+def usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:
+    """Memory and cores of every chip of a card."""
+    return (NPU_SMI, "info", "-t", "usages", "-i", str(chip.npu))
+
+
+def link_commands(chip: npu_smi.Chip) -> Iterator[tuple[str, ...]]:
+    """The state of a device's port, and whether it reaches its peers."""
+    yield (HCCN_TOOL, "-i", str(chip.physical), "-link", "-g")
+    yield (HCCN_TOOL, "-i", str(chip.physical), "-net_health", "-g")
+
+
+class HostSource:
+    """Reads the host again and again.
+
+    Args:
+        folder: the file system that it lies on is looked at.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        psutil.cpu_percent()  # the use of processors is measured since the call before
+
+    def read(self) -> HostSample:
+        """The host as it is; processors since the last time."""
+        disk = psutil.disk_usage(str(self._folder))
+        return HostSample(
+            cpu_percent=psutil.cpu_percent(),
+            memory_percent=psutil.virtual_memory().percent,
+            disk_free_percent=100.0 * disk.free / disk.total if disk.total else None,
+            disk_free_bytes=disk.free,
+        )
