@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "perdure").glob("*.py"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+MAX_README_LINES = 150  # three minutes of reading
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -24,6 +26,31 @@ def test_every_job_in_the_readme_is_one(block):
     document = yaml.safe_load(block)
     complete = {"run_id": "readme", "data": {"sources": ["/corpus"]}, **document}
     parse_job(complete)
+
+
+def test_the_readme_can_be_read_in_three_minutes():
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_whole_job_on_a_page_is_one(page):
+    blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for block in blocks:
+        if block.startswith("run_id:") and "\nstorage:" in block:
+            parse_job({"data": {"sources": ["/corpus"]}, **yaml.safe_load(block)})
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert {page.name for page in PAGES} - {"index.md"} <= listed
+
+
+def test_the_readme_names_every_make_target_of_continuous_integration():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    targets = re.findall(r"^make ([a-z-]+)$", script, flags=re.MULTILINE)
+    assert targets
+    assert all(f"make {target}" in README for target in targets)
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"perdure ([a-z]+)", README))))
@@ -53,9 +80,7 @@ def test_every_make_target_and_file_in_the_readme_exists():
         assert (ROOT / (path[0] or path[1])).exists(), path
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_every_file_that_a_page_of_the_documentation_names_exists(page):
     text = page.read_text(encoding="utf-8")
     rooms = "perdure|flows|tasks|training|storage|tests|docs|dashboards|examples"
