@@ -18,7 +18,13 @@ from perdure.training.platforms.printing import EntryPlace, ExportedPolicy
 from perdure.training.platforms.settings import shown
 from perdure.training.recovery.ladder import ladder_markdown
 from perdure.training.recovery.ladder_rules import RULES
-from perdure.training.recovery.outlook import Outlook, Terms, outlook, outlook_markdown, outlooks
+from perdure.training.recovery.repeated_fault import (
+    Outlook,
+    Terms,
+    outlook,
+    outlook_markdown,
+    outlooks,
+)
 from perdure.training.recovery.rungs import LADDER, RestartCount
 from perdure.training.supervisor.job_ladder import fault_of_code, terms_of
 from perdure.training.supervisor.policy_export import export_policy

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV
 from tests.workplace import api, bench, broken, migrated, prefect_server, session_home
 
 __all__ = ["api", "bench", "broken", "migrated", "prefect_server", "session_home"]
@@ -18,6 +19,8 @@ __all__ = ["api", "bench", "broken", "migrated", "prefect_server", "session_home
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+os.environ.setdefault(CHECK_INVARIANTS_ENV, "1")  # in the coordinators of all runs
 
 
 @pytest.fixture(autouse=True)

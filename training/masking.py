@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from urllib.parse import quote
 
 MASK = b"***"
@@ -102,7 +102,8 @@ def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]
         pieces: of one text, in their order.
         secrets: known values; one over several lines is masked line by line.
     """
-    lines = _Lines(literals_of(secrets))
+    literals = literals_of(secrets)
+    lines = _Lines(literals, _pattern(literals))
     for piece in pieces:
         yield from lines.feed(piece)
     yield from lines.end()
@@ -110,16 +111,28 @@ def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]
 
 def masked_text(text: str, secrets: Collection[str]) -> str:
     """A short text, likewise."""
-    raw = text.encode(errors="surrogateescape")
-    return b"".join(masked([raw], secrets)).decode(errors="surrogateescape")
+    return mask_of(secrets)(text)
+
+
+def mask_of(secrets: Collection[str]) -> Callable[[str], str]:
+    """A function that masks short texts; for many of them its secrets are prepared once."""
+    literals = literals_of(secrets)
+    pattern = _pattern(literals)
+
+    def mask(text: str) -> str:
+        lines = _Lines(literals, pattern)
+        pieces = (*lines.feed(text.encode(errors="surrogateescape")), *lines.end())
+        return b"".join(pieces).decode(errors="surrogateescape")
+
+    return mask
 
 
 class _Lines:
     """Masks line by line; of a line that does not end, what is certain already."""
 
-    def __init__(self, literals: Sequence[bytes]) -> None:
+    def __init__(self, literals: Sequence[bytes], pattern: re.Pattern[bytes]) -> None:
         self._literals = literals
-        self._pattern = _pattern(literals)
+        self._pattern = pattern
         self._rest = b""
         self._in_key = False  # between the lines of a private key
 

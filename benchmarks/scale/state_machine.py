@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from pydantic import BaseModel
 
@@ -19,6 +18,7 @@ from perdure.training.recovery.actions import Action, LogEvent, ToRank
 from perdure.training.recovery.attempt import Attempt
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.memory import AttemptSettings, Memory
 from perdure.training.recovery.protocol import (
     GenerationReport,
     NewGeneration,
@@ -31,6 +31,16 @@ from perdure.training.recovery.protocol import (
 from perdure.training.recovery.repair import Move, RankReport, StepPhase, Vote
 from perdure.training.recovery.rungs import Policy, Rung
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import (
+    AgentConnected,
+    FaultReported,
+    NodeLost,
+    RankConnected,
+    RankDisconnected,
+    RankTrains,
+    StateReported,
+    Stimulus,
+)
 from perdure.training.wire.transport import dump_line
 
 STEP = 1200
@@ -112,42 +122,40 @@ class Replacement:
     def __post_init__(self) -> None:
         """Have all ranks train."""
         ranks = range(self.num_ranks)
+        groups = self.groups if self.groups is not None else (tuple(ranks),)
+        nodes = {rank: f"node-{rank // self.ranks_per_node}" for rank in ranks}
         self._attempt = Attempt(
-            self.num_ranks,
-            self.groups if self.groups is not None else (tuple(ranks),),
+            Memory(self.num_ranks, tuple(map(tuple, groups)), nodes),
+            AttemptSettings(LIMIT_S, LIMIT_S),
             InProcessDecider(Policy(), frozenset(Rung)),
-            repair_limit_s=LIMIT_S,
-            save_limit_s=LIMIT_S,
-            nodes={rank: f"node-{rank // self.ranks_per_node}" for rank in ranks},
         )
         for rank in ranks:
-            self._attempt.joined(rank)
+            self._attempt.handle(RankConnected(rank), now_s=START_S)
         for rank in ranks:
-            self._attempt.trains(rank, 1, STEP, now_s=START_S)
-        self._attempt.take_actions()
+            self._attempt.handle(RankTrains(rank, 1, STEP), now_s=START_S)
         self.course = Course(self.num_ranks)
 
     def run(self) -> Course:
         """Lose the node and go on until all ranks train again."""
         attempt, first = self._attempt, LOST_NODE * self.ranks_per_node
-        gone = tuple(range(first, first + self.ranks_per_node))
-        living = [rank for rank in range(self.num_ranks) if rank not in gone]
-        for rank in gone:
-            self._timed(partial(attempt.disconnected, rank, now_s=START_S))
+        lost = tuple(range(first, first + self.ranks_per_node))
+        living = [rank for rank in range(self.num_ranks) if rank not in lost]
+        for rank in lost:
+            self._timed(RankDisconnected(rank))
         for rank in living:
             self._worker_fault(rank)
-        self._node_gone(gone)
+        self._node_lost(lost)
         generation = attempt.generation
         for rank in living:
             self._report(RankReport(rank=rank, step=STEP, phase=self.phase, votes=(_vote(),)))
-        self._timed(partial(attempt.agent_joined, f"node-{self.num_ranks}", gone))
-        for rank in gone:
-            self._timed(partial(attempt.joined, rank))
+        self._timed(AgentConnected(f"node-{self.num_ranks}", lost))
+        for rank in lost:
+            self._timed(RankConnected(rank))
             self._report(RankReport(rank=rank, step=0, is_fresh=True))
         for rank in range(self.num_ranks):
             message = Trains(generation=generation, step=STEP)
             self.course.is_received(message)
-            self._timed(partial(attempt.trains, rank, generation, STEP, now_s=START_S + 1))
+            self._timed(RankTrains(rank, generation, STEP), now_s=START_S + 1)
         self.course.stage = attempt.stage
         return self.course
 
@@ -155,26 +163,23 @@ class Replacement:
         kind = WorkerFaultKind.CONNECTION
         report = WorkerFault(generation=1, kind=kind, text=BROKEN, step=STEP, at_s=START_S)
         self.course.is_received(report)
-        self._timed(partial(self._attempt.worker_fault, rank, report, now_s=START_S))
+        self._timed(FaultReported(rank, report))
 
-    def _node_gone(self, ranks: tuple[int, ...]) -> None:
+    def _node_lost(self, ranks: tuple[int, ...]) -> None:
         node = f"node-{LOST_NODE}"
         fault = Fault(FaultClass.NODE_LOST, START_S, "its agent is silent", node=node, step=STEP)
         self.course.is_received(NodeGone(fault=fault, ranks=ranks))
-        self._timed(partial(self._attempt.node_gone, fault, ranks, now_s=START_S))
+        self._timed(NodeLost(fault, ranks))
 
     def _report(self, report: RankReport) -> None:
         generation = self._attempt.generation
         self.course.is_received(GenerationReport(generation=generation, report=report))
-        self._timed(
-            partial(self._attempt.generation_report, generation, report, now_s=START_S + 0.5)
-        )
+        self._timed(StateReported(generation, report), now_s=START_S + 0.5)
 
-    def _timed(self, event: Callable[[], object]) -> None:
-        """Put an event in and take the actions out, as the server does after each message."""
+    def _timed(self, stimulus: Stimulus, *, now_s: float = START_S) -> None:
+        """Have one handled, as the server does with each message."""
         began_s = time.process_time()
-        event()
-        actions = self._attempt.take_actions()
+        actions = self._attempt.handle(stimulus, now_s=now_s)
         self.course.machine_s += time.process_time() - began_s
         for action in actions:
             self._count(action)

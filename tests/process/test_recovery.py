@@ -18,10 +18,12 @@ import pytest
 
 from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.model import ParallelKind
+from perdure.training.coordinator.history_writer import HISTORY_FILE
 from perdure.training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
 from perdure.training.drill.evaluation import differences, recovered
 from perdure.training.drill.job import NUM_RANKS, drill_job
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
+from perdure.training.recovery import replay
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.watch import Progress
@@ -252,6 +254,18 @@ def test_only_a_replaced_rank_gets_another_process_and_no_checkpoint_is_read(ben
             assert 1 <= len(seen[*view.key, rank]) <= 1 + replaced[rank]
         is_first = view is played.history.attempts[0]
         assert bench.times_restored(f"course-{kind}", view) == (0 if is_first else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_attempt_of_a_coordinator_can_be_played_again(bench, kind, capsys):
+    played = bench.course(kind)
+    folders = f"runs/course-{kind}/nodes/*/*/attempts/*"
+    histories = sorted(bench.home.glob(f"{folders}/{HISTORY_FILE}"))
+    assert len(histories) == len(played.history.attempts)
+    for file in histories:
+        assert replay.main([str(file)]) == 0, capsys.readouterr().err
+    num_recoveries = sum(len(view.recoveries) for view in played.history.attempts)
+    assert capsys.readouterr().out.count('"kind": "recovery_began"') == num_recoveries
 
 
 @pytest.mark.parametrize("kind", KINDS)

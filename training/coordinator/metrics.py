@@ -125,7 +125,9 @@ class RunMetrics(Collector):
         self._state = state
         self._clock = clock
         self._began_s = clock()
-        self._past = Counter((one.rung.value, one.fault.fault_class.value) for one in past)
+        self._past = Counter(
+            (recovery.rung.value, recovery.fault.fault_class.value) for recovery in past
+        )
         self._step: StepRecord | None = None
         self._committed_step: int | None = None
         self._committed_s = self._began_s
@@ -140,13 +142,7 @@ class RunMetrics(Collector):
             (*BASE_LABELS, "rung", "fault_class", "outcome"),
             registry=self.registry,
         )
-        self._durations = Histogram(
-            "perdure_recovery_duration_seconds",
-            "From the notice of a fault until training went on.",
-            (*BASE_LABELS, "rung"),
-            buckets=RECOVERY_BUCKETS_S,
-            registry=self.registry,
-        )
+        self._durations = _recovery_durations(self.registry)
         self._lost = CounterMetric(
             "perdure_steps_lost_total",
             "Completed steps that were done again after recoveries inside the processes.",
@@ -288,6 +284,16 @@ def _step_durations(registry: CollectorRegistry) -> Histogram:
         "How long completed steps took.",
         BASE_LABELS,
         buckets=STEP_BUCKETS_S,
+        registry=registry,
+    )
+
+
+def _recovery_durations(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "perdure_recovery_duration_seconds",
+        "From the notice of a fault until training went on.",
+        (*BASE_LABELS, "rung"),
+        buckets=RECOVERY_BUCKETS_S,
         registry=registry,
     )
 

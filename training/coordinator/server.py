@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from perdure.storage.address import open_store
 from perdure.storage.errors import NotFound, StorageError
 from perdure.training.config.job import Job
+from perdure.training.coordinator.history_writer import HistoryWriter
 from perdure.training.coordinator.metrics import AttemptNow, RunMetrics
 from perdure.training.diagnosis.exits import fault_of_end
 from perdure.training.files import write_whole
@@ -30,9 +31,13 @@ from perdure.training.journal.attempt_log import AttemptLog, Follower
 from perdure.training.journal.events import CheckpointCommitted, StepRecord
 from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
 from perdure.training.log import start_logging
+from perdure.training.masking import secret_values
 from perdure.training.recovery.actions import AbnormalNorm, Action, LogEvent, ToAgent, ToRank
 from perdure.training.recovery.attempt import Attempt
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV, InvariantBroken
 from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.memory import AttemptSettings, Memory
 from perdure.training.recovery.protocol import (
     Ending,
     GenerationReport,
@@ -49,6 +54,29 @@ from perdure.training.recovery.protocol import (
     WorkerFault,
 )
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import (
+    AgentConnected,
+    AgentDisconnected,
+    ConnectionsRestored,
+    FaultReported,
+    LastSaveReported,
+    LoopEnded,
+    NodeLost,
+    NodeSlow,
+    PauseWanted,
+    ProcessEnded,
+    RankConnected,
+    RankDisconnected,
+    RankPaused,
+    RankTrains,
+    RecoveryResumed,
+    ReplacementFailed,
+    StateReported,
+    StepCommitted,
+    StepRecorded,
+    Stimulus,
+    TimePassed,
+)
 from perdure.training.wire.coordinator import (
     FROM_MEMBER,
     AgentJoined,
@@ -96,22 +124,9 @@ class Coordinator:
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
         self._written: tuple[ToMember | None, bytes] = (None, b"")
-        restart = self._job.restart
-        decider = InProcessDecider(
-            restart.policy(operator_retry=self._job.comm.link_retry),
-            frozenset(config.supported),
-            list(config.past),
-            self._job.engine.nodes,
-        )
-        self._attempt = Attempt(
-            self._job.engine.world_size,
-            self._job.layout.replica_groups(),
-            decider,
-            repair_limit_s=restart.start_timeout_s,
-            save_limit_s=max(SAVE_LIMIT_S, self._job.engine.grace_s),
-            reconnect_limit_s=self._job.comm.link_retry_s,
-            checks_chips=restart.heal.check,
-        )
+        self._attempt = _new_attempt(config, self._job)
+        folder = Path(config.address_file).parent
+        self._history = HistoryWriter(folder, self._attempt, secret_values(os.environ))
         self._metrics = RunMetrics(
             (self._job.run_id, str(config.placement), str(config.attempt)),
             target_step=None if self._job.worker.is_command else self._job.steps,
@@ -136,8 +151,7 @@ class Coordinator:
             token=config.token,
         )
         if config.resumes is not None:
-            self._attempt.resume(config.resumes, now_s=time.time())
-            self._act()
+            self._handle(RecoveryResumed(config.resumes))
         write_whole(Path(config.address_file), address.model_dump_json(), private=True)
         async with server:
             await asyncio.gather(
@@ -149,11 +163,11 @@ class Coordinator:
         config, port = self._config, self._job.watch.metrics_port
         try:
             # In a thread: the server asks for the name of its host, which may take its time.
-            found = await asyncio.to_thread(self._metrics.serve, config.host, port)
+            bound_port = await asyncio.to_thread(self._metrics.serve, config.host, port)
         except OSError as exc:
             _log.warning(f"no metrics at {config.host}:{port}: {exc}")
             return
-        address = MetricsAddress(url=f"http://{config.host}:{found}/metrics")
+        address = MetricsAddress(url=f"http://{config.host}:{bound_port}/metrics")
         _log.info(f"metrics at {address.url}")
         path = metrics_file(Path(config.address_file).parent)
         write_whole(path, address.model_dump_json(), private=True)
@@ -172,28 +186,23 @@ class Coordinator:
             if isinstance(first, WorkerJoined):
                 rank = first.rank
                 self._ranks[rank] = writer
-                if first.layout is not None:
-                    self._attempt.groups = first.layout.replica_groups()
-                self._attempt.joined(rank)
+                self._handle(RankConnected(rank, first.layout))
             elif isinstance(first, AgentJoined):
                 node = first.node
                 self._agents[node] = writer
-                self._attempt.agent_joined(node, first.ranks)
-            self._act()
+                self._handle(AgentConnected(node, first.ranks))
             while (message := await _next(reader)) is not None:
                 self._receive(rank, message)
-                self._act()
         except (OSError, ValueError) as exc:  # TimeoutError is an OSError
             _log.info(f"a connection ended: {exc}")
         finally:
             writer.close()
             if node is not None and self._agents.get(node) is writer:
                 self._metrics.forget(node)
-                self._attempt.agent_left(node)
+                self._handle(AgentDisconnected(node))
             if rank is not None and self._ranks.get(rank) is writer:
                 del self._ranks[rank]
-                self._attempt.disconnected(rank, now_s=time.time())
-                self._act()
+                self._handle(RankDisconnected(rank))
 
     def _receive(self, rank: int | None, message: FromMember) -> None:
         if rank is None:
@@ -202,20 +211,21 @@ class Coordinator:
             self._receive_of_worker(rank, message)
 
     def _receive_of_agent(self, message: FromMember) -> None:
-        attempt, now_s = self._attempt, time.time()
+        attempt = self._attempt
         match message:
             case WorkerEnded():
                 self._read_log()  # a death is reported at the newest step on record
                 node = attempt.nodes.get(message.rank)
                 fault = fault_of_end(message, node=node, step=attempt.step)
-                attempt.ended(message.rank, fault, now_s=now_s)
+                self._handle(ProcessEnded(message.rank, fault))
             case NotReplaced():
-                attempt.not_replaced(message.rank, message.why, now_s=now_s)
+                self._handle(ReplacementFailed(message.rank, message.why))
             case NodeGone():
                 self._read_log()
                 self._cut_off(message.fault.node)
                 fault = replace(message.fault, step=attempt.step)
-                attempt.node_gone(fault, message.ranks, now_s=now_s)
+                is_slow = fault.fault_class is FaultClass.FAIL_SLOW
+                self._handle((NodeSlow if is_slow else NodeLost)(fault, message.ranks))
             case NodeSampled():
                 self._metrics.sampled(message.node, NodeSample.model_validate(message.sample))
             case _:
@@ -224,35 +234,40 @@ class Coordinator:
     def _cut_off(self, node: str | None) -> None:
         """Close what comes from a node that is left: it may live on, and takes no more part."""
         agent = self._agents.pop(node, None) if node is not None else None
-        ranks = [rank for rank, its in self._attempt.nodes.items() if its == node]
+        ranks = [rank for rank, name in self._attempt.nodes.items() if name == node]
         for writer in (agent, *(self._ranks.pop(rank, None) for rank in ranks)):
             if writer is not None:
                 writer.close()
 
     def _receive_of_worker(self, rank: int, message: FromMember) -> None:
-        attempt, now_s = self._attempt, time.time()
         match message:
             case WorkerFault():
                 _log.info(f"rank {rank} at step {message.step}: {message.kind}: {message.text}")
-                attempt.worker_fault(rank, message, now_s=now_s)
+                self._handle(FaultReported(rank, message))
             case Reconnected():
-                attempt.reconnected(rank, message, now_s=now_s)
+                self._handle(ConnectionsRestored(rank, message))
             case GenerationReport():
-                attempt.generation_report(message.generation, message.report, now_s=now_s)
+                self._handle(StateReported(message.generation, message.report))
             case Trains():
-                attempt.trains(rank, message.generation, message.step, now_s=now_s)
+                self._handle(RankTrains(rank, message.generation, message.step))
             case Paused():
-                attempt.paused(rank, message.step, is_paused=message.is_paused, now_s=now_s)
+                self._handle(RankPaused(rank, message.step, is_paused=message.is_paused))
             case LastSaved():
-                attempt.last_saved(rank, message, now_s=now_s)
+                self._handle(LastSaveReported(rank, message))
             case Ending():
-                attempt.ending(rank, now_s=now_s)
+                self._handle(LoopEnded(rank))
             case _:
                 raise _misplaced(message)
 
-    def _act(self) -> None:
-        """Carry out the orders of the attempt, in their sequence."""
-        for action in self._attempt.take_actions():
+    def _handle(self, stimulus: Stimulus) -> None:
+        """Have the attempt take one stimulus in, and carry its orders out, in their sequence."""
+        try:
+            actions = self._history.handle(stimulus, now_s=time.time())
+        except InvariantBroken as error:
+            # Only where they are checked: a test that went on would not find what it looks for.
+            _log.error(str(error))
+            os._exit(1)
+        for action in actions:
             self._carry_out(action)
         self._woken.set()
 
@@ -287,7 +302,7 @@ class Coordinator:
             self._written = (message, dump_line(message))
         writer.write(self._written[1])
 
-    def _record_norms(self, seen: AbnormalNorm) -> None:
+    def _record_norms(self, abnormal: AbnormalNorm) -> None:
         """Put an abnormal step on the run's list of them, named as MindFormers has it."""
         key = f"runs/{self._job.run_id}/{ABNORMAL_NORMS}"
         try:
@@ -295,10 +310,10 @@ class Coordinator:
                 document = json.loads(self._store.get(key))
             except NotFound:
                 document = {}
-            document[str(seen.step)] = list(seen.norms)
+            document[str(abnormal.step)] = list(abnormal.norms)
             self._store.put(key, json.dumps(document, indent=1).encode())
         except (StorageError, ValueError) as exc:
-            _log.error(f"step {seen.step} is not in {key}: {exc}")
+            _log.error(f"step {abnormal.step} is not in {key}: {exc}")
 
     def _keep_records(self) -> None:
         """Put the records of steps that no checkpoint has into the store, before one that has."""
@@ -321,8 +336,8 @@ class Coordinator:
                 await asyncio.wait_for(self._woken.wait(), IDLE_S)
             if os.getppid() != parent:
                 os._exit(1)  # the agent is gone, and its workers with it
-            self._attempt.tick(now_s=time.time())
-            self._act()
+            if self._attempt.is_due(time.time()):
+                self._handle(TimePassed())
             if self._attempt.has_deadline:
                 await asyncio.sleep(TICK_S)
             else:
@@ -338,10 +353,10 @@ class Coordinator:
         for event in self._log.read() or ():
             match event:
                 case StepRecord():
-                    self._attempt.stepped(event.step)
+                    self._handle(StepRecorded(event.step))
                     self._metrics.step(event)
                 case CheckpointCommitted():
-                    self._attempt.committed(event.step)
+                    self._handle(StepCommitted(event.step))
                     self._metrics.committed(event.step, at_s=time.time())
 
     async def _watch_control(self) -> None:
@@ -350,9 +365,28 @@ class Coordinator:
             if self._attempt.stage is not Stage.STARTING:
                 with suppress(StorageError):  # read again soon; training does not wait for it
                     control = await asyncio.to_thread(read_control, self._store, self._job.run_id)
-                    self._attempt.pause(wanted=control.pause)
-                    self._act()
+                    if control.pause != self._attempt.memory.pauses.is_requested:
+                        self._handle(PauseWanted(control.pause))
             await asyncio.sleep(CONTROL_S)
+
+
+def _new_attempt(config: CoordinatorConfig, job: Job) -> Attempt:
+    restart, groups = job.restart, job.layout.replica_groups()
+    decider = InProcessDecider(
+        restart.policy(operator_retry=job.comm.link_retry),
+        frozenset(config.supported),
+        list(config.past),
+        job.engine.nodes,
+    )
+    settings = AttemptSettings(
+        repair_limit_s=restart.start_timeout_s,
+        save_limit_s=max(SAVE_LIMIT_S, job.engine.grace_s),
+        reconnect_limit_s=job.comm.link_retry_s,
+        checks_chips=restart.heal.check,
+    )
+    is_checked = CHECK_INVARIANTS_ENV in os.environ
+    memory = Memory(job.engine.world_size, groups)
+    return Attempt(memory, settings, decider, checks_invariants=is_checked)
 
 
 def _misplaced(message: FromMember) -> ValueError:

@@ -7,6 +7,7 @@ has the run pause and continue. Times are seconds since the epoch, steps complet
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,6 +27,7 @@ from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import kept_steps
 from perdure.training.liveness.heartbeat import Phase
+from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import EndKind, Progress
@@ -92,6 +94,7 @@ class RunDriver:
             StorageError: likewise.
         """
         ended = ""
+        os.environ.setdefault(CHECK_INVARIANTS_ENV, "1")  # a drill that hides a defect is none
         with terminated_as_exception():
             for _ in range(starts):
                 ended = self._start(job, hook)

@@ -58,96 +58,81 @@ Action = ToRank | ToAgent | LogEvent | AbnormalNorm
 
 @dataclass(slots=True)
 class Outbox:
-    """Actions that are not taken yet, and the numbers of what is recorded."""
+    """Actions of one stimulus in their order, and the numbers of what is recorded.
 
-    _actions: list[Action] = field(default_factory=list)
-    _number: int = 0
+    Attributes:
+        actions: that have not been taken yet.
+        last_number: of a recovery, pause or last save.
+    """
+
+    actions: list[Action] = field(default_factory=list)
+    last_number: int = 0
 
     def add(self, action: Action) -> None:
-        """One more action, after the others."""
-        self._actions.append(action)
+        """Put one more action after the others."""
+        self.actions.append(action)
 
     def record(self, event: RecoveryEvent) -> None:
-        """One more event for the log, after the other actions."""
+        """Put one more event for the log after the other actions."""
         self.add(LogEvent(event))
 
     def record_end(self, fault: Fault, why: str, *, now_s: float) -> None:
-        """The fault for which all processes end: of what became of it, they may show no trace."""
+        """Record the fault for which all processes end: what becomes of them may hide it."""
         number = self.next_number()
         self.record(AttemptGivenUp(at_s=now_s, number=number, fault=fault, why=why))
 
     def record_save_failed(self, why: str, *, now_s: float) -> None:
-        """The end-of-life checkpoint that was not written."""
+        """Record that the end-of-life checkpoint was not written."""
         number = self.next_number()
         self.record(LastSave(at_s=now_s, number=number, step=None, why=why))
 
     def resume(self, began: RecoveryBegan) -> None:
         """Record once more what began elsewhere; what is recorded next has a later number."""
-        self._number = began.number
+        self.last_number = began.number
         self.record(began)
 
     def next_number(self) -> int:
         """Of a recovery, pause or last save, from 1."""
-        self._number += 1
-        return self._number
+        self.last_number += 1
+        return self.last_number
 
     def take(self) -> list[Action]:
-        """All of them; each is handed out once."""
-        actions, self._actions = self._actions, []
+        """All actions; each is handed out once."""
+        actions, self.actions = self.actions, []
         return actions
 
 
 @dataclass(slots=True)
 class Recoveries:
-    """Those that have begun and not ended; a fault in the middle of one begins another."""
+    """Recoveries that have begun and not ended; a fault in the middle of one begins another.
 
-    _outbox: Outbox
-    _open: list[RecoveryBegan] = field(default_factory=list)
+    Attributes:
+        open: in the order in which they began.
+    """
+
+    open: list[RecoveryBegan] = field(default_factory=list)
 
     @property
     def newest_fault(self) -> Fault:
         """What the last one that began answers."""
-        return self._open[-1].fault
+        return self.open[-1].fault
 
     def is_moving(self, node: str) -> bool:
         """Whether one is open that leaves this node."""
-        return any(one.moved and one.fault.node == node for one in self._open)
+        return any(began.moved and began.fault.node == node for began in self.open)
 
     @property
     def newest_replaced(self) -> frozenset[int]:
         """Ranks that get a new process by the last one that began."""
-        return self._open[-1].replaced
+        return self.open[-1].replaced
 
-    def blame(self, rank: int) -> None:
-        """What was to replace this rank fails, and counts as the newest: it cuts others short."""
-        self._open.sort(key=lambda one: rank in one.replaced)  # stable: the others as they were
+    def move_to_newest(self, rank: int) -> None:
+        """Count what was to replace a rank as the newest: it fails, and cuts the others short."""
+        self.open.sort(key=lambda began: rank in began.replaced)  # stable: the others as they were
 
-    def begin(
-        self,
-        fault: Fault,
-        decision: Decision,
-        *,
-        generation: int,
-        now_s: float,
-        moved: Collection[int] = (),
-    ) -> frozenset[int]:
-        """A decision is about to be carried out. Returns the ranks that get a new process."""
-        began = RecoveryBegan(
-            at_s=now_s,
-            number=self._outbox.next_number(),
-            generation=generation,
-            fault=fault,
-            decision=decision,
-            moved=tuple(sorted(moved)),
-        )
-        self._open.append(began)
-        self._outbox.record(began)
-        return began.replaced
-
-    def resume(self, began: RecoveryBegan) -> None:
-        """Take up one that began under another coordinator."""
-        self._open.append(began)
-        self._outbox.resume(began)
+    def begin(self, began: RecoveryBegan) -> None:
+        """Add one whose decision is about to be carried out."""
+        self.open.append(began)
 
     def locate(self, step: int) -> list[tuple[Fault, Fault]]:
         """Put deaths at the step in which they happened; a dead rank itself reported none.
@@ -158,15 +143,15 @@ class Recoveries:
         Returns:
             The faults whose step is now known, each as it was and as it is.
         """
-        found = []
-        for index, one in enumerate(self._open):
+        corrections = []
+        for index, began in enumerate(self.open):
             # An abnormal step was reported with its number; since then ranks may have gone back.
-            is_known = one.fault.fault_class is FaultClass.NUMERIC_ANOMALY
-            if one.replaced and not is_known and one.fault.step != step:
-                fault = replace(one.fault, step=step)
-                self._open[index] = one.model_copy(update={"fault": fault})
-                found.append((one.fault, fault))
-        return found
+            is_known = began.fault.fault_class is FaultClass.NUMERIC_ANOMALY
+            if began.replaced and not is_known and began.fault.step != step:
+                fault = replace(began.fault, step=step)
+                self.open[index] = began.model_copy(update={"fault": fault})
+                corrections.append((began.fault, fault))
+        return corrections
 
     def end(
         self,
@@ -176,8 +161,8 @@ class Recoveries:
         generation: int,
         now_s: float,
         why_not: str | None = None,
-    ) -> None:
-        """All of them are over: together they have led to one plan, or to none.
+    ) -> list[RecoveryEnded]:
+        """Close all of them: together they have led to one plan, or to none.
 
         Args:
             plan: that was carried out, None without one.
@@ -186,28 +171,28 @@ class Recoveries:
             now_s: when.
             why_not: why training does not go on, None when it does.
         """
-        replaced = {rank for one in self._open for rank in one.replaced}
+        closed, self.open = self.open, []
+        replaced = {rank for began in closed for rank in began.replaced}
         moved = {move.target for move in plan.moves} if plan is not None else set()
-        for one in self._open:
-            self._outbox.record(
-                RecoveryEnded(
-                    at_s=now_s,
-                    number=one.number,
-                    generation=generation,
-                    succeeded=why_not is None,
-                    why=why_not or "",
-                    step=plan.step if plan is not None else None,
-                    replaced=tuple(sorted(one.replaced)),
-                    repaired=tuple(sorted(moved - replaced)),
-                    steps_lost=steps_lost(reports, plan) if plan is not None else 0,
-                    duration_s=now_s - one.fault.at_s,
-                    cut_short=why_not is not None and one is not self._open[-1],
-                )
+        return [
+            RecoveryEnded(
+                at_s=now_s,
+                number=began.number,
+                generation=generation,
+                succeeded=why_not is None,
+                why=why_not or "",
+                step=plan.step if plan is not None else None,
+                replaced=tuple(sorted(began.replaced)),
+                repaired=tuple(sorted(moved - replaced)),
+                steps_lost=steps_lost(reports, plan) if plan is not None else 0,
+                duration_s=now_s - began.fault.at_s,
+                cut_short=why_not is not None and began is not closed[-1],
             )
-        self._open.clear()
+            for began in closed
+        ]
 
 
-def mode_after(unfinished: RepairMode, requested: RepairMode) -> RepairMode:
+def merge_modes(unfinished: RepairMode, requested: RepairMode) -> RepairMode:
     """What a generation is for that begins before all ranks train in the one before.
 
     A rank that went back to a snapshot, or accepted a gradient, has another state than those

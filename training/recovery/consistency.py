@@ -79,19 +79,21 @@ def find_difference(
         aligned_at: from which all ranks began together.
     """
     everyone = range(len(hashes))
-    weights = _odd_ones(everyone, [one.weights for one in hashes])
-    gradients = _odd_ones(everyone, [one.gradients for one in hashes])
-    shards = [_odd_ones(group, [one.shards for one in hashes]) for group in groups]
-    found = [odd for odd in (weights, gradients, *shards) if odd is not None]
-    if not found:
+    weights = _odd_ones(everyone, [rank_hashes.weights for rank_hashes in hashes])
+    gradients = _odd_ones(everyone, [rank_hashes.gradients for rank_hashes in hashes])
+    of_shards = [rank_hashes.shards for rank_hashes in hashes]
+    shards = [_odd_ones(group, of_shards) for group in groups]
+    differences = [odd for odd in (weights, gradients, *shards) if odd is not None]
+    if not differences:
         return None
-    what = "weights" if weights is not None else "gradients"
-    culprits = tuple(sorted({rank for odd in found for rank in odd})) if all(found) else ()
+    values = "weights" if weights is not None else "gradients"
+    is_clear = all(differences)
+    culprits = tuple(sorted({rank for odd in differences for rank in odd})) if is_clear else ()
     was_equal = step - aligned_at > FIRST_STEPS
     # In the first steps of a run it is not known which values the user wants.
     if step <= FIRST_STEPS or (not culprits and not was_equal):
-        return Difference(Cause.PROGRAM, culprits, _program_text(what, step))
-    return Difference(Cause.CORRUPTION, culprits, _corruption_text(what, culprits, step))
+        return Difference(Cause.PROGRAM, culprits, _program_text(values, step))
+    return Difference(Cause.CORRUPTION, culprits, _corruption_text(values, culprits, step))
 
 
 def _odd_ones(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...] | None:
@@ -105,8 +107,8 @@ def _odd_ones(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...] | 
     return tuple(rank for rank in ranks if values[rank] != value)
 
 
-def _program_text(what: str, step: int) -> str:
-    if what == "weights":
+def _program_text(values: str, step: int) -> str:
+    if values == "weights":
         return (
             f"the ranks have different weights at step {step}: build the same on each (one seed) "
             "and wrap the model in DistributedDataParallel or FSDP2 before session.register(); "
@@ -119,10 +121,10 @@ def _program_text(what: str, step: int) -> str:
     )
 
 
-def _corruption_text(what: str, culprits: Sequence[int], step: int) -> str:
+def _corruption_text(values: str, culprits: Sequence[int], step: int) -> str:
     if not culprits:
-        return f"the ranks have different {what} at step {step}, and were equal before"
+        return f"the ranks have different {values} at step {step}, and were equal before"
     named = ", ".join(str(rank) for rank in culprits[:_NAMED_RANKS])
     more = " and others" if len(culprits) > _NAMED_RANKS else ""
     ranks = "rank" if len(culprits) == 1 else "ranks"
-    return f"{what} of {ranks} {named}{more} differ from those of most ranks at step {step}"
+    return f"{values} of {ranks} {named}{more} differ from those of most ranks at step {step}"

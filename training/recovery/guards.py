@@ -1,8 +1,8 @@
 """Why a rung does not answer a fault: one guard per rung, and those that concern several.
 
-A guard looks at a `Case` and gives its refusal as a few words, or None; ladder_rules.py has the
-rules in words, rungs.py what the policy and the budgets allow. Pure functions; windows are
-seconds.
+A guard looks at a `LadderInput` and gives its refusal as a few words, or None; ladder_rules.py
+has the rules in words, rungs.py what the policy and the budgets allow. Pure functions; windows
+are seconds.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from perdure.training.recovery.faults import (
     FaultClass,
     RecoverableBy,
 )
+from perdure.training.recovery.node_suspicion import COUNTED, why_node_is_suspect
 from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
@@ -40,7 +41,6 @@ from perdure.training.recovery.rungs import (
     RestartCount,
     Rung,
 )
-from perdure.training.recovery.same_node import COUNTED, again_and_again
 
 # ModelArts: for one problem with no node or chip at fault; one code of one chip, in a row.
 UNCONDITIONAL_RESCHEDULES_IN_A_ROW = 3
@@ -55,28 +55,28 @@ SETTINGS = frozenset({UNSUPPORTED, SWITCHED_OFF, ENDED})
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LadderInput:
     """Everything a guard may look at.
 
     Attributes:
         fault: what is to be answered.
-        row: recoveries in a row without progress, oldest first.
-        counted: recoveries that use up max_restarts and pod_retries.
+        streak: recoveries in a row without progress, oldest first.
+        charged: recoveries that use up max_restarts and pod_retries.
         policy: the job's restart policy.
         too_often: why the chip is not to be trusted after so many reports of the code, None
             while it is.
-        same_node: why a fault of software is taken for its node's, None when it is not.
+        node_suspicion: why a fault of software is taken for its node's, None when it is not.
         survivors: whether processes of the attempt live on.
         no_replica: why no other rank has the state of the one at fault, None when one may.
         no_replica_of_node: why no other node has the state of one of its node's ranks.
     """
 
     fault: Fault
-    row: Sequence[Recovery]
-    counted: Sequence[Recovery]
+    streak: Sequence[Recovery]
+    charged: Sequence[Recovery]
     policy: Policy
     too_often: str | None = None
-    same_node: str | None = None
+    node_suspicion: str | None = None
     survivors: bool = False
     no_replica: str | None = None
     no_replica_of_node: str | None = None
@@ -90,18 +90,18 @@ class Case:
     def may_isolate(self) -> bool:
         """Whether there is evidence that it is the node."""
         often = self.too_often is not None and not self.is_user_caused
-        return often or self.same_node is not None or points_at_hardware(self.fault)
+        return often or self.node_suspicion is not None or points_at_hardware(self.fault)
 
     def used(self, *rungs: Rung) -> int:
-        """Recoveries of the row that were carried out; a last resort that failed counts too."""
-        return _num_used(self.row, *rungs)
+        """Recoveries of the streak that were carried out; a last resort that failed counts too."""
+        return _num_used(self.streak, *rungs)
 
     def failed(self, *rungs: Rung) -> bool:
-        """Whether one of the rungs could not be carried out in this row."""
-        return any(past.failed and past.rung in rungs for past in self.row)
+        """Whether one of the rungs could not be carried out in this streak."""
+        return any(past.failed and past.rung in rungs for past in self.streak)
 
 
-def rungs_for(case: Case) -> tuple[Rung, ...]:
+def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     """The rungs that may answer a case, cheapest first but for what the policy puts before.
 
     Those that isolate are among them on evidence that it is the node, whatever the class; without
@@ -110,10 +110,10 @@ def rungs_for(case: Case) -> tuple[Rung, ...]:
     asks no more than a restart or a reset is not lost.
     """
     fault = case.fault
-    own = LADDER[fault.fault_class]
-    if own == (Rung.STOP,):
-        return own
-    allowed = set(own) - ISOLATES
+    ladder = LADDER[fault.fault_class]
+    if ladder == (Rung.STOP,):
+        return ladder
+    allowed = set(ladder) - ISOLATES
     if fault.fault_class is FaultClass.CONTAINER_LOST:
         allowed |= {Rung.NODE_REPLACE, Rung.POD_RESCHEDULE}
     if case.may_isolate:
@@ -137,7 +137,7 @@ def _may_be_there(fault: Fault) -> bool:
     return answer_of(fault) is not None or fault.hardware_fault is False
 
 
-def refusal(rung: Rung, case: Case) -> str | None:
+def refusal(rung: Rung, case: LadderInput) -> str | None:
     """Why the rung does not answer the case, None when it does."""
     if not RUNGS[rung].is_on(case.policy, case.fault.fault_class):
         return SWITCHED_OFF
@@ -155,7 +155,7 @@ def refusal(rung: Rung, case: Case) -> str | None:
     )
 
 
-def _lack_of_replica(rung: Rung, case: Case) -> str | None:
+def _lack_of_replica(rung: Rung, case: LadderInput) -> str | None:
     """Why what the rung copies is with no other rank, None where it is or nothing is copied."""
     is_lost = case.fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR  # its process lives
     if rung is Rung.NODE_REPLACE:
@@ -165,13 +165,13 @@ def _lack_of_replica(rung: Rung, case: Case) -> str | None:
     return None
 
 
-def chip_refusal(rung: Rung, case: Case) -> str | None:
+def chip_refusal(rung: Rung, case: LadderInput) -> str | None:
     """Why what stays on the chip does not help, None when it may or when the rung moves away."""
     code = case.fault.chip_code
     if rung not in STAYS_ON_CHIP:
         return None
-    if case.too_often is not None or case.same_node is not None:
-        return case.too_often or case.same_node
+    if case.too_often is not None or case.node_suspicion is not None:
+        return case.too_often or case.node_suspicion
     if answer_of(case.fault) is ChipAnswer.SEPARATE:
         critical = _severity(case.fault) is Severity.CRITICAL
         return "severity critical never heals" if critical else f"code {code} separates the chip"
@@ -195,7 +195,7 @@ def _severity(fault: Fault) -> Severity | None:
     return Severity(fault.severity) if is_drivers and fault.severity is not None else None
 
 
-def is_accepted(case: Case) -> bool:
+def is_accepted(case: LadderInput) -> bool:
     """Whether an abnormal step was executed again already and came out abnormal again."""
     retries = _numeric_retries(case)
     return (
@@ -208,7 +208,7 @@ def is_accepted(case: Case) -> bool:
     )
 
 
-def is_oom_again(case: Case) -> bool:
+def is_oom_again(case: LadderInput) -> bool:
     """Whether the device ran out of memory at this step before.
 
     It will a third time: the program's sizes are to be changed.
@@ -217,17 +217,17 @@ def is_oom_again(case: Case) -> bool:
     return (
         case.fault.fault_class is oom
         and step is not None
-        and any(past.fault.fault_class is oom and past.fault.step == step for past in case.row)
+        and any(past.fault.fault_class is oom and past.fault.step == step for past in case.streak)
     )
 
 
-def is_store_full(case: Case) -> bool:
+def is_store_full(case: LadderInput) -> bool:
     """Whether the run's own store is full: new processes would fill it as these have."""
     fault = case.fault
     return fault.fault_class is FaultClass.STORAGE_ERROR and fault.code == STORE_FULL
 
 
-def is_the_users_again(case: Case) -> bool:
+def is_the_users_again(case: LadderInput) -> bool:
     """Whether, by the evidence, only the user can fix it, and it came back so soon.
 
     Another process may free another full disk in the meantime, or the end of this one does, so
@@ -238,7 +238,7 @@ def is_the_users_again(case: Case) -> bool:
         not past.failed
         and _needs_user_fix(past.fault)
         and past.fault.fault_class is case.fault.fault_class
-        for past in case.row
+        for past in case.streak
     )
 
 
@@ -269,8 +269,8 @@ def too_often(
         for p in history
         if not p.failed and p.fault.chip_code and _is_on_chip(p.fault, fault)
     ]
-    same = times_in_a_row(chip, code, now_s=now_s, window_s=SAME_CODE_WINDOW_S)
-    if same + 1 >= SAME_CODE_TIMES:
+    times = times_in_a_row(chip, code, now_s=now_s, window_s=SAME_CODE_WINDOW_S)
+    if times + 1 >= SAME_CODE_TIMES:
         return f"code {code} came {SAME_CODE_TIMES} times in 24 h"
     came_s = [*(at_s for theirs, at_s in chip if theirs == code), now_s]
     if policy.mindcluster_frequency and escalated(code, came_s, now_s=now_s) in SEPARATED:
@@ -278,7 +278,7 @@ def too_often(
     return None
 
 
-def same_node(
+def suspicion_of_node(
     fault: Fault, *, now_s: float, history: Sequence[Recovery], num_nodes: int | None
 ) -> str | None:
     """Why a fault of software is taken for its node's, None when it is not.
@@ -302,7 +302,7 @@ def same_node(
         if p.progressed and not p.failed and _is_of_one_node(p.fault)
     ]
     node = fault.node or ""
-    return again_and_again(node, [*events, (node, now_s)], num_nodes=num_nodes, now_s=now_s)
+    return why_node_is_suspect(node, [*events, (node, now_s)], num_nodes=num_nodes, now_s=now_s)
 
 
 def _is_of_one_node(fault: Fault) -> bool:
@@ -316,13 +316,13 @@ def _is_of_one_node(fault: Fault) -> bool:
     )
 
 
-def _is_on_chip(one: Fault, other: Fault) -> bool:
-    return (one.node, one.device) == (other.node, other.device)
+def _is_on_chip(fault: Fault, other: Fault) -> bool:
+    return (fault.node, fault.device) == (other.node, other.device)
 
 
-def same_fault(one: Fault, other: Fault) -> bool:
+def same_fault(fault: Fault, other: Fault) -> bool:
     """Whether two faults are one problem at one place."""
-    return (one.fault_class, *_chip_of(one)) == (other.fault_class, *_chip_of(other))
+    return (fault.fault_class, *_chip_of(fault)) == (other.fault_class, *_chip_of(other))
 
 
 def points_at_hardware(fault: Fault) -> bool:
@@ -344,20 +344,20 @@ def _chip_of(fault: Fault) -> tuple[str | None, int | None, str | None]:
     return fault.node, fault.device, fault.code
 
 
-def _climb_refusal(rung: Rung, case: Case) -> str | None:
+def _climb_refusal(rung: Rung, case: LadderInput) -> str | None:
     climbed = any(
-        past.rung.cost > rung.cost and same_fault(past.fault, case.fault) for past in case.row
+        past.rung.cost > rung.cost and same_fault(past.fault, case.fault) for past in case.streak
     )
     return "a costlier rung already answered this fault" if climbed else None
 
 
-def _budget_refusal(rung: Rung, case: Case) -> str | None:
+def _budget_refusal(rung: Rung, case: LadderInput) -> str | None:
     budget, is_counted = RUNGS[rung].budget, rung in RESCHEDULES
-    asked = sum(past.rung is rung for past in (case.counted if is_counted else case.row))
+    asked = sum(past.rung is rung for past in (case.charged if is_counted else case.streak))
     if budget is not None and asked >= budget(case.policy):
         is_row = not is_counted or case.policy.count is RestartCount.WITHOUT_PROGRESS
         return f"used {asked} of {budget(case.policy)} in {'a row' if is_row else 'all'}"
-    used, limit = _num_used(case.counted, *RESCHEDULES), case.policy.max_restarts
+    used, limit = _num_used(case.charged, *RESCHEDULES), case.policy.max_restarts
     return f"max_restarts used {used} of {limit}" if is_counted and used >= limit else None
 
 
@@ -368,17 +368,17 @@ def _num_used(recoveries: Sequence[Recovery], *rungs: Rung) -> int:
     )
 
 
-def _in_process_refusal(rung: Rung, case: Case) -> str | None:
-    same = [p for p in case.row if p.rung is rung and same_fault(p.fault, case.fault)]
-    if any(past.failed for past in same):
+def _in_process_refusal(rung: Rung, case: LadderInput) -> str | None:
+    tries = [p for p in case.streak if p.rung is rung and same_fault(p.fault, case.fault)]
+    if any(past.failed for past in tries):
         return "the last one failed"
     step = case.fault.step
-    if step is not None and any(past.fault.step == step for past in same):
+    if step is not None and any(past.fault.step == step for past in tries):
         return f"it did not help at step {step}"
     return None
 
 
-def _step_refusal(rung: Rung, case: Case) -> str | None:
+def _step_refusal(rung: Rung, case: LadderInput) -> str | None:
     retries = _numeric_retries(case)
     if any(past.failed for past in retries):
         return "the last one failed"
@@ -387,18 +387,18 @@ def _step_refusal(rung: Rung, case: Case) -> str | None:
     return _in_process_refusal(rung, case)
 
 
-def _numeric_retries(case: Case) -> Sequence[Recovery]:
+def _numeric_retries(case: LadderInput) -> Sequence[Recovery]:
     """Re-executions of the step that is abnormal now, wherever it was noticed."""
     return [
         past
-        for past in case.row
+        for past in case.streak
         if past.rung is Rung.STEP_RETRY
         and past.fault.fault_class is case.fault.fault_class is FaultClass.NUMERIC_ANOMALY
         and past.fault.step == case.fault.step
     ]
 
 
-def _process_refusal(rung: Rung, case: Case) -> str | None:
+def _process_refusal(rung: Rung, case: LadderInput) -> str | None:
     # MindCluster: recover moves the containers of a node at fault, recover-in-place does not.
     is_of_chip = case.fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR or case.fault.chip_code
     if is_of_chip and not case.policy.process_in_place:
@@ -406,7 +406,7 @@ def _process_refusal(rung: Rung, case: Case) -> str | None:
     return "no rank is to blame" if case.fault.rank is None else _in_process_refusal(rung, case)
 
 
-def _node_refusal(rung: Rung, case: Case) -> str | None:
+def _node_refusal(rung: Rung, case: LadderInput) -> str | None:
     fault = case.fault
     if fault.node is None:
         return "no node is to blame"
@@ -418,15 +418,15 @@ def _node_refusal(rung: Rung, case: Case) -> str | None:
     return _in_process_refusal(rung, case)
 
 
-def _failed_refusal(rung: Rung, case: Case) -> str | None:
+def _failed_refusal(rung: Rung, case: LadderInput) -> str | None:
     return "the last one failed" if case.failed(rung) else None
 
 
-def _pod_refusal(rung: Rung, case: Case) -> str | None:
+def _pod_refusal(rung: Rung, case: LadderInput) -> str | None:
     return _failed_refusal(rung, case) or _isolation_refusal(case)
 
 
-def _isolated_refusal(rung: Rung, case: Case) -> str | None:
+def _isolated_refusal(rung: Rung, case: LadderInput) -> str | None:
     if case.failed(rung):
         return "no healthy spare was found"
     if case.failed(Rung.POD_RESCHEDULE):
@@ -434,14 +434,14 @@ def _isolated_refusal(rung: Rung, case: Case) -> str | None:
     return _isolation_refusal(case)
 
 
-def _isolation_refusal(case: Case) -> str | None:
+def _isolation_refusal(case: LadderInput) -> str | None:
     return "no node is to blame" if case.fault.node is None else None
 
 
-def _job_refusal(_rung: Rung, case: Case) -> str | None:
+def _job_refusal(_rung: Rung, case: LadderInput) -> str | None:
     follows_pod = any(
         past.failed and past.rung is Rung.POD_RESCHEDULE and same_fault(past.fault, case.fault)
-        for past in case.row
+        for past in case.streak
     )
     if not (case.policy.unconditional or follows_pod or case.is_user_caused):
         return "unconditional restart is off"
@@ -460,21 +460,21 @@ def _job_refusal(_rung: Rung, case: Case) -> str | None:
     return None
 
 
-def _unexplained_in_a_row(case: Case) -> int:
+def _unexplained_in_a_row(case: LadderInput) -> int:
     """Reschedulings for the same problem since a node or a chip was last at fault."""
     fault, count = case.fault, 0
     if case.may_isolate or fault.fault_class is FaultClass.PREEMPTED:
         return 0
-    for past in reversed(case.row):
+    for past in reversed(case.streak):
         isolated = past.rung in ISOLATES and not past.failed
         if isolated or points_at_hardware(past.fault):
             break
-        same = (past.fault.fault_class, past.fault.code) == (fault.fault_class, fault.code)
-        count += same and past.rung is Rung.JOB_RESCHEDULE and not past.failed
+        is_alike = (past.fault.fault_class, past.fault.code) == (fault.fault_class, fault.code)
+        count += is_alike and past.rung is Rung.JOB_RESCHEDULE and not past.failed
     return count
 
 
-_GUARDS: Mapping[Rung, Callable[[Rung, Case], str | None]] = {
+_GUARDS: Mapping[Rung, Callable[[Rung, LadderInput], str | None]] = {
     Rung.OPERATOR_RETRY: _in_process_refusal,
     Rung.STEP_RETRY: _step_refusal,
     Rung.PROCESS_REPLACE: _process_refusal,

@@ -129,7 +129,7 @@ class NextAct:
     wait_s: float = 0.0
 
 
-def hardware_fault(fault: Fault, others: Sequence[Fault]) -> Fault | None:
+def hardware_fault(fault: Fault, evidence: Sequence[Fault]) -> Fault | None:
     """The fault whose place is looked at before processes are started there again; None: none.
 
     What the program or its libraries did costs no check: the driver was asked about every device
@@ -137,21 +137,21 @@ def hardware_fault(fault: Fault, others: Sequence[Fault]) -> Fault | None:
 
     Args:
         fault: that is answered.
-        others: what else the evidence shows.
+        evidence: what else it shows.
     """
     if fault.node is None:
         return None
     if fault.chip_code is not None:
         return fault if points_at_hardware(fault) else None
     drivers = [
-        one
-        for one in others
-        if one.node == fault.node and one.rank is None and points_at_hardware(one)
+        candidate
+        for candidate in evidence
+        if candidate.node == fault.node and candidate.rank is None and points_at_hardware(candidate)
     ]
-    with_code = next((one for one in drivers if one.chip_code is not None), None)
+    with_code = next((candidate for candidate in drivers if candidate.chip_code is not None), None)
     if with_code is not None or points_at_hardware(fault):
         return with_code or fault
-    return next((one for one in drivers if one.device is not None), None)
+    return next((candidate for candidate in drivers if candidate.device is not None), None)
 
 
 def check_before_replacing(fault: Fault) -> HealPlan | None:
@@ -171,22 +171,22 @@ def check_before_replacing(fault: Fault) -> HealPlan | None:
 def found_at_fault(fault: Fault, done: Sequence[ActDone]) -> Fault:
     """A fault with what a failed check after it has shown: it is the hardware of its node."""
     order = list(ChipLevel)
-    found = [(order.index(level), code) for code in done[-1].codes if (level := _level(code))]
-    worst = max(found, default=(0, fault.code))[1]
+    ranked = [(order.index(level), code) for code in done[-1].codes if (level := _level(code))]
+    worst = max(ranked, default=(0, fault.code))[1]
     return replace(fault, code=fault.chip_code or worst, hardware_fault=True)
 
 
 def next_act(plan: HealPlan, done: Sequence[ActDone]) -> NextAct | None:
     """What comes after what was done; None: it is over, see `is_healed`."""
     if not done:
-        own = _treatment(plan.code)
-        if own.reset is Reset.FIRST and plan.may_reset:
+        treatment = _treatment(plan.code)
+        if treatment.reset is Reset.FIRST and plan.may_reset:
             return NextAct(Act.RESET)
-        return NextAct(Act.CHECK, plan.wait_s if own.waits else 0.0)
+        return NextAct(Act.CHECK, plan.wait_s if treatment.waits else 0.0)
     last = done[-1]
     if last.act is Act.RESET:
         return NextAct(Act.CHECK, plan.reset_s if last.is_good else plan.wait_s)
-    if last.is_good or not plan.may_reset or any(one.act is Act.RESET for one in done):
+    if last.is_good or not plan.may_reset or any(earlier.act is Act.RESET for earlier in done):
         return None
     codes = (plan.code, *last.codes)
     if any(_level(code) in SEPARATED for code in codes):
@@ -202,7 +202,7 @@ def is_healed(done: Sequence[ActDone]) -> bool:
 
 def acts_text(done: Sequence[ActDone]) -> str:
     """What was done, with the outcome of each act."""
-    return "; ".join(f"{one.act}: {one.seen}" for one in done)
+    return "; ".join(f"{act_done.act}: {act_done.seen}" for act_done in done)
 
 
 def is_still_there(plan: HealPlan, codes: Collection[str]) -> bool:

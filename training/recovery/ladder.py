@@ -20,14 +20,14 @@ from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 from perdure.training.recovery.guards import (
     SETTINGS,
     UNSUPPORTED,
-    Case,
+    LadderInput,
     is_accepted,
     is_oom_again,
     is_store_full,
     is_the_users_again,
     refusal,
     rungs_for,
-    same_node,
+    suspicion_of_node,
     too_often,
 )
 from perdure.training.recovery.ladder_rules import RULES
@@ -74,27 +74,32 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
             rungs that would copy it are not tried.
         no_replica_of_node: why no other node has the state of one of its node's ranks.
     """
-    row = _row_without_progress(history)
+    streak = _recoveries_since_progress(history)
     num_nodes = capacity.needed if capacity is not None else None
-    case = Case(
+    case = LadderInput(
         fault,
-        row,
-        _counted(history) if policy.count is RestartCount.EVER else row,
+        streak,
+        _without_cut_short(history) if policy.count is RestartCount.EVER else streak,
         policy,
         too_often(fault, now_s=now_s, history=history, policy=policy),
-        same_node(fault, now_s=now_s, history=history, num_nodes=num_nodes),
+        suspicion_of_node(fault, now_s=now_s, history=history, num_nodes=num_nodes),
         survivors,
         no_replica,
         no_replica_of_node,
     )
+    return _climb(case, supported, capacity)
+
+
+def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | None) -> Decision:
+    fault = case.fault
     if Rung.STEP_RETRY in supported and is_accepted(case):
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
     ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
-        known = rung in supported or rung is Rung.STOP
-        why_not = refusal(rung, case) if known else UNSUPPORTED
+        is_supported = rung in supported or rung is Rung.STOP
+        why_not = refusal(rung, case) if is_supported else UNSUPPORTED
         if why_not is None:
             return _decision(rung, case, skipped, capacity)
         skipped.append((rung, why_not))
@@ -102,7 +107,7 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
 
 
 def _decision(
-    rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]], capacity: Capacity | None
+    rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]], capacity: Capacity | None
 ) -> Decision:
     isolates = rung in ISOLATES and case.may_isolate
     return Decision(
@@ -115,7 +120,7 @@ def _decision(
     )
 
 
-def _saves_first(rung: Rung, case: Case) -> bool:
+def _saves_first(rung: Rung, case: LadderInput) -> bool:
     """Whether the survivors commit what they hold before their processes are lost."""
     return (
         case.survivors
@@ -125,20 +130,20 @@ def _saves_first(rung: Rung, case: Case) -> bool:
     )
 
 
-def _row_without_progress(history: Sequence[Recovery]) -> Sequence[Recovery]:
+def _recoveries_since_progress(history: Sequence[Recovery]) -> Sequence[Recovery]:
     """What was tried after the last recovery that was followed by progress."""
     for index in range(len(history) - 1, -1, -1):
         if history[index].progressed:
             history = history[index + 1 :]
             break
-    return _counted(history)
+    return _without_cut_short(history)
 
 
-def _counted(history: Sequence[Recovery]) -> Sequence[Recovery]:
+def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
-def _reason(rung: Rung, case: Case, skipped: Sequence[tuple[Rung, str]]) -> str:
+def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
@@ -203,17 +208,19 @@ class InProcessDecider:
         supported: rungs that engine and program can do.
         past: recoveries of the run so far, oldest first.
         num_nodes: that the job runs on, None: unknown.
+        num_earlier: recoveries of the past that are of other attempts; None: all.
     """
 
     policy: Policy
     supported: frozenset[Rung]
     past: list[Recovery] = field(default_factory=list)
     num_nodes: int | None = None
-    _num_before: int = field(init=False)
+    num_earlier: int | None = None
 
     def __post_init__(self) -> None:
-        """What is known at first is of other attempts."""
-        self._num_before = len(self.past)
+        """Take what is known at first for that of other attempts."""
+        if self.num_earlier is None:
+            self.num_earlier = len(self.past)
 
     def decide(
         self,
@@ -288,12 +295,16 @@ class InProcessDecider:
 
     def failed(self, fault: Fault) -> None:
         """The newest recovery that answers this very fault failed."""
-        number = max((n for n, one in enumerate(self.past) if one.fault is fault), default=-1)
+        numbers = (n for n, recovery in enumerate(self.past) if recovery.fault == fault)
+        number = max(numbers, default=-1)
         self.past[number] = replace(self.past[number], failed=True)
 
-    def corrected(self, was: Fault, fault: Fault) -> None:
+    def corrected(self, fault: Fault, corrected: Fault) -> None:
         """More is known of a fault that a recovery answers."""
-        self.past = [replace(one, fault=fault) if one.fault is was else one for one in self.past]
+        self.past = [
+            replace(recovery, fault=corrected) if recovery.fault == fault else recovery
+            for recovery in self.past
+        ]
 
     def committed(self, step: int) -> None:
         """A checkpoint was committed: recoveries before its step was trained are free.
@@ -301,10 +312,11 @@ class InProcessDecider:
         Decided by steps: a save from before a fault may be committed after it. The attempts before
         this one may have been further; whatever this one commits is new.
         """
-        for number, one in enumerate(self.past):
-            is_older = one.fault.step is None or one.fault.step < step
-            if number < self._num_before or is_older:
-                self.past[number] = replace(one, progressed=True)
+        num_earlier = self.num_earlier or 0
+        for number, recovery in enumerate(self.past):
+            is_older = recovery.fault.step is None or recovery.fault.step < step
+            if number < num_earlier or is_older:
+                self.past[number] = replace(recovery, progressed=True)
 
 
 def fault_of_report(report: WorkerFault, *, reported_by: int, nodes: Mapping[int, str]) -> Fault:
@@ -341,4 +353,4 @@ def device_of(rank: int | None, nodes: Mapping[int, str]) -> int | None:
     """
     if rank is None or rank not in nodes:
         return None
-    return sorted(one for one, node in nodes.items() if node == nodes[rank]).index(rank)
+    return sorted(other for other, node in nodes.items() if node == nodes[rank]).index(rank)

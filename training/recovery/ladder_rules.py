@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perdure.training.recovery.same_node import ROWS
+from perdure.training.recovery.node_suspicion import ROWS
 
 _MODELARTS = "ModelArts"
 _MINDCLUSTER = "MindCluster"

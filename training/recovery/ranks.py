@@ -23,98 +23,85 @@ class Ranks:
 
     Attributes:
         living: are connected.
-        training: train in the present generation.
         ending: came to the end of their loop.
         dead: have ended, and nothing has been started in their place.
+        awaited: live, and will come to this coordinator.
+        starting: have not connected yet.
+        building: have not reported yet.
+        stateless: have no state, or one not to be trusted.
+        disconnected_s: since when a connection is closed, until it is known how the process ended.
     """
 
     living: set[int] = field(default_factory=set)
-    training: set[int] = field(default_factory=set)
     ending: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
-    _awaited: set[int] = field(default_factory=set)  # live, and will come to this coordinator
-    _starting: set[int] = field(default_factory=set)  # have not connected yet
-    _building: set[int] = field(default_factory=set)  # have not reported yet
-    _stateless: set[int] = field(default_factory=set)  # have none, or one not to be trusted
-    _disconnected_s: dict[int, float] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    starting: set[int] = field(default_factory=set)
+    building: set[int] = field(default_factory=set)
+    stateless: set[int] = field(default_factory=set)
+    disconnected_s: dict[int, float] = field(default_factory=dict)
 
     @property
     def survivors(self) -> set[int]:
         """Ranks that may have a state: a new process has none before it reports."""
-        return self.living - self.dead - self._building
+        return self.living - self.dead - self.building
 
     @property
     def fewest_survivors(self) -> int:
         """At least so many there are; their number alone, without looking at each rank."""
-        return len(self.living) - len(self.dead) - len(self._building)
+        return len(self.living) - len(self.dead) - len(self.building)
 
     @property
     def holders(self) -> set[int]:
         """Ranks that another one's state may be copied from."""
-        return (self.survivors | self._awaited) - self._stateless
-
-    def counts(self, world_size: int) -> dict[str, int]:
-        """How many there are in each state; one that lives may train or come to its end."""
-        return {
-            "connected": len(self.living),
-            "training": len(self.training),
-            "ending": len(self.ending),
-            "dead": len(self.dead),
-            "all": world_size,
-        }
+        return (self.survivors | self.awaited) - self.stateless
 
     @property
     def are_all_explained(self) -> bool:
         """Whether the end of every process whose connection closed has been reported."""
-        return not self._disconnected_s
+        return not self.disconnected_s
 
-    def have_lost(self, rank: int) -> bool:
+    def is_lost(self, rank: int) -> bool:
         """Whether its process has ended, and the one started in its place is not connected yet."""
-        return rank in self.dead | self._starting
+        return rank in self.dead | self.starting
 
-    def awaits(self, ranks: Collection[int]) -> None:
-        """They live with their states, under a coordinator that is lost."""
-        self._awaited = set(ranks)
+    def expect(self, ranks: Collection[int]) -> None:
+        """Wait for ranks that live with their states, under a coordinator that is lost."""
+        self.awaited = set(ranks)
 
-    def joined(self, rank: int) -> None:
-        """It has connected."""
+    def mark_connected(self, rank: int) -> None:
+        """Note that it has connected."""
         self.living.add(rank)
-        self._starting.discard(rank)
-        self._awaited.discard(rank)
+        self.starting.discard(rank)
+        self.awaited.discard(rank)
 
-    def reported(self, rank: int, *, is_clean: bool) -> None:
-        """It has reported its state."""
-        self._building.discard(rank)
-        (self._stateless.discard if is_clean else self._stateless.add)(rank)
+    def mark_reported(self, rank: int, *, is_clean: bool) -> None:
+        """Note that it has reported its state."""
+        self.building.discard(rank)
+        (self.stateless.discard if is_clean else self.stateless.add)(rank)
 
-    def trains(self, rank: int) -> None:
-        """It is in its loop, with the state of all others."""
-        self.training.add(rank)
-        self._stateless.discard(rank)
-
-    def disconnected(self, rank: int, *, now_s: float) -> None:
-        """Its connection is closed."""
+    def mark_disconnected(self, rank: int, *, now_s: float) -> None:
+        """Note that its connection is closed."""
         self.living.discard(rank)
         # The connection may be that of the process before.
-        if rank not in self._starting | self.ending:
-            self._disconnected_s[rank] = now_s
+        if rank not in self.starting | self.ending:
+            self.disconnected_s[rank] = now_s
 
-    def ended(self, rank: int) -> None:
-        """Its process has ended."""
-        self._disconnected_s.pop(rank, None)
+    def mark_ended(self, rank: int) -> None:
+        """Note that its process has ended."""
+        self.disconnected_s.pop(rank, None)
         self.living.discard(rank)
-        self.training.discard(rank)
-        self._starting.discard(rank)
-        self._awaited.discard(rank)
+        self.starting.discard(rank)
+        self.awaited.discard(rank)
         self.dead.add(rank)
 
-    def replaced(self, rank: int) -> None:
-        """A new process is started for it."""
+    def mark_starting(self, rank: int) -> None:
+        """Note that a new process is started for it."""
         self.dead.discard(rank)
         self.living.discard(rank)
-        self._starting.add(rank)
-        self._building.add(rank)
-        self._stateless.add(rank)
+        self.starting.add(rank)
+        self.building.add(rank)
+        self.stateless.add(rank)
 
     def unexplained(self, *, now_s: float, without_agent: Collection[int] = ()) -> list[int]:
         """Ranks whose connection closed so long ago that a report of it is overdue.
@@ -125,9 +112,9 @@ class Ranks:
         """
         limits_s = {
             rank: NODE_NOTICE_S if rank in without_agent else END_NOTICE_S
-            for rank in self._disconnected_s
+            for rank in self.disconnected_s
         }
-        since = self._disconnected_s.items()
+        since = self.disconnected_s.items()
         return [rank for rank, since_s in since if now_s > since_s + limits_s[rank]]
 
 
@@ -136,28 +123,31 @@ class Pauses:
     """Which ranks are paused; records when all of them are, and when they continue.
 
     Attributes:
-        world_size: ranks that a pause holds together.
-        is_requested: whether the user wants one.
+        is_requested: whether the user wants a pause.
+        paused: ranks that wait at a step boundary.
+        number: of the pause that is on record and has not ended, None without one.
     """
 
-    world_size: int
-    _outbox: Outbox
     is_requested: bool = False
-    _paused: set[int] = field(default_factory=set)
-    _number: int | None = None
+    paused: set[int] = field(default_factory=set)
+    number: int | None = None
 
-    def reported(self, rank: int, step: int, *, is_paused: bool, now_s: float) -> None:
-        """A rank is paused at a step boundary, or continues from it."""
-        (self._paused.add if is_paused else self._paused.discard)(rank)
-        if self._number is None and len(self._paused) == self.world_size:
-            self._number = self._outbox.next_number()
-            self._outbox.record(PauseBegan(at_s=now_s, number=self._number, step=step))
-        elif not self._paused:
-            self.end(step, now_s=now_s)
+    def begin(self, rank: int, step: int, *, world_size: int, outbox: Outbox, now_s: float) -> None:
+        """Note that a rank is paused at a step boundary; with the last of them a pause begins."""
+        self.paused.add(rank)
+        if self.number is None and len(self.paused) == world_size:
+            self.number = outbox.next_number()
+            outbox.record(PauseBegan(at_s=now_s, number=self.number, step=step))
 
-    def end(self, step: int, *, now_s: float) -> None:
+    def leave(self, rank: int, step: int, *, outbox: Outbox, now_s: float) -> None:
+        """Note that a rank continues; with the last of them the pause ends."""
+        self.paused.discard(rank)
+        if not self.paused:
+            self.end(step, outbox=outbox, now_s=now_s)
+
+    def end(self, step: int, *, outbox: Outbox, now_s: float) -> None:
         """The ranks are not paused together any more: they continue, or a recovery moves them."""
-        self._paused.clear()  # a paused rank comes back to its loop, and reports it again
-        if self._number is not None:
-            self._outbox.record(PauseEnded(at_s=now_s, number=self._number, step=step))
-            self._number = None
+        self.paused.clear()  # a paused rank comes back to its loop, and reports it again
+        if self.number is not None:
+            outbox.record(PauseEnded(at_s=now_s, number=self.number, step=step))
+            self.number = None

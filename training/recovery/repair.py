@@ -24,14 +24,14 @@ def ranges_text(ranks: Sequence[int]) -> str:
     # Those of one range are equally far ahead of their index.
     groups = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
     runs = ([rank for _, rank in group] for _, group in groups)
-    return ",".join(f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in runs)
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _from_ranges(given: Any) -> Any:
-    if not isinstance(given, str):
-        return given
-    ends = [part.split("-", 1) for part in given.split(",") if part]
-    return tuple(rank for one in ends for rank in range(int(one[0]), int(one[-1]) + 1))
+def _from_ranges(ranks: Any) -> Any:
+    if not isinstance(ranks, str):
+        return ranks
+    ends = [part.split("-", 1) for part in ranks.split(",") if part]
+    return tuple(rank for end in ends for rank in range(int(end[0]), int(end[-1]) + 1))
 
 
 # As JSON ranges: every rank gets the plan, and as numbers 8,192 ranks would make 48 KB of each.
@@ -209,6 +209,18 @@ def plan_repair(
     if mode is RepairMode.ACCEPT:
         assert accepted is not None  # noqa: S101 the decision is about a step
         step = max(step, accepted)
+    return _plan_step(reports, groups, clean, mode=mode, step=step)
+
+
+def _plan_step(
+    reports: Sequence[RankReport],
+    groups: Sequence[Sequence[int]],
+    clean: Sequence[RankReport],
+    *,
+    mode: RepairMode,
+    step: int,
+) -> RepairPlan:
+    """Every rank comes to this step, or the survivors save it."""
     able = {report.rank for report in clean if report.can_be_at(step)}
     applies = tuple(sorted(r.rank for r in clean if r.rank in able and r.step < step))
     vote = next((vote for r in clean for vote in r.votes if vote.step == step), None)
@@ -237,7 +249,7 @@ def _roll_back(reports: Sequence[RankReport], groups: Sequence[Sequence[int]]) -
     for report in reports:
         if report.is_clean and report.snapshot_step is not None:
             holders.setdefault(report.snapshot_step, set()).add(report.rank)
-    whole = [step for step, ranks in holders.items() if all(ranks & set(one) for one in groups)]
+    whole = [step for step, ranks in holders.items() if all(ranks & set(group) for group in groups)]
     if not whole:
         raise Unrepairable("the ranks have no snapshot of one step")
     step = max(whole)
@@ -255,14 +267,14 @@ def _moves(
     wanting: Sequence[int], able: set[int], groups: Sequence[Sequence[int]]
 ) -> tuple[Move, ...]:
     """A source for every rank in want, the work spread over the sources."""
-    given: dict[int, int] = dict.fromkeys(able, 0)
+    num_copies: dict[int, int] = dict.fromkeys(able, 0)
     moves: list[Move] = []
     for rank in sorted(wanting):
-        sources = [one for one in _group_of(rank, groups) if one in able]
+        sources = [member for member in _group_of(rank, groups) if member in able]
         if not sources:
             raise Unrepairable(f"no rank that lives has the state of rank {rank}")
-        source = min(sources, key=lambda one: (given[one], one))
-        given[source] += 1
+        source = min(sources, key=lambda member: (num_copies[member], member))
+        num_copies[source] += 1
         moves.append(Move(source=source, target=rank))
     return tuple(moves)
 

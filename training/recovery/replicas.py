@@ -294,8 +294,8 @@ def _shortage(layout: ParallelLayout) -> str:
 
 def lack_of_replicas(layout: ParallelLayout) -> str | None:
     """Why no rank of a layout can have another one's state, None where one can."""
-    found = feasibility(Mechanism.PROCESS_REPLACE, layout)
-    return None if found.is_possible else f"no replica: {found.reason}"
+    copying = feasibility(Mechanism.PROCESS_REPLACE, layout)
+    return None if copying.is_possible else f"no replica: {copying.reason}"
 
 
 def lack_of_living_replica(
@@ -308,12 +308,12 @@ def lack_of_living_replica(
         groups: ranks that hold the same state.
         holders: ranks that live and have a state.
     """
-    others = next((set(group) - {rank} for group in groups if rank in group), None)
-    if others is None or others & set(holders):
+    replicas = next((set(group) - {rank} for group in groups if rank in group), None)
+    if replicas is None or replicas & set(holders):
         return None
-    if not others:
+    if not replicas:
         return f"no replica: no other rank has the state of rank {rank}"
-    return f"no replica of rank {rank} is left: {_ranks_text(tuple(sorted(others)))} lost theirs"
+    return f"no replica of rank {rank} is left: {_ranks_text(tuple(sorted(replicas)))} lost theirs"
 
 
 def lack_among_living(
@@ -326,8 +326,8 @@ def lack_among_living(
         groups: ranks that hold the same state.
         holders: ranks that live and have a state.
     """
-    others = set(holders) - set(ranks)
-    lacks = (lack_of_living_replica(rank, groups, others) for rank in ranks)
+    remaining = set(holders) - set(ranks)
+    lacks = (lack_of_living_replica(rank, groups, remaining) for rank in ranks)
     return next((why for why in lacks if why is not None), None)
 
 

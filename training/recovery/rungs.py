@@ -139,11 +139,11 @@ IN_PROCESS_IN_A_ROW = 3
 _NUMERIC = FaultClass.NUMERIC_ANOMALY
 
 
-def _step_is_retried(policy: Policy, met: FaultClass) -> bool:
+def _step_is_retried(policy: Policy, fault_class: FaultClass) -> bool:
     """MindFormers' UCE and TRE; what else a step is executed again for is its HCCE."""
-    if met is FaultClass.DEVICE_MEMORY_ERROR:
+    if fault_class is FaultClass.DEVICE_MEMORY_ERROR:
         return policy.memory_retry
-    return policy.numeric_retry if met is _NUMERIC else policy.collective_retry
+    return policy.numeric_retry if fault_class is _NUMERIC else policy.collective_retry
 
 
 RUNGS: Mapping[Rung, RungRow] = {
@@ -174,8 +174,8 @@ RUNGS: Mapping[Rung, RungRow] = {
         "a new process for a rank",
         "#9c4dcc",
         # After an anomaly all go back to a snapshot: without the retry there is none.
-        is_on=lambda policy, met: (
-            policy.process_replace and (policy.numeric_retry or met is not _NUMERIC)
+        is_on=lambda policy, fault_class: (
+            policy.process_replace and (policy.numeric_retry or fault_class is not _NUMERIC)
         ),
         budget=lambda _: IN_PROCESS_IN_A_ROW,
         lost="one step",

@@ -11,7 +11,7 @@ from perdure.training.engines.registry import make_engine
 from perdure.training.errors import InputError
 from perdure.training.files import home_folder
 from perdure.training.recovery.faults import Fault, FaultClass
-from perdure.training.recovery.outlook import Terms
+from perdure.training.recovery.repeated_fault import Terms
 from perdure.training.supervisor.finishing import no_replica_of
 
 

@@ -22,9 +22,9 @@ from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError, MoveFailed, NoCapacity
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import LedgerEvent
-from perdure.training.recovery.attempt import GENERATIONS_APART
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan, RecoveryEnded
+from perdure.training.recovery.reactions import GENERATIONS_APART
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import Decider
 from perdure.training.supervisor.placing import Placer

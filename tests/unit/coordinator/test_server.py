@@ -21,9 +21,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from perdure.storage.local import LocalStore
+from perdure.training.coordinator.history_writer import HISTORY_FILE
 from perdure.training.coordinator.server import Coordinator
 from perdure.training.journal.attempt_log import AttemptLog, parse_lines
 from perdure.training.journal.events import CheckpointCommitted, StepRecord
+from perdure.training.recovery import replay
 from perdure.training.recovery.actions import AbnormalNorm
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.protocol import (
@@ -178,6 +180,18 @@ def test_a_chip_at_fault_is_checked_first_and_a_rank_that_is_not_replaced_is_on_
 
         (ended,) = wait_for(failed)
     assert (ended.succeeded, ended.why) == (False, "rank 1 is not replaced: device 1: Alarm")
+
+
+def test_whatever_came_over_the_connections_can_be_played_again(served, capsys):
+    history = served.folder / HISTORY_FILE
+    with socket.create_connection((served.address.host, served.address.port)) as agent:
+        ordered_after_a_fault_of_memory(served, agent)
+        wait_for(lambda: history.read_text().count("rank_disconnected") == 2)
+    assert replay.main([str(history)]) == 0
+    printed = capsys.readouterr().out
+    assert "training -> gathering: ProcessEnded(rank=1" in printed
+    assert '    agent of rank 1 {"op": "replace"' in printed
+    assert TOKEN not in history.read_text()
 
 
 def test_a_job_may_have_processes_replaced_without_a_check(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from perdure.training.recovery.actions import Action, LogEvent, ToAgent, ToRank
 from perdure.training.recovery.attempt import Attempt
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.memory import AttemptSettings, Memory
 from perdure.training.recovery.protocol import (
     CoordinatorMessage,
     GiveUp,
@@ -33,6 +35,19 @@ from perdure.training.recovery.protocol import (
 from perdure.training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
 from perdure.training.recovery.rungs import Policy, Rung
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import (
+    ConnectionsRestored,
+    FaultReported,
+    LastSaveReported,
+    ProcessEnded,
+    RankConnected,
+    RankDisconnected,
+    RankTrains,
+    ReplacementFailed,
+    StateReported,
+    Stimulus,
+    TimePassed,
+)
 
 DDP = ((0, 1, 2, 3),)
 HSDP = ((0, 2), (1, 3))
@@ -64,13 +79,14 @@ class Rank:
 
 @dataclass
 class AttemptHarness:
-    """An attempt in training, and all that it did since."""
+    """An attempt in training, all its invariants checked, and all that it did since."""
 
     attempt: Attempt
     ranks: dict[int, Rank] = field(default_factory=dict)
     now_s: float = 1000.0
     actions: list[Action] = field(default_factory=list)
     _answered: int = 0
+    _uncollected: list[Action] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -82,22 +98,21 @@ class AttemptHarness:
         is_training: bool = True,
         ranks_per_node: int = 2,
         checks_chips: bool = True,
+        save_limit_s: float = SAVE_LIMIT_S,
     ) -> AttemptHarness:
         """All ranks have connected; they train unless `is_training` is off."""
         world_size = sum(len(group) for group in groups)
-        attempt = Attempt(
-            world_size,
-            groups,
-            InProcessDecider(policy or Policy(), frozenset(supported)),
-            repair_limit_s=REPAIR_LIMIT_S,
-            save_limit_s=SAVE_LIMIT_S,
-            reconnect_limit_s=RECONNECT_LIMIT_S,
-            checks_chips=checks_chips,
-            nodes={rank: f"node-{rank // ranks_per_node}" for rank in range(world_size)},
+        nodes = {rank: f"node-{rank // ranks_per_node}" for rank in range(world_size)}
+        harness = cls(
+            Attempt(
+                Memory(world_size, tuple(map(tuple, groups)), nodes),
+                AttemptSettings(REPAIR_LIMIT_S, save_limit_s, RECONNECT_LIMIT_S, checks_chips),
+                InProcessDecider(policy or Policy(), frozenset(supported)),
+                checks_invariants=True,
+            )
         )
-        harness = cls(attempt)
         for rank in range(world_size):
-            attempt.joined(rank)
+            harness.handle(RankConnected(rank))
             harness.ranks[rank] = Rank(RankReport(rank=rank, step=STEP, snapshot_step=STEP - 2))
         if is_training:
             for rank in range(world_size):
@@ -111,35 +126,41 @@ class AttemptHarness:
 
     def trains(self, rank: int, *, generation: int | None = None, step: int = STEP) -> None:
         number = self.attempt.generation if generation is None else generation
-        self.attempt.trains(rank, number, step, now_s=self.now_s)
+        self.handle(RankTrains(rank, number, step))
+
+    def handle(self, stimulus: Stimulus) -> None:
+        """Something happens now; `collect` has what it leads to."""
+        self._uncollected += self.attempt.handle(stimulus, now_s=self.now_s)
 
     def collect(self) -> list[Action]:
         """What the attempt wants done now."""
-        new = self.attempt.take_actions()
+        new, self._uncollected = self._uncollected, []
         self.actions += new
         return new
 
     def advance(self, delay_s: float) -> list[Action]:
         """Time passes."""
         self.now_s += delay_s
-        self.attempt.tick(now_s=self.now_s)
+        is_due, before = self.attempt.is_due(self.now_s), deepcopy(self.attempt.memory)
+        self.handle(TimePassed())
+        assert is_due or (self.attempt.memory, self._uncollected) == (before, []), "not due"
         return self.collect()
 
     def kill(self, rank: int, *, is_reported: bool = True, **changes: Any) -> list[Action]:
         """A process is killed: its connection closes, and its agent reports it."""
-        self.attempt.disconnected(rank, now_s=self.now_s)
+        self.handle(RankDisconnected(rank))
         self.ranks.pop(rank, None)
         if is_reported:
             fields: dict[str, Any] = {"device": rank % 2, "exit_code": -9, "at_s": self.now_s}
             ended = WorkerEnded(rank=rank, **{**fields, **changes})
             node, step = self.attempt.nodes.get(rank), self.attempt.step
             fault = fault_of_end(ended, node=node, step=step)
-            self.attempt.ended(rank, fault, now_s=self.now_s)
+            self.handle(ProcessEnded(rank, fault))
         return self.collect()
 
     def not_replaced(self, rank: int, why: str = "device 1: Alarm") -> list[Action]:
         """The agent of a rank cannot start its new process."""
-        self.attempt.not_replaced(rank, why, now_s=self.now_s)
+        self.handle(ReplacementFailed(rank, why))
         return self.collect()
 
     def worker_fault(self, rank: int, kind: WorkerFaultKind, **changes: Any) -> list[Action]:
@@ -151,13 +172,13 @@ class AttemptHarness:
             "at_s": self.now_s,
         }
         report = WorkerFault(kind=kind, **{**fields, **changes})
-        self.attempt.worker_fault(rank, report, now_s=self.now_s)
+        self.handle(FaultReported(rank, report))
         return self.collect()
 
     def memory_fault(self, rank: int) -> list[Action]:
         """A rank reports that its memory is damaged."""
-        own = self.ranks[rank]
-        own.report = own.report.model_copy(update={"is_dirty": True})
+        worker = self.ranks[rank]
+        worker.report = worker.report.model_copy(update={"is_dirty": True})
         return self.worker_fault(rank, WorkerFaultKind.MEMORY)
 
     def progress_to(self, step: int, phase: StepPhase, *, vote: Vote | None = None) -> None:
@@ -203,30 +224,30 @@ class AttemptHarness:
     def start(self, rank: int) -> None:
         """A new process has connected."""
         self.ranks[rank] = Rank(RankReport(rank=rank, step=0, is_fresh=True), generation=0)
-        self.attempt.joined(rank)
+        self.handle(RankConnected(rank))
 
     def reports(self, rank: int, **changes: Any) -> list[Action]:
         """A rank reports for the present generation."""
         report = self.ranks[rank].report.model_copy(update=changes)
-        self.attempt.generation_report(self.attempt.generation, report, now_s=self.now_s)
+        self.handle(StateReported(self.attempt.generation, report))
         return self.collect()
 
     def _reply(self, rank: int, message: CoordinatorMessage) -> None:
-        own, attempt = self.ranks[rank], self.attempt
+        worker = self.ranks[rank]
         match message:
             case NewGeneration():
-                own.generation = message.number
-                attempt.generation_report(own.generation, own.report, now_s=self.now_s)
+                worker.generation = message.number
+                self.handle(StateReported(worker.generation, worker.report))
             case Plan() if message.plan.mode is RepairMode.LAST_SAVE:
-                attempt.last_saved(rank, LastSaved(step=message.plan.step), now_s=self.now_s)
+                self.handle(LastSaveReported(rank, LastSaved(step=message.plan.step)))
             case Plan():
-                own.carry_out(message.plan)
-                attempt.trains(rank, message.generation, message.plan.step, now_s=self.now_s)
+                worker.carry_out(message.plan)
+                self.handle(RankTrains(rank, message.generation, message.plan.step))
             case Reconnect():
                 report = Reconnected(
                     generation=message.generation, connection=message.connection, operations=1
                 )
-                attempt.reconnected(rank, report, now_s=self.now_s)
+                self.handle(ConnectionsRestored(rank, report))
 
     # What was done.
 

@@ -15,6 +15,7 @@ from typing import Any
 from perdure.training.recovery.chips import Severity
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from perdure.training.recovery.ladder import decide
+from perdure.training.recovery.node_suspicion import COUNTED, ROWS
 from perdure.training.recovery.rungs import (
     LADDER,
     RUNGS,
@@ -25,7 +26,6 @@ from perdure.training.recovery.rungs import (
     Rung,
     Scope,
 )
-from perdure.training.recovery.same_node import COUNTED, ROWS
 
 HOUR_S = 3600.0
 CHIP_CODE = "80E01801"  # level RestartBusiness

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.recovery.actions import LogEvent, ToAgent, ToRank
-from perdure.training.recovery.attempt import CONNECTION_SETTLE_S
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import NewGeneration, Plan, ReplaceWorker, WorkerFaultKind
 from perdure.training.recovery.ranks import END_NOTICE_S
+from perdure.training.recovery.reactions import CONNECTION_SETTLE_S
 from perdure.training.recovery.repair import Move, RankReport, StepPhase
 from perdure.training.recovery.rungs import Rung
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import StateReported, StepCommitted, StepRecorded
 from tests.unit.recovery.attempts import (
     DDP,
     HSDP,
@@ -113,7 +114,7 @@ def test_a_rank_that_one_recovery_replaced_is_not_called_repaired_by_another(sha
 
 def test_a_new_process_that_ends_before_it_has_connected_is_started_again(harness):
     harness.kill(1)
-    harness.attempt.step += 1  # or the ladder would find that it did not help
+    harness.attempt.memory.step += 1  # or the ladder would find that it did not help
     harness.kill(1)
     assert harness.replaced() == [1, 1]
     harness.answer()
@@ -123,7 +124,7 @@ def test_a_new_process_that_ends_before_it_has_connected_is_started_again(harnes
 def test_a_new_process_whose_connection_closes_is_replaced_like_any_other(harness):
     harness.kill(1)
     harness.answer()
-    harness.attempt.stepped(STEP + 1)
+    harness.handle(StepRecorded(STEP + 1))
     harness.kill(1, is_reported=False)
     harness.advance(END_NOTICE_S + 0.1)
     assert harness.replaced() == [1, 1]
@@ -145,7 +146,7 @@ def test_reports_for_an_earlier_generation_do_not_count(sharded):
     sharded.kill(2)
     for rank in range(4):
         report = RankReport(rank=rank, step=STEP)
-        sharded.attempt.generation_report(2, report, now_s=sharded.now_s)
+        sharded.handle(StateReported(2, report))
     assert sharded.stage() is Stage.GATHERING
 
 
@@ -281,7 +282,7 @@ def test_a_committed_checkpoint_makes_the_recoveries_before_it_free(harness):
         harness.progress_to(step, StepPhase.RUN)
         harness.worker_fault(2, WorkerFaultKind.COLLECTIVE, step=step)
         harness.answer()
-        harness.attempt.committed(step + 1)
+        harness.handle(StepCommitted(step + 1))
     assert harness.rungs() == [Rung.STEP_RETRY] * 6
 
 
@@ -289,7 +290,7 @@ def test_a_committed_checkpoint_makes_the_recoveries_before_it_free(harness):
 def test_recoveries_in_a_row_without_a_checkpoint_climb(groups):
     harness = AttemptHarness.of(groups)
     for step in range(STEP, STEP + 4):
-        harness.attempt.step = step
+        harness.attempt.memory.step = step
         harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
         harness.answer()
     assert harness.rungs() == [Rung.STEP_RETRY] * 3 + [Rung.PROCESS_REPLACE]
@@ -308,6 +309,6 @@ def test_a_death_in_a_later_step_is_not_taken_for_the_same_one(harness):
     harness.kill(2)
     harness.answer()
     harness.progress_to(STEP + 1, StepPhase.RUN)
-    harness.attempt.stepped(STEP + 1)
+    harness.handle(StepRecorded(STEP + 1))
     harness.kill(2)
     assert harness.rungs() == [Rung.PROCESS_REPLACE] * 2

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.training.recovery.actions import LogEvent, ToAgent, ToRank
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.invariants import InvariantBroken
 from perdure.training.recovery.protocol import (
     LastSaved,
     NewGeneration,
@@ -22,6 +25,22 @@ from perdure.training.recovery.protocol import (
 from perdure.training.recovery.repair import RankReport, RepairMode, StepPhase, Vote
 from perdure.training.recovery.rungs import IN_PROCESS, Policy
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import (
+    AgentConnected,
+    AgentDisconnected,
+    ConnectionsRestored,
+    LastSaveReported,
+    LoopEnded,
+    NodeLost,
+    NodeSlow,
+    PauseWanted,
+    RankConnected,
+    RankPaused,
+    StateReported,
+    StepCommitted,
+    Stimulus,
+)
+from perdure.training.recovery.transitions import Reaction, reaction_to
 from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
 
 RANKS = st.integers(0, 3)
@@ -67,37 +86,58 @@ def worker_fault(rank: int, kind: WorkerFaultKind, offset: int, step: int, **cha
 
 
 def progresses_to(report: RankReport, offset: int) -> Event:
-    return lambda harness: harness.attempt.generation_report(
-        harness.attempt.generation + offset, report, now_s=harness.now_s
+    return lambda harness: harness.handle(
+        StateReported(harness.attempt.generation + offset, report)
     )
 
 
+def happens(harness: AttemptHarness, stimulus: Stimulus) -> None:
+    """It comes in, where it can; where it cannot, that is an error which changes nothing."""
+    if reaction_to(type(stimulus), harness.attempt.memory.state) is Reaction.REFUSE:
+        with pytest.raises(InvariantBroken, match=f"{stimulus.kind} is impossible"):
+            harness.handle(stimulus)
+    else:
+        harness.handle(stimulus)
+
+
 def has_saved(rank: int, report: LastSaved) -> Event:
-    return lambda harness: harness.attempt.last_saved(rank, report, now_s=harness.now_s)
+    return lambda harness: happens(harness, LastSaveReported(rank, report))
 
 
 def has_connections(rank: int, offset: int, connection: int, problem: str | None) -> Event:
     def act(harness: AttemptHarness) -> None:
         generation = harness.attempt.generation + offset
         report = Reconnected(generation=generation, connection=connection, problem=problem)
-        harness.attempt.reconnected(rank, report, now_s=harness.now_s)
+        happens(harness, ConnectionsRestored(rank, report))
 
     return act
 
 
 def ends(rank: int) -> Event:
-    return lambda harness: harness.attempt.ending(rank, now_s=harness.now_s)
+    return lambda harness: harness.handle(LoopEnded(rank))
 
 
 def pauses(rank: int, step: int, is_paused: bool) -> Event:  # noqa: FBT001 drawn by hypothesis
-    return lambda harness: harness.attempt.paused(
-        rank, step, is_paused=is_paused, now_s=harness.now_s
-    )
+    return lambda harness: harness.handle(RankPaused(rank, step, is_paused=is_paused))
+
+
+def loses(node: int, is_slow: bool) -> Event:  # noqa: FBT001 drawn by hypothesis
+    def act(harness: AttemptHarness) -> None:
+        kind = FaultClass.FAIL_SLOW if is_slow else FaultClass.NODE_LOST
+        fault = Fault(kind, harness.now_s, "silent", node=f"node-{node}", step=harness.attempt.step)
+        lost = NodeSlow if is_slow else NodeLost
+        harness.handle(lost(fault, (2 * node, 2 * node + 1)))
+
+    return act
 
 
 PROBLEMS = st.sampled_from([None, None, "the disk is full"])
 FAULTS: st.SearchStrategy[Event] = st.one_of(
     RANKS.map(lambda rank: lambda harness: harness.kill(rank)),
+    st.builds(loses, st.integers(0, 1), st.booleans()),
+    st.integers(0, 1).map(
+        lambda node: lambda harness: harness.handle(AgentDisconnected(f"node-{node}"))
+    ),
     RANKS.map(lambda rank: lambda harness: harness.kill(rank, is_reported=False)),
     st.builds(
         worker_fault,
@@ -119,15 +159,18 @@ OTHERS: st.SearchStrategy[Event] = st.one_of(
     st.sampled_from([0.01, 0.1, 6, 31]).map(
         lambda delay_s: lambda harness: harness.advance(delay_s)
     ),
-    RANKS.map(lambda rank: lambda harness: harness.attempt.joined(rank)),
+    RANKS.map(lambda rank: lambda harness: harness.handle(RankConnected(rank))),
     RANKS.map(lambda rank: lambda harness: harness.not_replaced(rank)),
+    st.sampled_from([(0, 1), (2, 3)]).map(
+        lambda ranks: lambda harness: harness.handle(AgentConnected("node-2", ranks))
+    ),
     st.builds(trains, RANKS, OFFSETS, STEPS),
     RANKS.flatmap(lambda rank: st.builds(progresses_to, reports(rank), OFFSETS)),
     st.builds(has_saved, RANKS, st.builds(LastSaved, step=STEPS, problem=PROBLEMS)),
     st.builds(has_connections, RANKS, OFFSETS, st.integers(0, 1), PROBLEMS),
-    st.booleans().map(lambda wanted: lambda harness: harness.attempt.pause(wanted=wanted)),
+    st.booleans().map(lambda wanted: lambda harness: harness.handle(PauseWanted(wanted))),
     st.builds(pauses, RANKS, STEPS, st.booleans()),
-    st.just(lambda harness: harness.attempt.committed(harness.attempt.step)),
+    st.just(lambda harness: harness.handle(StepCommitted(harness.attempt.step))),
     # Both end whatever can happen.
     st.builds(ends, RANKS),
     RANKS.map(lambda rank: lambda harness: harness.kill(rank, exit_code=1)),
@@ -159,7 +202,7 @@ lives = st.builds(
 
 def trains_is_given_up_or_waits_for_something_with_a_limit(harness: AttemptHarness) -> None:
     quiet = harness.stage() in (Stage.STARTING, Stage.TRAINING, Stage.ENDING, Stage.GIVEN_UP)
-    assert quiet == (harness.attempt._deadline_s is None)
+    assert quiet == (harness.attempt.memory.round.deadline_s is None)
 
 
 def calls_a_rank_to_a_generation_before_it_plans_for_it(harness: AttemptHarness) -> None:
@@ -217,10 +260,10 @@ def stays_given_up_and_calls_no_rank(harness: AttemptHarness, later: list[Any]) 
 
 def comes_to_an_end_when_no_rank_answers(harness: AttemptHarness) -> None:
     for _ in range(40):
-        if harness.attempt._deadline_s is None:
+        if harness.attempt.memory.round.deadline_s is None:
             break
         harness.advance(1000.0)
-    assert harness.attempt._deadline_s is None
+    assert harness.attempt.memory.round.deadline_s is None
 
 
 @settings(max_examples=400)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.recovery.actions import ToAgent, ToRank
-from perdure.training.recovery.attempt import CONNECTION_SETTLE_S
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import (
     AttemptGivenUp,
@@ -18,9 +17,18 @@ from perdure.training.recovery.protocol import (
     PauseRequest,
     WorkerFaultKind,
 )
+from perdure.training.recovery.reactions import CONNECTION_SETTLE_S
 from perdure.training.recovery.repair import RepairMode
 from perdure.training.recovery.rungs import Policy
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import (
+    LastSaveReported,
+    LoopEnded,
+    PauseWanted,
+    RankConnected,
+    RankDisconnected,
+    RankPaused,
+)
 from tests.unit.recovery.attempts import (
     ALONE,
     EIGHT,
@@ -55,7 +63,7 @@ def test_a_rank_that_comes_too_late_learns_that_all_is_over():
     harness = AttemptHarness.of(is_training=False)
     harness.kill(3)
     harness.collect()
-    harness.attempt.joined(3)
+    harness.handle(RankConnected(3))
     (action,) = harness.collect()
     assert isinstance(action, ToRank)
     assert isinstance(action.message, GiveUp)
@@ -63,14 +71,14 @@ def test_a_rank_that_comes_too_late_learns_that_all_is_over():
 
 def test_ranks_that_have_ended_are_not_replaced(harness):
     for rank in range(4):
-        harness.attempt.ending(rank, now_s=harness.now_s)
-        harness.attempt.disconnected(rank, now_s=harness.now_s)
+        harness.handle(LoopEnded(rank))
+        harness.handle(RankDisconnected(rank))
     assert harness.stage() is Stage.ENDING
     assert harness.advance(1000.0) == []
 
 
 def test_nothing_is_recovered_once_a_rank_came_to_its_end(harness):
-    harness.attempt.ending(0, now_s=harness.now_s)
+    harness.handle(LoopEnded(0))
     harness.kill(2)
     assert (harness.rungs(), harness.stage()) == ([], Stage.GIVEN_UP)
 
@@ -82,7 +90,7 @@ def test_a_rank_with_a_fault_is_not_left_waiting_when_others_came_to_their_end(
 ):
     if is_fault_first:
         harness.worker_fault(2, kind)
-    harness.attempt.ending(0, now_s=harness.now_s)
+    harness.handle(LoopEnded(0))
     if not is_fault_first:
         harness.worker_fault(2, kind)
     harness.collect()
@@ -92,7 +100,7 @@ def test_a_rank_with_a_fault_is_not_left_waiting_when_others_came_to_their_end(
 
 def test_a_recovery_that_a_rank_has_left_by_its_end_is_given_up_at_once(harness):
     harness.worker_fault(2, WorkerFaultKind.COLLECTIVE)
-    harness.attempt.ending(0, now_s=harness.now_s)
+    harness.handle(LoopEnded(0))
     harness.collect()
     assert [event.succeeded for event in harness.ended()] == [False]
     assert harness.given_up() == ["rank 0 came to its end: no generation has all ranks any more"]
@@ -153,9 +161,9 @@ def test_survivors_save_one_rank_of_each_group_when_their_processes_are_to_be_lo
 def test_an_attempt_is_over_only_when_all_savers_are_done(saving):
     for rank in (2, 0):
         assert saving.stage() is Stage.SAVING
-        saving.attempt.last_saved(rank, LastSaved(step=STEP), now_s=saving.now_s)
+        saving.handle(LastSaveReported(rank, LastSaved(step=STEP)))
     assert saving.stage() is Stage.SAVING, "rank 2 saves nothing, and rank 3 is not done"
-    saving.attempt.last_saved(3, LastSaved(step=STEP), now_s=saving.now_s)
+    saving.handle(LastSaveReported(3, LastSaved(step=STEP)))
     assert saving.stage() is Stage.GIVEN_UP
 
 
@@ -171,7 +179,7 @@ def saver_ends(harness: AttemptHarness) -> None:
 
 def saver_cannot_write(harness: AttemptHarness) -> None:
     report = LastSaved(step=STEP, problem="rank 3: the disk is full")
-    harness.attempt.last_saved(3, report, now_s=harness.now_s)
+    harness.handle(LastSaveReported(3, report))
     harness.collect()
 
 
@@ -195,10 +203,10 @@ def test_a_last_save_that_one_saver_does_not_finish_fails_and_names_the_reason(s
 
 
 def test_a_saver_that_ends_after_its_part_is_done_is_no_failure(saving):
-    saving.attempt.last_saved(0, LastSaved(step=STEP), now_s=saving.now_s)
+    saving.handle(LastSaveReported(0, LastSaved(step=STEP)))
     saving.kill(0)
     saving.kill(2)
-    saving.attempt.last_saved(3, LastSaved(step=STEP), now_s=saving.now_s)
+    saving.handle(LastSaveReported(3, LastSaved(step=STEP)))
     saving.collect()
     assert saving.last_save().step == STEP
 
@@ -231,8 +239,7 @@ def test_survivors_that_die_one_after_the_other_leave_nothing_to_wait_for():
 
 @pytest.mark.parametrize("limit_s", [REPAIR_LIMIT_S / 2, REPAIR_LIMIT_S * 2])
 def test_a_survivor_that_does_not_report_costs_the_last_save_only_some_time(limit_s):
-    harness = AttemptHarness.of(policy=NO_REPLACING)
-    harness.attempt.save_limit_s = limit_s
+    harness = AttemptHarness.of(policy=NO_REPLACING, save_limit_s=limit_s)
     harness.kill(1)
     harness.answer(silent={3})
     assert harness.advance(min(REPAIR_LIMIT_S, limit_s)) == []
@@ -332,7 +339,7 @@ def test_only_the_first_fault_that_ends_an_attempt_is_on_record():
 
 
 def test_the_end_of_a_rank_that_came_to_the_end_of_its_loop_is_no_fault(harness):
-    harness.attempt.ending(0, now_s=harness.now_s)
+    harness.handle(LoopEnded(0))
     harness.kill(0, exit_code=75)
     assert harness.stage() is Stage.GIVEN_UP
     assert not harness.events(AttemptGivenUp)
@@ -357,35 +364,35 @@ def test_a_recovery_that_a_fault_above_the_processes_cuts_short_is_recorded_as_f
 
 def pause_ranks(harness: AttemptHarness, *ranks: int, step: int = STEP) -> None:
     for rank in ranks:
-        harness.attempt.paused(rank, step, is_paused=True, now_s=harness.now_s)
+        harness.handle(RankPaused(rank, step, is_paused=True))
     harness.collect()
 
 
 def goes_on(harness: AttemptHarness, *ranks: int) -> None:
     for rank in ranks:
-        harness.attempt.paused(rank, STEP, is_paused=False, now_s=harness.now_s)
+        harness.handle(RankPaused(rank, STEP, is_paused=False))
     harness.collect()
 
 
 def test_a_pause_request_goes_to_all_ranks_once(harness):
-    harness.attempt.pause(wanted=True)
+    harness.handle(PauseWanted(True))
     assert harness.collect() == [ToRank(rank, PauseRequest(wanted=True)) for rank in range(4)]
-    harness.attempt.pause(wanted=True)
+    harness.handle(PauseWanted(True))
     assert harness.collect() == []
-    harness.attempt.pause(wanted=False)
+    harness.handle(PauseWanted(False))
     assert harness.collect() == [ToRank(rank, PauseRequest(wanted=False)) for rank in range(4)]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_paused_rank_learns_whether_the_pause_is_still_wanted(harness, wanted):
-    harness.attempt.pause(wanted=wanted)
+    harness.handle(PauseWanted(wanted))
     harness.collect()
     pause_ranks(harness, 2)
     assert harness.sent_to(2)[-1] == PauseRequest(wanted=wanted)
 
 
 def test_a_new_process_learns_that_a_pause_is_wanted(harness):
-    harness.attempt.pause(wanted=True)
+    harness.handle(PauseWanted(True))
     harness.kill(1)
     harness.answer()
     assert PauseRequest(wanted=True) in harness.sent_to(1)[-3:]
@@ -427,10 +434,10 @@ def test_a_recovery_ends_a_pause_and_the_one_after_it_is_another(harness):
 
 
 def test_a_pause_that_is_withdrawn_in_a_recovery_is_over(harness):
-    harness.attempt.pause(wanted=True)
+    harness.handle(PauseWanted(True))
     pause_ranks(harness, *range(4))
     harness.kill(1)
-    harness.attempt.pause(wanted=False)
+    harness.handle(PauseWanted(False))
     harness.answer()
     pause_ranks(harness, *range(4), step=STEP + 5)
     assert [(type(event), event.number) for event in harness.pauses()] == [

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.scale.estimate import ROUNDS, Costs, protocol_s
 from benchmarks.scale.state_machine import Course, Replacement
-from perdure.training.recovery import attempt
+from perdure.training.recovery import operations
 from perdure.training.recovery.actions import last_save_of
 from perdure.training.recovery.protocol import LastSave
 from perdure.training.recovery.repair import StepPhase
@@ -72,7 +72,7 @@ def test_a_last_save_is_looked_at_when_the_last_of_its_savers_is_done(monkeypatc
         looks.append(given)
         return last_save_of(*given, **named)
 
-    monkeypatch.setattr(attempt, "last_save_of", look)
+    monkeypatch.setattr(operations, "last_save_of", look)
     half = 512
     groups = [(rank, half + rank) for rank in range(half)]
     rungs = frozenset(Rung) - {Rung.PROCESS_REPLACE, Rung.NODE_REPLACE}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from perdure.training.recovery.actions import AbnormalNorm
-from perdure.training.recovery.attempt import CONNECTION_SETTLE_S
 from perdure.training.recovery.protocol import (
     NewGeneration,
     Reconnect,
@@ -16,9 +15,11 @@ from perdure.training.recovery.protocol import (
     WorkerFaultKind,
 )
 from perdure.training.recovery.ranks import END_NOTICE_S
+from perdure.training.recovery.reactions import CONNECTION_SETTLE_S
 from perdure.training.recovery.repair import Move, RepairMode, StepPhase
 from perdure.training.recovery.rungs import Policy, Rung
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import ConnectionsRestored, RankDisconnected, StepRecorded
 from tests.unit.recovery.attempts import (
     ALONE,
     HSDP,
@@ -68,7 +69,7 @@ def test_a_break_of_connections_that_were_re_established_since_is_ignored(reconn
 
 def test_connections_that_cannot_be_re_established_climb_to_a_new_generation(reconnecting):
     report = Reconnected(generation=1, connection=1, problem="no route")
-    reconnecting.attempt.reconnected(0, report, now_s=reconnecting.now_s)
+    reconnecting.handle(ConnectionsRestored(0, report))
     reconnecting.answer()
     assert reconnecting.rungs() == [Rung.OPERATOR_RETRY, Rung.STEP_RETRY]
     assert [event.succeeded for event in reconnecting.ended()] == [False, True]
@@ -87,18 +88,18 @@ def test_reports_of_other_connections_do_not_count(reconnecting):
     for generation, connection in ((1, 0), (1, 2), (0, 1), (2, 1)):
         for rank in range(4):
             report = Reconnected(generation=generation, connection=connection)
-            reconnecting.attempt.reconnected(rank, report, now_s=reconnecting.now_s)
+            reconnecting.handle(ConnectionsRestored(rank, report))
     assert reconnecting.stage() is Stage.RECONNECTING
 
 
 def test_connections_that_break_again_are_re_established_by_all_again(reconnecting):
     reconnecting.answer()
-    reconnecting.attempt.stepped(STEP + 1)
+    reconnecting.handle(StepRecorded(STEP + 1))
     reconnecting.worker_fault(2, WorkerFaultKind.CONNECTION, connection=1)
     reconnecting.advance(CONNECTION_SETTLE_S)
     assert reconnecting.sent_to(0)[-1] == Reconnect(generation=1, connection=2)
     report = Reconnected(generation=1, connection=2)
-    reconnecting.attempt.reconnected(0, report, now_s=reconnecting.now_s)
+    reconnecting.handle(ConnectionsRestored(0, report))
     assert reconnecting.stage() is Stage.RECONNECTING
     reconnecting.answer()
     assert reconnecting.stage() is Stage.TRAINING
@@ -108,7 +109,7 @@ def test_connections_of_a_new_generation_are_counted_from_the_beginning(reconnec
     reconnecting.answer()
     reconnecting.worker_fault(2, WorkerFaultKind.COLLECTIVE)
     reconnecting.answer()
-    reconnecting.attempt.stepped(STEP + 1)
+    reconnecting.handle(StepRecorded(STEP + 1))
     broken_connection(reconnecting)
     assert reconnecting.sent_to(0)[-1] == Reconnect(generation=2, connection=1)
 
@@ -135,10 +136,10 @@ def broken_twice() -> AttemptHarness:
 
 def reconnects(harness: AttemptHarness) -> None:
     """All ranks have re-established their connections."""
-    generation, connection = harness.attempt.generation, harness.attempt._connection
+    generation, connection = harness.attempt.generation, harness.attempt.memory.round.connection
     report = Reconnected(generation=generation, connection=connection, operations=1)
     for rank in range(4):
-        harness.attempt.reconnected(rank, report, now_s=harness.now_s)
+        harness.handle(ConnectionsRestored(rank, report))
     harness.collect()
 
 
@@ -196,7 +197,7 @@ def test_damage_that_comes_back_at_the_same_step_costs_the_process_then_the_atte
     assert sharded.rungs() == [Rung.STEP_RETRY, Rung.PROCESS_REPLACE]
     assert sharded.replaced() == [0]
     assert NewGeneration(number=3) not in sharded.sent_to(0), "the process before is to end"
-    sharded.attempt.disconnected(0, now_s=sharded.now_s)  # its agent has ended it
+    sharded.handle(RankDisconnected(0))  # its agent has ended it
     assert sharded.advance(END_NOTICE_S * 2) == []
     sharded.answer()
     assert sharded.stage() is Stage.TRAINING
@@ -370,7 +371,7 @@ def test_an_acceptance_that_another_fault_cuts_short_is_carried_out_by_all_ranks
 def test_what_comes_after_a_roll_back_is_recovered_where_it_is(rolling_back, stage, fault):
     cut_short(rolling_back, stage, fault)
     rolling_back.progress_to(STEP + 1, StepPhase.RUN)
-    rolling_back.attempt.stepped(STEP + 1)
+    rolling_back.handle(StepRecorded(STEP + 1))
     rolling_back.kill(3)
     rolling_back.answer()
     assert (rolling_back.plan().mode, rolling_back.plan().step) == (RepairMode.TRAIN, STEP + 1)

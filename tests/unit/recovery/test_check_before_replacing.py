@@ -24,6 +24,7 @@ from perdure.training.recovery.protocol import (
 from perdure.training.recovery.repair import RepairMode
 from perdure.training.recovery.rungs import Policy, Rung
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import StepRecorded
 from tests.unit.recovery.attempts import HSDP, REPAIR_LIMIT_S, STEP, AttemptHarness
 from tests.unit.recovery.diagnosed import of_code, of_exit, of_log, out_of_host_memory, reported
 
@@ -131,7 +132,7 @@ def test_a_rank_that_was_replaced_once_after_a_check_has_none_for_what_software_
     harness = AttemptHarness.of()
     harness.kill(1, **BEYOND)
     harness.answer()
-    harness.attempt.stepped(STEP + 1)
+    harness.handle(StepRecorded(STEP + 1))
     harness.kill(1)
     assert harness.checks() == [AT_RANK_1, None]
 

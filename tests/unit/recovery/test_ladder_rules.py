@@ -17,6 +17,7 @@ from perdure.training.recovery.faults import (
 )
 from perdure.training.recovery.guards import SAME_CODE_WINDOW_S
 from perdure.training.recovery.healing import Act, ActDone, found_at_fault
+from perdure.training.recovery.node_suspicion import ROWS, Threshold, chance_of
 from perdure.training.recovery.protocol import WorkerFaultKind
 from perdure.training.recovery.rungs import (
     IN_PROCESS,
@@ -28,7 +29,6 @@ from perdure.training.recovery.rungs import (
     RestartCount,
     Rung,
 )
-from perdure.training.recovery.same_node import ROWS, Threshold, chance_of
 from tests.unit.recovery.diagnosed import (
     AICORE,
     ALL,

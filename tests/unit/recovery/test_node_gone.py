@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.recovery.actions import LogEvent, ToAgent, ToRank
-from perdure.training.recovery.attempt import GENERATIONS_APART, Attempt
+from perdure.training.recovery.attempt import Attempt
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.ladder import InProcessDecider
+from perdure.training.recovery.memory import AttemptSettings, Memory
 from perdure.training.recovery.protocol import NewGeneration, RecoveryBegan
 from perdure.training.recovery.ranks import END_NOTICE_S, NODE_NOTICE_S
+from perdure.training.recovery.reactions import GENERATIONS_APART
 from perdure.training.recovery.repair import Move, RankReport
 from perdure.training.recovery.rungs import Decision, Policy, Rung
 from perdure.training.recovery.stages import Stage
+from perdure.training.recovery.stimuli import (
+    AgentConnected,
+    AgentDisconnected,
+    NodeLost,
+    RecoveryResumed,
+)
 from tests.unit.recovery.attempts import DDP, HSDP, STEP, AttemptHarness
 
 LOST = Fault(FaultClass.NODE_LOST, 1000.0, "its agent is silent", node="node-1", step=STEP)
@@ -24,13 +32,13 @@ def lose(harness: AttemptHarness, fault: Fault = LOST) -> None:
     first = 2 * int(fault.node.partition("-")[2])
     for rank in (first, first + 1):
         harness.ranks.pop(rank, None)
-    harness.attempt.node_gone(fault, (first, first + 1), now_s=harness.now_s)
+    harness.handle(NodeLost(fault, (first, first + 1)))
     harness.collect()
 
 
 def come(harness: AttemptHarness, node: str) -> None:
     """Another node has taken the place of the one with ranks 2 and 3."""
-    harness.attempt.agent_joined(node, (2, 3))
+    harness.handle(AgentConnected(node, (2, 3)))
     for rank in (2, 3):
         harness.start(rank)
 
@@ -89,7 +97,7 @@ def test_a_node_that_cannot_be_had_costs_the_processes_once_they_have_saved(harn
 
 
 def test_ranks_whose_agent_is_gone_as_well_wait_for_the_supervisors_word(harness):
-    harness.attempt.agent_left("node-1")
+    harness.handle(AgentDisconnected("node-1"))
     for rank in (2, 3):
         harness.kill(rank, is_reported=False)
     harness.advance(END_NOTICE_S + 1.0)
@@ -99,7 +107,7 @@ def test_ranks_whose_agent_is_gone_as_well_wait_for_the_supervisors_word(harness
 
 
 def test_without_that_word_the_survivors_save_and_end(harness):
-    harness.attempt.agent_left("node-1")
+    harness.handle(AgentDisconnected("node-1"))
     for rank in (2, 3):
         harness.kill(rank, is_reported=False)
     harness.advance(NODE_NOTICE_S + 0.1)
@@ -132,17 +140,27 @@ BEGAN = RecoveryBegan(
 @pytest.fixture
 def resumed() -> AttemptHarness:
     """Another coordinator, which no rank has come to yet."""
-    decider = InProcessDecider(Policy(), frozenset(Rung))
-    attempt = Attempt(4, DDP, decider, repair_limit_s=30.0, save_limit_s=60.0)
-    attempt.resume(BEGAN, now_s=1002.0)
-    harness = AttemptHarness(attempt, now_s=1002.0)
+    harness = resumed_by_another(DDP)
     harness.collect()
+    return harness
+
+
+def resumed_by_another(groups: tuple[tuple[int, ...], ...]) -> AttemptHarness:
+    """A coordinator that takes the recovery up."""
+    attempt = Attempt(
+        Memory(sum(map(len, groups)), groups),
+        AttemptSettings(repair_limit_s=30.0, save_limit_s=60.0),
+        InProcessDecider(Policy(), frozenset(Rung)),
+        checks_invariants=True,
+    )
+    harness = AttemptHarness(attempt, now_s=1002.0)
+    harness.handle(RecoveryResumed(BEGAN))
     return harness
 
 
 def come_back(harness: AttemptHarness, *ranks: int) -> None:
     """Survivors connect with what they have."""
-    harness.attempt.agent_joined(f"node-{ranks[0] // 2}", ranks)
+    harness.handle(AgentConnected(f"node-{ranks[0] // 2}", ranks))
     for rank in ranks:
         harness.start(rank)
         harness.ranks[rank].report = RankReport(rank=rank, step=STEP)
@@ -153,7 +171,7 @@ def test_another_coordinator_goes_on_in_a_generation_that_none_before_can_have_a
     come_back(resumed, 2, 3)
     number = BEGAN.generation + GENERATIONS_APART + 1
     assert resumed.collect() == [ToRank(rank, NewGeneration(number=number)) for rank in (2, 3)]
-    resumed.attempt.agent_joined("node-2", (0, 1))
+    resumed.handle(AgentConnected("node-2", (0, 1)))
     for rank in (0, 1):
         resumed.start(rank)
     resumed.answer()
@@ -165,10 +183,7 @@ def test_another_coordinator_goes_on_in_a_generation_that_none_before_can_have_a
 
 
 def test_a_second_node_may_be_lost_before_the_survivors_have_come_to_another_coordinator():
-    decider = InProcessDecider(Policy(), frozenset(Rung))
-    attempt = Attempt(6, ((0, 1, 2, 3, 4, 5),), decider, repair_limit_s=30.0, save_limit_s=60.0)
-    attempt.resume(BEGAN, now_s=1002.0)
-    harness = AttemptHarness(attempt, now_s=1002.0)
+    harness = resumed_by_another(((0, 1, 2, 3, 4, 5),))
     lose(harness)
     assert [one.moved for one in harness.began()] == [(0, 1), (2, 3)]
     assert harness.rungs() == [Rung.NODE_REPLACE] * 2

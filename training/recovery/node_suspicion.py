@@ -45,12 +45,14 @@ ROWS: Sequence[Threshold] = (
 
 def chance_of(row: Threshold) -> float:
     """How likely some node comes so often where each is equally likely, an upper bound."""
-    one = 1 / row.nodes
-    ways = (math.comb(row.of, n) * one**n * (1 - one) ** (row.of - n) for n in range(row.of + 1))
+    chance = 1 / row.nodes
+    ways = (
+        math.comb(row.of, n) * chance**n * (1 - chance) ** (row.of - n) for n in range(row.of + 1)
+    )
     return row.nodes * sum(list(ways)[row.times :])
 
 
-def again_and_again(
+def why_node_is_suspect(
     node: str, events: Sequence[tuple[str, float]], *, num_nodes: int, now_s: float
 ) -> str | None:
     """Why it is the node, as a few words; None while it may be chance.

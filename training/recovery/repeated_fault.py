@@ -109,14 +109,17 @@ def outlook(example: Fault, terms: Terms) -> Outlook:
             rung, _, why = skipped.partition(": ")
             passed.setdefault(Rung(rung), why)
         answers = _joined(answers, _answer(decision, failed, terms.policy))
-    taken = {answer.rung for answer in answers}
-    never = {rung: why for rung, why in sorted(passed.items()) if rung not in taken}
+    used = {answer.rung for answer in answers}
+    never = {rung: why for rung, why in sorted(passed.items()) if rung not in used}
     return Outlook(example.fault_class, example.code, answers, never)
 
 
 def outlooks(terms: Terms) -> Sequence[Outlook]:
     """One for each class of fault, on the first device of a node and with no code."""
-    return [outlook(Fault(one, 0.0, "", node="node-0", rank=0, device=0), terms) for one in LADDER]
+    return [
+        outlook(Fault(fault_class, 0.0, "", node="node-0", rank=0, device=0), terms)
+        for fault_class in LADDER
+    ]
 
 
 def _decisions(example: Fault, terms: Terms) -> Iterator[tuple[Decision, str | None]]:
@@ -124,7 +127,7 @@ def _decisions(example: Fault, terms: Terms) -> Iterator[tuple[Decision, str | N
     past: list[Recovery] = []
     fault, isolated = example, 0
     while True:
-        came = len({one.fault.at_s for one in past})
+        came = len({recovery.fault.at_s for recovery in past})
         step = _FIRST_STEP if example.fault_class in _SAME_STEP else _FIRST_STEP + came
         node = example.node and f"node-{isolated}"
         fault = replace(example, at_s=float(came), node=node, step=step)
@@ -158,14 +161,14 @@ def _decide(fault: Fault, past: Sequence[Recovery], terms: Terms, isolated: int)
 
     if terms.inside is None:
         ended = ask(terms.policy, survivors=False)
-        passed = tuple(one.replace(f": {ENDED}", f": {NO_PART}") for one in ended.skipped)
+        passed = tuple(text.replace(f": {ENDED}", f": {NO_PART}") for text in ended.skipped)
         return replace(ended, skipped=passed)
     inside = ask(terms.inside, survivors=True)
     if inside.rung in IN_PROCESS:
         return inside
     ended = ask(terms.policy, survivors=False)
-    why = dict(one.partition(": ")[::2] for one in ended.skipped)
-    why |= dict(one.partition(": ")[::2] for one in inside.skipped)
+    why = dict(text.partition(": ")[::2] for text in ended.skipped)
+    why |= dict(text.partition(": ")[::2] for text in inside.skipped)
     return replace(
         ended,
         skipped=tuple(f"{rung}: {text}" for rung, text in why.items()),
@@ -188,19 +191,18 @@ def _answer(decision: Decision, failed: str | None, policy: Policy) -> RungInARo
 
 def _joined(answers: list[RungInARow], new: RungInARow) -> list[RungInARow]:
     last = answers[-1] if answers else None
-    same = replace(new, times=last.times, reason=last.reason) if last is not None else None
-    if last is None or same != last:
+    if last is None or replace(new, times=last.times, reason=last.reason) != last:
         return [*answers, new]
     return [*answers[:-1], replace(last, times=last.times + 1)]
 
 
-def outlook_markdown(found: Sequence[Outlook]) -> str:
+def outlook_markdown(rows: Sequence[Outlook]) -> str:
     """The answers as a Markdown table."""
     lines = ["| fault class | answers, in order | never, and why |", "|---|---|---|"]
-    for one in found:
-        title = f"`{one.fault_class}`" + (f" {one.code}" if one.code else "")
-        answers = one.unanswered or " -> ".join(map(_answer_text, one.answers))
-        never = "; ".join(f"`{rung}`: {why}" for rung, why in one.never.items()) or "-"
+    for row in rows:
+        title = f"`{row.fault_class}`" + (f" {row.code}" if row.code else "")
+        answers = row.unanswered or " -> ".join(map(_answer_text, row.answers))
+        never = "; ".join(f"`{rung}`: {why}" for rung, why in row.never.items()) or "-"
         lines.append(f"| {title} | {answers} | {never} |")
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perdure.training.errors import InputError
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.ladder import decide
-from perdure.training.recovery.outlook import (
+from perdure.training.recovery.repeated_fault import (
     NO_PART,
     NO_SPARE,
     Outlook,
