@@ -1,4 +1,4 @@
-"""No variable of the product has a name that names nothing: `python -m tests.plain_names`, in `make check`.
+"""Find variables whose names name nothing: `python -m tests.plain_names`, part of `make check`.
 
 A name is a noun for the thing (`worker`, `checkpoint`), never a pronoun, participle or adverb.
 """
@@ -13,9 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("perdure", "flows", "tasks", "training", "storage")
 VAGUE = frozenset(
-    "one ones found own seen told kept made gone given taken known met heard left_over whatever who "
-    "whom whose what others rest both same such it its them they here there before after another "
-    "again so".split()
+    """
+    one ones found own seen told kept made gone given taken known met heard left_over whatever who
+    whom whose what others rest both same such it its them they here there before after another
+    again so
+    """.split()
 )
 
 
