@@ -1,11 +1,10 @@
-"""Table of the checkpoints that exist; deleted checkpoints leave it. Sizes are bytes.
+"""The artifacts of a run on the server: each is found by its key, and changed in place.
 
-The artifacts of a run on the server: each is found by its key, and changed in place.
-
-Versions would be thousands in a run, and a supervisor that adopts a run must not double what the
-one before had made. Facts on Prefect 3.8.8: the client's own `update_artifact` puts the whole
-content into an event, pictures too, so changes are sent without it; the page of a flow run shows
-the artifacts of that flow run alone, so a run that goes on in another flow run gets new ones.
+Versions would be thousands in a run, and a supervisor that adopts a run must not double the
+artifacts of its predecessor. Facts on Prefect 3.8.8: the client's own `update_artifact` puts the
+whole content into an event, pictures too, so changes are sent without it; the page of a flow run
+shows the artifacts of that flow run alone, so a run that goes on in another flow run gets new ones.
+The table of checkpoints lists those that exist; deleted ones leave it. Sizes are bytes.
 """
 
 from __future__ import annotations

@@ -12,13 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("perdure", "flows", "tasks", "training", "storage")
-VAGUE = frozenset(
-    """
+WORDS = """
     one ones found own seen told kept made gone given taken known met heard left_over whatever who
     whom whose what others rest both same such it its them they here there before after another
     again so
-    """.split()
-)
+"""
+VAGUE = frozenset(WORDS.split())
 
 
 def product_files(root: Path = ROOT) -> Iterator[Path]:
