@@ -63,7 +63,7 @@ class Reporter:
         self._flow_run_id = flow_run_id
         self._logger = logger
         self._waiting: dict[str, Callable[[], None]] = {}
-        self._wake = threading.AlertCondition()
+        self._wake = threading.Condition()
         self._closing = False
         self._give_up_s = float("inf")
         # An outage is one line of the log, or one for each name where some are taken meanwhile.

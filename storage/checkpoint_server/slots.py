@@ -89,7 +89,7 @@ class SlotTable:
 
     available_bytes: Callable[[], int]
     _slots: dict[int, list[Slot]] = field(default_factory=dict)
-    _changed: threading.AlertCondition = field(default_factory=threading.AlertCondition)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
     _next_number: int = 0
     _next_memory: int = 0
 

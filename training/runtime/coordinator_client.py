@@ -73,7 +73,7 @@ class CoordinatorClient(Connection):
         self._on_moved = on_moved
         self._on_generation = on_generation
         self._on_wait = on_wait
-        self._news = threading.AlertCondition()
+        self._news = threading.Condition()
         self._generation = 0
         self._plans: dict[int, RepairPlan] = {}
         self._given_up: str | None = None

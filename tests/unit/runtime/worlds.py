@@ -56,7 +56,7 @@ class Member:
     _pipe: Any
     _reports_pipe: Any
     connections: ReplayableConnections | None = None
-    _announced: threading.AlertCondition = field(default_factory=threading.AlertCondition)
+    _announced: threading.Condition = field(default_factory=threading.Condition)
     _reporting: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, message: Any) -> None:

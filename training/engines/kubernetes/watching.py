@@ -34,7 +34,7 @@ class Watched:
         self._api = api
         self._resource = resource
         self._labels = labels
-        self._changed = threading.AlertCondition()
+        self._changed = threading.Condition()
         self._objects: dict[str, Document] = {}
         self._version = ""
         self._is_away = False
