@@ -16,7 +16,7 @@ from perdure.log_index import Key, LogRow, Wanted, content_of, read_index
 from perdure.storage.errors import StorageError
 from perdure.training.errors import InputError
 from perdure.training.supervisor.observing import AttemptObserver
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 
 POLL_S = 0.5
@@ -28,7 +28,7 @@ REMEMBERED_CHARS = 4 << 10  # enough to find the place in the store's copy
 Place = tuple[str, str]  # node and log
 
 
-def follow_logs(run: Run, wanted: Wanted) -> None:
+def follow_logs(run: RunHandle, wanted: Wanted) -> None:
     """Print what is written until the run ends, or until Ctrl-C.
 
     Raises:
@@ -59,7 +59,7 @@ class LogFollower:
         write: gets what is new.
     """
 
-    run: Run
+    run: RunHandle
     wanted: Wanted
     write: Callable[[str], None]
     _key: Key | None = None

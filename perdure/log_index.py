@@ -16,7 +16,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.agent.log_collection import COLLECTED_FILE
 from perdure.training.errors import InputError
 from perdure.training.reporting.fault_report import HANG_REPORT
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.wire.logs import Collected, ReadLogsQuery, logs_prefix
 
 _KEY = re.compile(r"p(\d+)-a(\d+)/(?:([^/]+)/)?([^/].*)")
@@ -137,7 +137,7 @@ def content_of(store: ObjectStore, row: LogRow) -> bytes:
     return gzip.decompress(content) if row.key.endswith(_PACKED) else content
 
 
-def living_rows(run: Run) -> list[LogRow]:
+def living_rows(run: RunHandle) -> list[LogRow]:
     """The logs that nodes on this machine have of the attempt that lives; their sizes as they are.
 
     The history is as it was last read.
@@ -153,7 +153,7 @@ def living_rows(run: Run) -> list[LogRow]:
     ]
 
 
-def living_text(run: Run, row: LogRow) -> Iterator[str]:
+def living_text(run: RunHandle, row: LogRow) -> Iterator[str]:
     """A log of the attempt that lives, piece by piece, as far as it goes now."""
     observer = run.newest_observer()
     offset, is_last = 0, observer is None

@@ -37,7 +37,7 @@ from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.checkpoints import node_tiers, program_saves, saves_are_known
 from perdure.training.supervisor.evidence import newest_of, step_of
 from perdure.training.supervisor.observing import AttemptSnapshot
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.store_outage import unwritable
 from perdure.training.wire.agent import AgentStatus
 from perdure.training.wire.requests import is_pause_wanted
@@ -72,7 +72,7 @@ class RunMonitor:
         run: not taken by this process.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunHandle) -> None:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
         self._open_attempt = OpenAttempt(run)
@@ -160,7 +160,7 @@ def _add_events(history: RunHistory, seen: AttemptSnapshot) -> None:
 
 
 def _facts(
-    run: Run,
+    run: RunHandle,
     history: RunHistory,
     records: dict[int, StepRecord],
     seen: Snapshot | None,

@@ -58,7 +58,7 @@ from perdure.training.reporting.rows import (
     story_rows,
 )
 from perdure.training.reporting.summary import attempts_table, attempts_title
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 
 UPDATE_PERIOD_S = 30.0
@@ -84,7 +84,7 @@ class RunStory:
     """
 
     def __init__(
-        self, run: Run, reporter: Reporter, logger: Log, *, target_step: int | None
+        self, run: RunSupervisor, reporter: Reporter, logger: Log, *, target_step: int | None
     ) -> None:
         self.reporter = reporter
         self.activity = "starting"
@@ -326,7 +326,7 @@ class RunStory:
         publish(seen)
 
 
-def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
+def report_end(run: RunSupervisor, flow_run_id: UUID, logger: Log) -> None:
     """Show the end of a run that its own supervisor may not have come to show."""
     history = run.refresh()
     if history.ended is None:

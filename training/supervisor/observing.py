@@ -12,9 +12,16 @@ from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.journal.attempt_view import AttemptView, Pause, spans
 from perdure.training.journal.events import LedgerEvent, StepRecord
+from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
+
+
+def placement_of(history: RunHistory) -> Placement | None:
+    """Return the placement in effect."""
+    placed = history.placement
+    return Placement(placed.placement, placed.members) if placed is not None else None
 
 
 @dataclass(frozen=True, slots=True)

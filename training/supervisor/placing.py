@@ -36,6 +36,7 @@ from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.supervisor.finishing import Healer, fault_of, num_healthy
+from perdure.training.supervisor.observing import placement_of
 from perdure.training.trainer.size import state_bytes
 from perdure.training.wire.agent import CheckOrder
 from perdure.training.wire.node import Check, CheckOutcome
@@ -396,12 +397,6 @@ class Placer:
                 allowed=f"{limit_s:g} s",
                 figures={"clock_s": greeting.clock_s},
             )
-
-
-def placement_of(history: RunHistory) -> Placement | None:
-    """The placement in effect."""
-    placed = history.placement
-    return Placement(placed.placement, placed.members) if placed is not None else None
 
 
 def _kept_members(history: RunHistory, current: Placement) -> set[int]:

@@ -20,7 +20,7 @@ from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.exit_zero import good_end_text
 from perdure.training.supervisor.finishing import AttemptResult
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome, prepare
 from perdure.training.trainer.data.tokenizer import open_tokenizer
@@ -47,7 +47,7 @@ class RunSteps:
         on_progress: called with every look at an attempt.
     """
 
-    run: Run
+    run: RunSupervisor
     stop_wanted: Callable[[], bool] = lambda: False
     on_progress: Callable[[Progress], None] = lambda _progress: None
 
@@ -156,7 +156,9 @@ def _end_after(verdict: AttemptResult) -> RunEnd:
             return RunEnd("failed", reason)
 
 
-def cancel(run: Run, *, by_server: Callable[[RunHistory], bool] = lambda _history: False) -> str:
+def cancel(
+    run: RunSupervisor, *, by_server: Callable[[RunHistory], bool] = lambda _history: False
+) -> str:
     """Have a run stopped; without a supervisor, take its containers down here.
 
     Args:

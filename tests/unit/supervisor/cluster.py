@@ -13,7 +13,7 @@ from perdure.training.journal.events import ChipsHealed
 from perdure.training.journal.records import Member
 from perdure.training.recovery.healing import Act, ActDone
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import (
@@ -229,7 +229,7 @@ class FakeFleet:
         self.cluster.members = {}
 
 
-class ClusterRun(Run):
+class ClusterRun(RunSupervisor):
     """A run on a cluster in memory."""
 
     cluster: Cluster
@@ -238,7 +238,7 @@ class ClusterRun(Run):
         return FakeFleet(self.cluster, lambda _what: None)
 
 
-def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+def supervise(run: RunSupervisor, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Take a run and bring it to its end, without Prefect."""
     if not run.take().ended_well:
         run_to_completion(RunSteps(run, on_progress=on_progress), log=logging.getLogger("test"))

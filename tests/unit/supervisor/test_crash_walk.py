@@ -16,7 +16,7 @@ from perdure.training.config.job import Job
 from perdure.training.journal.records import NodeReleased
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.unit.supervisor.cluster import Cluster, FakeFleet, supervise
 
@@ -25,7 +25,7 @@ class Killed(BaseException):
     """The supervisor is gone at this very moment."""
 
 
-class WalkedRun(Run):
+class WalkedRun(RunSupervisor):
     """A run whose ledger and engine count their calls."""
 
     cluster: Cluster
@@ -43,7 +43,7 @@ class WalkedRun(Run):
         return FakeFleet(self.cluster, self.tick)
 
 
-def walk(job: Job, home, cluster: Cluster, *, die_at: int | None) -> tuple[Run, bool]:
+def walk(job: Job, home, cluster: Cluster, *, die_at: int | None) -> tuple[RunSupervisor, bool]:
     """One supervisor, killed at its `die_at`-th action. Returns the run and whether it was."""
     count = itertools.count()
 
@@ -143,7 +143,7 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
 
     def release(_seconds: float) -> None:
         if run.history.isolated == ("node-1", "node-2"):
-            Run(job, home=tmp_path).ledger.note(NodeReleased, node="node-1")
+            RunSupervisor(job, home=tmp_path).ledger.note(NodeReleased, node="node-1")
 
     monkeypatch.setattr("perdure.training.supervisor.placing.time.sleep", release)
     supervise(run)

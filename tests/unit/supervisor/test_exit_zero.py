@@ -9,9 +9,9 @@ import pytest
 from perdure.training.diagnosis.ending import UNSEEN_NOTE
 from perdure.training.engines.base import Snapshot
 from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.evidence import bad_end_of_session
 from perdure.training.supervisor.exit_zero import (
     CommandExitCheck,
-    bad_end_of_session,
     good_end_text,
     is_done,
     was_stopped,
@@ -66,7 +66,7 @@ def judged(
 ) -> dict[int, str]:
     """What is found at the end, after these steps were seen."""
     ends = ends_after(last, target=target, seen=seen, logs=logs, is_last=is_last)
-    return {rank: bad.text for rank, bad in ends.bad.items()}
+    return {rank: bad.text for rank, bad in ends.false_successes.items()}
 
 
 def test_a_step_that_the_output_shows_counts_as_one_by_heartbeat():
@@ -91,8 +91,8 @@ def ends_after(
     ends.note(last)
     texts = logs or {}
     texts_of = {r: [WorkerLog(rank=r, path="x", text=text)] for r, text in texts.items()}
-    ends.judge(ends.fresh(last), texts_of, is_last=is_last)
-    assert ends.fresh(last) == [], "each is judged once"
+    ends.judge(ends.unjudged(last), texts_of, is_last=is_last)
+    assert ends.unjudged(last) == [], "each is judged once"
     return ends
 
 
@@ -132,8 +132,8 @@ def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
 
 def test_a_node_with_processes_left_is_not_judged_yet():
     ends = CommandExitCheck()
-    assert ends.fresh(snapshot(worker(), state=AgentState.STOPPING)) == []
-    assert ends.fresh(snapshot(worker(exit_code=1))) == []
+    assert ends.unjudged(snapshot(worker(), state=AgentState.STOPPING)) == []
+    assert ends.unjudged(snapshot(worker(exit_code=1))) == []
 
 
 def test_what_a_command_prints_when_it_is_stopped_is_no_crash_and_no_completion():
@@ -146,19 +146,19 @@ def test_what_a_command_prints_when_it_is_stopped_is_no_crash_and_no_completion(
 def test_a_script_that_ends_before_the_training_that_it_started_has_not_ended_well():
     ends = ends_after(snapshot(worker(), left=(TENSORBOARD, TORCHRUN)))
     assert ends.notes == []
-    bad = ends.bad[0]
+    bad = ends.false_successes[0]
     assert bad.text == "exit code 0 while torchrun train.py (pid 8) was still running"
     assert bad.fault_class is FaultClass.LAUNCH_MISCONFIGURED
     assert "`wait`" in bad.action
     short = ends_after(snapshot(worker(), left=(TORCHRUN,)), logs={0: " iteration 10/ 60 |"})
-    assert "still running" in short.bad[0].text, "it says more than the count"
+    assert "still running" in short.false_successes[0].text, "it says more than the count"
 
 
 def test_what_is_left_by_a_training_that_reached_its_end_or_does_not_train_is_a_warning():
     done = {0: " iteration 60/ 60 | lm loss: 1.0"}
     for left, name in ((TORCHRUN, "torchrun"), (TENSORBOARD, "tensorboard")):
         ends = ends_after(snapshot(worker(), left=(left,)), logs=done)
-        assert ends.bad == {}
+        assert ends.false_successes == {}
         (note,) = ends.notes
         assert note.startswith(name)
         assert note.endswith("was still running and has been ended with the container")
@@ -176,7 +176,7 @@ def test_what_is_left_by_a_training_that_reached_its_end_or_does_not_train_is_a_
 )
 def test_the_end_of_a_command_of_whose_training_nothing_was_seen_says_so(text, steps, is_seen):
     ends = ends_after(snapshot(worker(), steps=steps), logs={0: text})
-    assert ends.bad == {}, "it may be what the command is for"
+    assert ends.false_successes == {}, "it may be what the command is for"
     assert ends.notes == ([] if is_seen else [UNSEEN_NOTE])
     said = good_end_text(None, ends.notes)
     assert said.startswith("the command has ended well")

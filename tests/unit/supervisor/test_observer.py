@@ -11,7 +11,7 @@ from perdure.storage.local import LocalStore
 from perdure.training.config.job import parse_job
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import MAX_PAST
+from perdure.training.supervisor.starting import MAX_PAST
 from perdure.training.wire.requests import read_control, write_control
 from tests.unit.journal.histories import GOES_ON, LINK, STANDS, began, ended
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise

@@ -242,11 +242,11 @@ def test_what_nodes_say_that_they_have_saved_is_noted_once():
         node="node-0", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
         placement=1, attempt=1, is_command=True, saved=(saved(10), saved(20)),
     )  # fmt: skip
-    progress = Progress(snapshot=Snapshot({0: status, 1: status}))
-    progress.take_saves()
-    assert [one.step for one in progress.saved] == [10, 20]
+    progress = Progress()
+    progress.take_snapshot(Snapshot({0: status, 1: status}), at_s=1.0)
+    assert [save.step for save in progress.saved] == [10, 20]
     assert progress.checkpoints == [10, 20]
     progress.take(())
-    progress.snapshot = Snapshot({0: status.model_copy(update={"saved": (saved(20), saved(30))})})
-    progress.take_saves()
+    later = status.model_copy(update={"saved": (saved(20), saved(30))})
+    progress.take_snapshot(Snapshot({0: later}), at_s=2.0)
     assert progress.checkpoints == [30]

@@ -10,7 +10,7 @@ from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.node import Check, CheckOutcome
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet
@@ -69,7 +69,7 @@ class Damage:
     def __init__(self, store: LocalStore) -> None:
         self.store = store
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         if run.history.attempts[-1].key == (1, 1):
             for shard in self.store.list("data/shards/"):
                 self.store.put(shard.key, b"damaged")

@@ -1,0 +1,310 @@
+"""Watching one attempt from outside, until no process of it is left.
+
+The watch decides nothing about recovery: it notices the first failure, lets the others report
+theirs, has everything stopped, and hands the evidence on. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from perdure.training.config.job import Job
+from perdure.training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode
+from perdure.training.engines.base import Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.supervisor.evidence import (
+    coordinators_lost,
+    ends_of,
+    logs_by_rank,
+    newest_of,
+    outputs_of,
+    progress_of,
+    silent_of,
+    step_of,
+)
+from perdure.training.supervisor.exit_zero import CommandExitCheck, is_done, was_stopped
+from perdure.training.supervisor.watch import (
+    AttemptEnd,
+    AttemptWatcher,
+    EndKind,
+    Progress,
+    WatchResult,
+)
+from perdure.training.wire.agent import AgentState, NodeLog, WorkerStatus
+
+SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
+HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
+STOP_MARGIN_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The first failure, and the state of the attempt then."""
+
+    at_s: float
+    snapshot: Snapshot
+    refusal: str | None = None
+    slow: SlowNode | None = None
+    stacks: tuple[tuple[str, NodeLog], ...] = ()
+    given_up: AttemptGivenUp | None = None
+    silent: tuple[SilentRank, ...] = ()
+
+
+class AttemptWatch:
+    """Watches the attempt that `fleet` is running.
+
+    Args:
+        fleet: where the attempt runs.
+        job: its limits say how long processes get to start and to end.
+        started_s: when the attempt was started, seconds since the epoch.
+        stop_wanted: asked at every poll.
+        on_progress: called at every poll with what is new, and once more at the end of the log.
+        watchers: asked at every poll, in their order; the culprit of the first counts.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        job: Job,
+        *,
+        started_s: float,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+        watchers: Sequence[AttemptWatcher] = (),
+    ) -> None:
+        self._fleet = fleet
+        self._started_s = started_s
+        self._start_timeout_s = job.restart.start_timeout_s
+        self._request_grace_s = job.engine.grace_s
+        # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
+        self._failover_grace_s = job.restart.failover_grace_s
+        self._hang_limit_s = job.watch.command_quiet_s
+        self._stop_wanted = stop_wanted
+        self._on_progress = on_progress
+        self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
+        exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
+        self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
+        self._log, self._log_container = Follower(fleet.metrics), ""
+        self._progress = Progress()
+        self._proc_start_cnt: dict[str, int] = {}
+
+    def run(self) -> AttemptEnd:
+        """Watch to the end; every process of the attempt is gone when this returns."""
+        began_s = time.monotonic()
+        while True:
+            self._observe()
+            answers = [watcher.check(self._progress) for watcher in self._watchers]
+            results = [result for result in answers if result is not None]
+            is_late = time.monotonic() - began_s > self._start_timeout_s
+            end = self._end_after(results, is_late=is_late)
+            if end is not None:
+                return end
+            time.sleep(self._fleet.poll_s)
+
+    def _end_after(self, results: Sequence[WatchResult], *, is_late: bool) -> AttemptEnd | None:
+        """End the attempt where a poll shows that it is over, or has to be.
+
+        Args:
+            results: of the watchers.
+            is_late: whether every node should have started its processes by now.
+        """
+        snapshot = self._progress.snapshot
+        answered = frozenset[str]().union(*(result.answered_nodes for result in results))
+        has_failed = has_failure(snapshot, answered)
+        ends = [result.end for result in results]
+        request = EndKind.STOPPED if self._stop_wanted() else None
+        if request is None and EndKind.RESTARTED in ends:
+            request = EndKind.RESTARTED
+        # A fault comes before a request to stop: else nobody would learn of it.
+        if request is not None and not has_failed:
+            return self._end_on_request(request)
+        if EndKind.FAILED in ends:
+            return self.wind_up()
+        if _all_done(snapshot):
+            return self._end(EndKind.COMPLETED, snapshot)
+        starting = [node for node in _starting(snapshot) if node not in answered]
+        if starting and is_late:
+            text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
+            return self.wind_up(refusal=text)
+        if has_failed or (snapshot.is_over and not starting):
+            return self.wind_up()
+        culprit = next((result.culprit for result in results if result.culprit is not None), None)
+        return self.wind_up(culprit=culprit) if culprit is not None else None
+
+    def _end_on_request(self, request: EndKind) -> AttemptEnd:
+        self._fleet.stop(self._request_grace_s)
+        final = self._await_end(self._request_grace_s)
+        exits = self._exit_check
+        # It may have come to its target before.
+        is_completed = _all_done(final)
+        if exits is not None and (exits.false_successes or was_stopped(final)):
+            is_completed = False
+        return self._end(EndKind.COMPLETED if is_completed else request, final)
+
+    def wind_up(
+        self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
+    ) -> AttemptEnd:
+        """After the first failure: let the others report, stop them, poll once more.
+
+        Args:
+            refusal: why processes could not be started, when that is the failure.
+            culprit: holds the others up, when nothing else has happened.
+        """
+        at_s = time.time()
+        time.sleep(SETTLE_S)
+        failed = self._observe()
+        # An event that the coordinator writes later follows from the order to stop.
+        given_up = self._progress.given_up
+        silent = tuple(silent_of(failed.agents.values()))
+        silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
+        slow = culprit if isinstance(culprit, SlowNode) else None
+        # Before the order to stop, which would change them.
+        stacks = tuple(self._fleet.stacks()) if silent else ()
+        # Ranks that are merely slow can save together; peers of a dead one cannot.
+        grace_s = self._request_grace_s if slow is not None else self._failover_grace_s
+        grace_s = HANG_GRACE_S if silent else grace_s
+        self._fleet.stop(grace_s)
+        final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
+        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
+        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
+        return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
+
+    def _await_end(self, grace_s: float) -> Snapshot:
+        deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
+        snapshot = self._observe()
+        while not snapshot.is_over and time.monotonic() < deadline_s:
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+        return snapshot
+
+    def _await_unforced_end(self) -> Snapshot:
+        """Wait for processes that end by themselves, until that is a hang."""
+        deadline_s = time.monotonic() + self._hang_limit_s
+        snapshot = self._observe()
+        while not snapshot.is_over and time.monotonic() < deadline_s and not self._stop_wanted():
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+        if snapshot.is_over:
+            return snapshot
+        grace_s = self._request_grace_s if self._stop_wanted() else HANG_GRACE_S
+        self._fleet.stop(grace_s)
+        return self._await_end(grace_s)
+
+    def _observe(self) -> Snapshot:
+        self._read_log()
+        progress = self._progress
+        progress.take_snapshot(self._fleet.poll(), at_s=time.time())
+        for status in progress.snapshot.agents.values():
+            self._proc_start_cnt[status.node] = status.proc_start_cnt
+        if self._exit_check is not None:
+            self._judge_exits(self._exit_check, progress.snapshot)
+        self._on_progress(progress)
+        return progress.snapshot
+
+    def _judge_exits(self, exits: CommandExitCheck, snapshot: Snapshot) -> None:
+        """Judge whether commands that exited with 0 have ended well."""
+        exits.note(snapshot)
+        unjudged = exits.unjudged(snapshot)
+        if unjudged:
+            exits.judge(unjudged, logs_by_rank(self._fleet), is_last=_all_done(snapshot))
+
+    def _read_log(self) -> bool:
+        """Read on in the attempt log. Whether there was more of it."""
+        first = self._fleet.first_container
+        if first != self._log_container:  # the first node was lost: another log begins elsewhere
+            self._log, self._log_container = Follower(self._fleet.metrics), first
+            self._progress.begin_log()
+        events, progress = self._log.read(), self._progress
+        progress.take(events or ())
+        return events is not None
+
+    def _read_log_to_its_end(self) -> None:
+        """Read what the processes wrote last, which the decision about their end needs."""
+        while self._read_log():
+            self._progress.at_s = time.time()
+            self._on_progress(self._progress)
+
+    def _end(
+        self, kind: EndKind, snapshot: Snapshot, failure: _Failure | None = None
+    ) -> AttemptEnd:
+        self._read_log_to_its_end()
+        failure = failure or _Failure(time.time(), snapshot)
+        logs = logs_by_rank(self._fleet) if kind is EndKind.FAILED else {}
+        last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
+        step = step_of(snapshot, last)
+        statuses = list(snapshot.agents.values())
+        exits = self._exit_check
+        evidence = Evidence(
+            at_s=failure.at_s,
+            step=step,
+            workers=tuple(ends_of(statuses, logs, exits.false_successes if exits else {})),
+            lost_nodes=snapshot.lost,
+            losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
+            silent=failure.silent,
+            staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
+            oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
+            refusal=failure.refusal,
+            outputs=self._outputs() if kind is EndKind.FAILED else (),
+            rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
+            slow=failure.slow,
+            given_up=failure.given_up,
+            coordinator=next(coordinators_lost(statuses), None),
+        )
+        return AttemptEnd(
+            kind,
+            evidence,
+            dict(self._proc_start_cnt),
+            step,
+            last.at_s if last is not None else shown.at_s if shown is not None else None,
+            failure.stacks,
+            max((w.ended_s for s in statuses for w in s.workers if w.ended_s), default=None),
+            tuple(exits.notes) if exits is not None and kind is EndKind.COMPLETED else (),
+        )
+
+    def _outputs(self) -> tuple[NodeOutput, ...]:
+        return tuple(outputs_of(self._fleet, started_s=self._started_s))
+
+
+def _all_done(snapshot: Snapshot) -> bool:
+    if snapshot.lost or snapshot.unanswered or not snapshot.agents:
+        return False
+    return all(
+        status.is_over and status.workers and all(is_done(worker) for worker in status.workers)
+        for status in snapshot.agents.values()
+    )
+
+
+def _starting(snapshot: Snapshot) -> list[str]:
+    """Nodes that have not begun, so that `over` does not mean the end yet."""
+    waiting = (AgentState.IDLE, AgentState.STAGING)
+    return [status.node for status in snapshot.agents.values() if status.state in waiting]
+
+
+def _not_over(snapshot: Snapshot) -> list[str]:
+    """Nodes whose processes did not end when ordered: they count as lost."""
+    alive = [status.node for status in snapshot.agents.values() if not status.is_over]
+    return [*alive, *snapshot.unanswered]
+
+
+def has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> bool:
+    """Whether something of an attempt was lost, hangs or ended other than well.
+
+    Args:
+        snapshot: of its members.
+        answered_nodes: nodes whose loss is answered already.
+    """
+    return any(node not in answered_nodes for node in snapshot.lost) or any(
+        status.coordinator_end is not None
+        or (status.hang is not None and status.hang.ends_attempt)
+        or status.staging_error is not None
+        or any(_failed(worker) for worker in status.workers)
+        for status in snapshot.agents.values()
+    )
+
+
+def _failed(worker: WorkerStatus) -> bool:
+    return worker.exit_code is not None and not is_done(worker)
