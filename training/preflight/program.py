@@ -67,23 +67,23 @@ def script_notes(command: Sequence[str], cwd: Path) -> list[str]:
     scripts = list(_scripts(command, cwd))
     notes = [note for script in scripts for note in _notes(script)]
     words = Script("worker.command", " ".join(command))
-    return [*notes, *_restart_notes([words, *(one for one in scripts if one.name != words.name)])]
+    return [*notes, *_restart_notes([words, *(script for script in scripts if script.name != words.name)])]
 
 
 def _restart_notes(scripts: Iterable[Script]) -> Iterator[str]:
     """A launcher that starts its ranks again keeps the others of a fault that all must answer."""
     for script in scripts:
-        for found in _OWN_RESTARTS.finditer("\n".join(one.text for one in _lines(script.text))):
+        for match in _OWN_RESTARTS.finditer("\n".join(line.text for line in _lines(script.text))):
             yield (
-                f"{script.name}: {found[0]} has torchrun start ranks again before Perdure sees a "
+                f"{script.name}: {match[0]} has torchrun start ranks again before Perdure sees a "
                 "fault, on the same node and without a look at the cause: leave it out"
             )
 
 
 def _scripts(command: Sequence[str], cwd: Path) -> Iterator[Script]:
     has_pipefail = "pipefail" in command
-    for before, word in zip(("", *command), command, strict=False):
-        if re.fullmatch(r"-\w*c", before):
+    for previous, word in zip(("", *command), command, strict=False):
+        if re.fullmatch(r"-\w*c", previous):
             yield Script("worker.command", word, has_pipefail)
         elif word.endswith(".sh") and "$" not in word:
             try:
@@ -109,7 +109,7 @@ def _notes(script: Script) -> Iterator[str]:
                 f"{where}: the exit code of {launcher} is lost behind the pipe: begin the script "
                 "with `set -o pipefail`"
             )
-        later = "\n".join(one.text for one in lines[index:])
+        later = "\n".join(line.text for line in lines[index:])
         if _BACKGROUND.search(bare) and not _WAIT.search(later):
             yield (
                 f"{where}: nothing waits for {launcher} in the background, which ends with the "
@@ -149,15 +149,15 @@ def _started(line: str, names: frozenset[str]) -> str | None:
     assigned = _ASSIGNED.match(line)
     # `NAME=value torchrun ...` starts one, `NAME="torchrun ..."` holds one.
     if assigned is not None and assigned[1] in names:
-        rest = line[assigned.end() :]
-        if rest[:1] in "\"'(`" or LAUNCHER.match(rest):
+        command = line[assigned.end() :]
+        if command[:1] in "\"'(`" or LAUNCHER.match(command):
             return None
     for part in re.split(r"&&|\|\||;", line):
         if _NO_START.match(part):
             continue
-        found = LAUNCHER.search(part)
-        if found is not None:
-            return found.group()
+        launcher = LAUNCHER.search(part)
+        if launcher is not None:
+            return launcher.group()
         held = next((n for n in re.findall(r"\$\{?(\w+)", part) if n in names), None)
         if held is not None:
             return f"${held}"

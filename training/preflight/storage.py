@@ -65,7 +65,7 @@ def _file_system(folder: Path, mounts: str) -> str:
     """Kind of the file system that a folder is on: that of the deepest mount above it."""
     above = [(point, kind) for point, kind in _mounted(mounts) if folder.is_relative_to(point)]
     # Of two mounts at one point the later one hides the other, and max() takes the first it meets.
-    _, kind = max(reversed(above), key=lambda one: len(one[0].parts), default=("", ""))
+    _, kind = max(reversed(above), key=lambda mount: len(mount[0].parts), default=("", ""))
     return kind.removeprefix("fuse.")
 
 
@@ -94,11 +94,11 @@ def check_place(place: StoragePlace, num_parameters: int | None) -> Check:
         num_parameters: of the model; None: not known.
     """
     if place is StoragePlace.TEMPORARY:
-        seen = "temporary: checkpoints and ledger are gone after a reboot"
-        return Check(name=NAME, outcome=CheckOutcome.WARNING, seen=seen)
+        fact = "temporary: checkpoints and ledger are gone after a reboot"
+        return Check(name=NAME, outcome=CheckOutcome.WARNING, seen=fact)
     if num_parameters is None:
-        seen = f"{place.text}; the size of the model is not known"
-        return Check(name=NAME, outcome=CheckOutcome.SKIPPED, seen=seen)
+        size = f"{place.text}; the size of the model is not known"
+        return Check(name=NAME, outcome=CheckOutcome.SKIPPED, seen=size)
     least = recommended_place(num_parameters)
     return Check(
         name=NAME,

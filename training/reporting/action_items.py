@@ -105,9 +105,9 @@ def attention(
         return ActionItems("Nothing needs you", body)
     # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
     listing = "".join(
-        f"### {text(one.what)}\n\nSince {one.since} UTC: {text(one.why)}\n\n"
-        f"**What to do:** {_with_commands(one.action)}\n\n"
-        for one in needs
+        f"### {text(need.what)}\n\nSince {need.since} UTC: {text(need.why)}\n\n"
+        f"**What to do:** {_with_commands(need.action)}\n\n"
+        for need in needs
     )
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
@@ -140,14 +140,14 @@ def _failed(history: RunHistory) -> list[Need]:
     last = history.attempts[-1] if history.attempts else None
     fault = last.ended.fault if last is not None and last.ended is not None else None
     advice = fault.action if fault is not None and fault.action else "Mend the cause."
-    again = f"{advice} Then {code('perdure run JOB.yaml')}"
+    run_again = f"{advice} Then {code('perdure run JOB.yaml')}"
     return [
         Need(
             NeedKind.FAILED,
             "The run has failed",
             clock_text(ended.at_s),
             _why(ended.message),
-            again,
+            run_again,
         )
     ]
 
@@ -156,13 +156,13 @@ def _isolated(run_id: str, history: RunHistory) -> list[Need]:
     return [
         Need(
             NeedKind.ISOLATED,
-            f"Node {one.node} is isolated",
-            clock_text(one.at_s),
-            _why(one.why),
-            f"Have it mended, then {code(f'perdure nodes {run_id} --release {one.node}')}",
-            one.node,
+            f"Node {isolation.node} is isolated",
+            clock_text(isolation.at_s),
+            _why(isolation.why),
+            f"Have it mended, then {code(f'perdure nodes {run_id} --release {isolation.node}')}",
+            isolation.node,
         )
-        for one in history.isolated_nodes
+        for isolation in history.isolated_nodes
     ]
 
 

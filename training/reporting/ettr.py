@@ -54,7 +54,7 @@ class Accountant:
 
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self._reader = StepReader(store, run_id)
-        self._seen: dict[tuple[int, int, int, float], StepRecord] = {}
+        self._live_records: dict[tuple[int, int, int, float], StepRecord] = {}
         self._attempt: Key | None = None
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # its own: a slow store must not hold up saw()
@@ -65,8 +65,8 @@ class Accountant:
             for record in steps:
                 key = record.placement, record.attempt
                 if key != self._attempt:  # what the store lacks of the last one is lost with it
-                    self._seen, self._attempt = {}, key
-                self._seen[identity_of(record)] = record
+                    self._live_records, self._attempt = {}, key
+                self._live_records[identity_of(record)] = record
 
     def records(self, history: RunHistory) -> list[StepRecord]:
         """Every step that is known of, also those of which a later record of the same step counts.
@@ -78,11 +78,11 @@ class Accountant:
             stored = {identity_of(record): record for record in self._reader.read()}
         with self._lock:
             # What is in the store need not be remembered twice.
-            self._seen = {key: r for key, r in self._seen.items() if key not in stored}
+            self._live_records = {key: r for key, r in self._live_records.items() if key not in stored}
             living = history.open_attempt
             lives = living is not None and living.key == self._attempt
-            seen = list(self._seen.values()) if lives else []
-        return [*stored.values(), *seen]
+            live = list(self._live_records.values()) if lives else []
+        return [*stored.values(), *live]
 
     def account(self, history: RunHistory, *, now_s: float) -> Account:
         """Where the time went.
@@ -151,7 +151,7 @@ def timeline_picture(account: Account) -> bytes:
     figure = Figure(figsize=(11, 2.3 + 0.32 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    unit, unit_s = next((one for one in _UNITS if account.wall_s >= 3 * one[1]), _UNITS[-1])
+    unit, unit_s = next((choice for choice in _UNITS if account.wall_s >= 3 * choice[1]), _UNITS[-1])
     from_s = account.intervals[0].from_s if account.intervals else 0.0
     for number, (_, intervals) in enumerate(rows):
         _draw_row(axes, number, intervals, from_s, unit_s)

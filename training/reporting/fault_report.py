@@ -85,14 +85,14 @@ def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> li
         recent: number of the newest attempts.
     """
     first = len(history.attempts) - recent
-    found: list[FaultReport] = []
+    reports: list[FaultReport] = []
     for index, view in enumerate(history.attempts):
         isolates = view.decision is not None and view.decision.isolate is not None
         if index >= first:
-            found += [_recovery_report(history, index, one, place) for one in view.recoveries]
+            reports += [_recovery_report(history, index, recovery, place) for recovery in view.recoveries]
         if (index >= first or isolates) and view.ended is not None and view.ended.fault is not None:
-            found.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
-    return found
+            reports.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
+    return reports
 
 
 def _attempt_report(
@@ -113,12 +113,12 @@ def _attempt_report(
         _logs(history, view, fault, place),
     )
     saved = view.last_save
-    after = f"\n{text(_sentence(event_text(saved)))}\n" if saved is not None else ""
+    note = f"\n{text(_sentence(event_text(saved)))}\n" if saved is not None else ""
     placement, attempt = view.key
     return FaultReport(
         f"fault-p{placement}-a{attempt}",
         _title(fault, decision, word),
-        _body(answers, fault, decision) + after + _less_likely(ended.runners_up),
+        _body(answers, fault, decision) + note + _less_likely(ended.runners_up),
     )
 
 
@@ -155,7 +155,7 @@ def _body(answers: Sequence[str], fault: Fault, decision: Decision | None) -> st
     if fault.explanation:
         parts.append(f"\n{text(fault.explanation)}\n")
     if decision is not None and decision.skipped:
-        rows = "".join(f"- {text(one)}\n" for one in decision.skipped)
+        rows = "".join(f"- {text(reason)}\n" for reason in decision.skipped)
         parts.append(f"\n## Cheaper answers that were not possible\n\n{rows}")
     return "".join(parts)
 
@@ -171,7 +171,7 @@ def _what(fault: Fault) -> str:
     has_code = fault.code is not None and fault.code.lower() != fault.fault_class
     with_code = f"{named}, code {code(fault.code)}" if has_code else named
     blame = (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
-    causes = listed([who for who, holds in blame if holds])
+    causes = listed([party for party, holds in blame if holds])
     cause = f"; the cause lies in {causes}" if causes else ""
     line = fault.evidence.strip().splitlines()
     return f"{with_code}{cause}: {code(line[-1][:200])}" if line else f"{with_code}{cause}"
@@ -188,8 +188,8 @@ def _done(decision: Decision | None) -> str:
     if decision is None:
         return "Nothing yet: it is being decided"
     isolated = f" Node **{text(decision.isolate)}** is isolated." if decision.isolate else ""
-    what = RUNGS[decision.rung].spent_on
-    meaning = f" ({text(what)})" if what else ""
+    spent_on = RUNGS[decision.rung].spent_on
+    meaning = f" ({text(spent_on)})" if spent_on else ""
     return f"{code(decision.rung)}{meaning}: {text(decision.reason)}.{isolated}"
 
 
@@ -205,18 +205,18 @@ def _healed(view: AttemptView) -> str:
 def _cost(history: RunHistory, index: int, ended: AttemptEnded) -> str:
     """Steps, seconds and the spare of a recovery that needed a new attempt."""
     fault_s = ended.fault.at_s if ended.fault is not None else ended.at_s
-    again = _next_that_trains(history, index)
+    next_trained = _next_that_trains(history, index)
     parts = []
-    if again is None and history.ended is not None:
+    if next_trained is None and history.ended is not None:
         parts.append("nothing was trained after it")
-    elif again is None:
+    elif next_trained is None:
         parts.append("not known before it is over")
     else:
         # A checkpoint of an end of life may be newer than the last step that was reported.
-        lost = max(0, (ended.to_step or 0) - again.from_step)
+        lost = max(0, (ended.to_step or 0) - next_trained.from_step)
         parts.append(f"{counted(lost, 'step')} done again")
-        assert again.first_step is not None  # noqa: S101 it trains
-        parts.append(f"{duration_text(again.first_step.stepped_s - fault_s)} without training")
+        assert next_trained.first_step is not None  # noqa: S101 it trains
+        parts.append(f"{duration_text(next_trained.first_step.stepped_s - fault_s)} without training")
     parts.append(_spare(history, index))
     return ", ".join(parts)
 
@@ -224,15 +224,15 @@ def _cost(history: RunHistory, index: int, ended: AttemptEnded) -> str:
 def _spare(history: RunHistory, index: int) -> str:
     """Which node took the place of which."""
     view = history.attempts[index]
-    after = history.attempts[index + 1].key[0] if index + 1 < len(history.attempts) else None
-    later = [one for one in history.placements if one.placement > view.key[0]]
-    if not later or after == view.key[0]:
+    next_number = history.attempts[index + 1].key[0] if index + 1 < len(history.attempts) else None
+    later = [placement for placement in history.placements if placement.placement > view.key[0]]
+    if not later or next_number == view.key[0]:
         return "no spare used"
-    before = {member.index: member.node for member in view.members}
+    previous = {member.index: member.node for member in view.members}
     moved = [
-        f"{member.node} in place of {before[member.index]}"
+        f"{member.node} in place of {previous[member.index]}"
         for member in later[0].members
-        if before.get(member.index, member.node) != member.node
+        if previous.get(member.index, member.node) != member.node
     ]
     return f"spare used: {text(listed(moved))}" if moved else "no spare used"
 
@@ -245,22 +245,22 @@ def _cost_inside(recovery: InProcessRecovery) -> str:
     if not ended.succeeded:
         return f"{took} until it had failed"
     parts = [f"{counted(ended.steps_lost, 'step')} done again", f"{took} without training"]
-    for what, ranks in (
+    for deed, ranks in (
         ("a new process for", ended.replaced),
         ("state from a replica for", ended.repaired),
     ):
         if ranks:
             noun = "rank" if len(ranks) == 1 else "ranks"
-            parts.append(f"{what} {noun} {listed(list(map(str, ranks)))}")
+            parts.append(f"{deed} {noun} {listed(list(map(str, ranks)))}")
     return ", ".join(parts)
 
 
 def _over(history: RunHistory, index: int, *, waits: bool) -> tuple[str, str]:
     """Whether training goes on after an attempt: in a sentence, and in a word."""
-    again = _next_that_trains(history, index)
-    if again is not None and again.first_step is not None:
-        name, first = "{}.{}".format(*again.key), again.first_step
-        goes_on = f"attempt {name} trains from step {again.from_step}"
+    next_trained = _next_that_trains(history, index)
+    if next_trained is not None and next_trained.first_step is not None:
+        name, first = "{}.{}".format(*next_trained.key), next_trained.first_step
+        goes_on = f"attempt {name} trains from step {next_trained.from_step}"
         return f"Yes, since {clock_text(first.stepped_s)} UTC: {goes_on}", OVER
     later = history.attempts[index + 1 :]
     if history.ended is not None:
@@ -337,7 +337,7 @@ def _ended_word(history: RunHistory) -> str:
 def _less_likely(runners_up: Sequence[Fault]) -> str:
     if not runners_up:
         return ""
-    rows = "".join(f"- {text(one.fault_class)}: {code(one.evidence[:200])}\n" for one in runners_up)
+    rows = "".join(f"- {text(fault.fault_class)}: {code(fault.evidence[:200])}\n" for fault in runners_up)
     return f"\n## Less likely\n\n{rows}"
 
 
@@ -379,5 +379,5 @@ def save_hang_report(
 def _text(stacks: Stacks, progress: Sequence[RankProgress]) -> str:
     cause = standstill_of(tuple(progress))
     lines = [cause.line, *cause.ranks] if cause is not None else []
-    printed = [f"{one.name} on {node}\n{one.text.rstrip()}" for node, one in stacks]
+    printed = [f"{log.name} on {node}\n{log.text.rstrip()}" for node, log in stacks]
     return "\n\n".join(["\n".join(lines), *printed]) + "\n"

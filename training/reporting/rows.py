@@ -78,8 +78,8 @@ def story_rows(history: RunHistory) -> list[AttemptRow]:
     rows = attempt_rows(history)
     return [
         row
-        for own, view in zip(rows, history.attempts, strict=True)
-        for row in (own, *_recovery_rows(view))
+        for attempt_row, view in zip(rows, history.attempts, strict=True)
+        for row in (attempt_row, *_recovery_rows(view))
     ]
 
 
@@ -94,7 +94,7 @@ def state_word(history: RunHistory, view: AttemptView) -> str:
         return view.ended.outcome
     if view.pause is not None:
         return "paused"
-    if any(one.ended is None for one in view.recoveries[-1:]):
+    if any(recovery.ended is None for recovery in view.recoveries[-1:]):
         return RECOVERING
     if view.first_step is not None:
         return "training"
@@ -312,10 +312,10 @@ def alert_place(raised: AlertRaised) -> str:
 
 def losses_of_steps(records: Mapping[int, StepRecord]) -> dict[int, float]:
     """The loss of every step that has one."""
-    return {step: one.loss for step, one in records.items() if one.loss is not None}
+    return {step: record.loss for step, record in records.items() if record.loss is not None}
 
 
-def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
+def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> bytes:
     """The loss of every kept step with the faults marked, as PNG."""
     # The font cache makes this import slow, and most of a run does without it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
@@ -324,7 +324,7 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
     figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    losses = losses_of_steps(kept)
+    losses = losses_of_steps(records)
     axes.plot(list(losses), list(losses.values()), color="#1f5fa8", linewidth=1.2)
     marks = _marks(history)
     for number, (step, text, colour) in enumerate(marks):
@@ -341,8 +341,8 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
             fontsize=8,
             color=colour,
         )
-    for seen in history.checkpoints:
-        axes.axvline(seen.step, ymax=0.03, color="#2e7d32", linewidth=1.0)
+    for checkpoint in history.checkpoints:
+        axes.axvline(checkpoint.step, ymax=0.03, color="#2e7d32", linewidth=1.0)
     axes.set_xlabel("step (green marks: committed checkpoints)")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
@@ -354,18 +354,18 @@ def loss_picture(history: RunHistory, kept: Mapping[int, StepRecord]) -> bytes:
 
 def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     """Faults as step, text and colour, oldest first."""
-    found = []
+    marks = []
     for view in history.attempts:
         for recovery in view.recoveries:
             fault = recovery.began.fault
             step = fault.step if fault.step is not None else view.from_step
             colour = "#d98e04" if recovery.succeeded else "#c0392b"
-            found.append((step, f"{fault.fault_class}\n{recovery.began.decision.rung}", colour))
+            marks.append((step, f"{fault.fault_class}\n{recovery.began.decision.rung}", colour))
         ended = view.ended.fault if view.ended is not None else None
         if ended is not None and view.decision is not None:
             step = ended.step if ended.step is not None else view.from_step
-            found.append((step, f"{ended.fault_class}\n{view.decision.rung}", "#c0392b"))
-    return found
+            marks.append((step, f"{ended.fault_class}\n{view.decision.rung}", "#c0392b"))
+    return marks
 
 
 def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each kind
@@ -373,17 +373,18 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
     match event:
         case RecoveryBegan():
             where = event.fault.where
-            what = f"{event.fault.fault_class} at {where}: {event.fault.evidence[:160]}"
+            fault_text = f"{event.fault.fault_class} at {where}: {event.fault.evidence[:160]}"
             began = f"recovery {event.number}, generation {event.generation}"
-            return f"{began}: {what} -> {event.decision.rung}"
+            return f"{began}: {fault_text} -> {event.decision.rung}"
         case RecoveryEnded():
-            again = counted(event.steps_lost, "step")
-            took = f"after {event.duration_s:.2f} s, {again} done again"
+            steps_lost = counted(event.steps_lost, "step")
+            took = f"after {event.duration_s:.2f} s, {steps_lost} done again"
             went = f": training goes on from step {event.step} {took}"
             return f"recovery {event.number}{went if event.succeeded else f' failed: {event.why}'}"
         case AttemptGivenUp():
-            what = f"{event.fault.fault_class} at {event.fault.where}: {event.fault.evidence[:160]}"
-            return f"the processes end: {what}: {event.why}"
+            fault = event.fault
+            fault_text = f"{fault.fault_class} at {fault.where}: {fault.evidence[:160]}"
+            return f"the processes end: {fault_text}: {event.why}"
         case LastSave():
             saved = f"end-of-life checkpoint of step {event.step} by ranks {_ranks(event.ranks)}"
             return saved if event.step is not None else f"no end-of-life checkpoint: {event.why}"
@@ -404,10 +405,9 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
         case ChipsHealed():
             return f"before {event.rung}: {event.text}"
         case AlertRaised() | AlertCleared():
-            what = " is over"
-            if isinstance(event, AlertRaised):
-                what = f", {event.point}: {event.text}"
-            return f"alert {event.number}{what}"
+            is_raised = isinstance(event, AlertRaised)
+            outcome = f", {event.point}: {event.text}" if is_raised else " is over"
+            return f"alert {event.number}{outcome}"
 
 
 def skipped_text(event: BatchSkipped) -> str:
@@ -432,7 +432,7 @@ def measured_text(batch: SkippedBatch) -> str:
 def program_notices(history: RunHistory) -> list[str]:
     """What the author of the program should know, each once."""
     events = [event for view in history.attempts for event in view.events]
-    return list(dict.fromkeys(one.text for one in events if isinstance(one, ProgramNotice)))
+    return list(dict.fromkeys(event.text for event in events if isinstance(event, ProgramNotice)))
 
 
 def activity_of(history: RunHistory) -> str | None:

@@ -38,11 +38,11 @@ def attempts_title(history: RunHistory) -> str:
     last = history.attempts[-1]
     name = "{}.{}".format(*last.key)
     earlier = sum(
-        one.ended is not None and one.ended.outcome == "failed" for one in history.attempts
+        attempt.ended is not None and attempt.ended.outcome == "failed" for attempt in history.attempts
     )
     if last.ended is None:
-        after = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
-        return f"Attempt {name} is {state_word(history, last)}{after}"
+        failures = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
+        return f"Attempt {name} is {state_word(history, last)}{failures}"
     fault = last.ended.fault
     if fault is None:
         return f"Attempt {name} has {last.ended.outcome}"
@@ -85,16 +85,16 @@ def _inside(row: AttemptRow) -> str:
 
 def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
     """How often what broke; one that was not recovered inside the processes is counted once."""
-    found: Counter[FaultClass] = Counter()
+    counts: Counter[FaultClass] = Counter()
     for view in history.attempts:
         ended = view.ended.fault if view.ended is not None else None
         inside = view.recoveries
         if ended is not None:
-            found[ended.fault_class] += 1
+            counts[ended.fault_class] += 1
             if inside and not inside[-1].succeeded:
                 inside = inside[:-1]
-        found.update(one.began.fault.fault_class for one in inside)
-    return found
+        counts.update(recovery.began.fault.fault_class for recovery in inside)
+    return counts
 
 
 def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
@@ -102,7 +102,7 @@ def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
 
     Abnormal steps and skipped batches are in it where there were any.
     """
-    faults = [f"{number} {one}" for one, number in sorted(faults_by_class(history).items())]
+    faults = [f"{number} {fault_class}" for fault_class, number in sorted(faults_by_class(history).items())]
     attempts = counted(len(history.attempts), "attempt")
     placements = counted(len(history.placements), "placement")
     parts = [
@@ -157,8 +157,8 @@ class AbnormalSteps:
         skipped = counted(self.skipped_batches, "batch", "batches")
         passed = f", {skipped} skipped" if self.skipped_batches else ""
         where = f" at step {self.newest.step}" if self.newest.step is not None else ""
-        found = counted(self.steps, "abnormal step")
-        return f"{found}{passed}, the newest{where}: {self.newest.value}"
+        count = counted(self.steps, "abnormal step")
+        return f"{count}{passed}, the newest{where}: {self.newest.value}"
 
 
 def abnormal_steps(history: RunHistory) -> AbnormalSteps | None:
@@ -169,25 +169,25 @@ def abnormal_steps(history: RunHistory) -> AbnormalSteps | None:
             if isinstance(event, BatchSkipped):  # once more after a restart: it is known
                 batches.setdefault(event.batch.start, event)
     left = {event.batch.step for event in batches.values()}
-    found = {}
+    by_step = {}
     for view in history.attempts:
         for fault in _faults_of(view):
             step = _of_fault(fault)
             if step.step is None or step.step not in left:
-                found[view.key if step.step is None else step.step] = step
-    every = [*found.values(), *map(_of_batch, batches.values())]
+                by_step[view.key if step.step is None else step.step] = step
+    every = [*by_step.values(), *map(_of_batch, batches.values())]
     if not every:
         return None
-    return AbnormalSteps(len(every), len(batches), max(every, key=lambda one: one.at_s))
+    return AbnormalSteps(len(every), len(batches), max(every, key=lambda fault: fault.at_s))
 
 
 def _faults_of(view: AttemptView) -> Iterator[Fault]:
     """Those of abnormal steps, in order; the one that ends the attempt may be there twice."""
-    faults = [one.began.fault for one in view.recoveries]
+    faults = [recovery.began.fault for recovery in view.recoveries]
     faults += [event.fault for event in view.events if isinstance(event, AttemptGivenUp)]
     if view.ended is not None and view.ended.fault is not None:
         faults.append(view.ended.fault)
-    yield from (one for one in faults if one.fault_class is FaultClass.NUMERIC_ANOMALY)
+    yield from (fault for fault in faults if fault.fault_class is FaultClass.NUMERIC_ANOMALY)
 
 
 def _of_fault(fault: Fault) -> AbnormalStep:

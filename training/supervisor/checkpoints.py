@@ -123,18 +123,18 @@ def node_tiers(home: Path, run_id: str) -> dict[int, list[Tier]]:
         run_id: of the run.
     """
     nodes = home / "runs" / run_id / "nodes"
-    found: defaultdict[int, list[Tier]] = defaultdict(list)
+    tiers: defaultdict[int, list[Tier]] = defaultdict(list)
     for tier, held in ((Tier.MEMORY, _in_memory(nodes)), (Tier.DISK, _on_disk(nodes, run_id))):
         for step in _whole(held):
-            found[step].append(tier)
-    return dict(found)
+            tiers[step].append(tier)
+    return dict(tiers)
 
 
 def _whole(held: Iterable[tuple[SaveId, int]]) -> set[int]:
     ranks: defaultdict[SaveId, set[int]] = defaultdict(set)
     for save, rank in held:
         ranks[save].add(rank)
-    return {save.step for save, here in ranks.items() if len(here) == save.world_size}
+    return {save.step for save, saved_ranks in ranks.items() if len(saved_ranks) == save.world_size}
 
 
 def _in_memory(nodes: Path) -> Iterator[tuple[SaveId, int]]:
@@ -194,20 +194,20 @@ def saves_are_known(job: Job) -> bool:
 
 def program_saves(history: RunHistory) -> list[ProgramSave]:
     """What a command has saved, by steps; of a path that was written again the last."""
-    by_path = {one.path: one for one in history.checkpoints if one.path is not None}
-    found = [
+    by_path = {checkpoint.path: checkpoint for checkpoint in history.checkpoints if checkpoint.path is not None}
+    saves = [
         ProgramSave(
-            step=one.step,
-            written_at_s=one.written_s or one.at_s,
-            size_bytes=one.size_bytes or 0,
+            step=checkpoint.step,
+            written_at_s=checkpoint.written_s or checkpoint.at_s,
+            size_bytes=checkpoint.size_bytes or 0,
             path=path,
-            attempt=f"{one.placement}.{one.attempt}",
+            attempt=f"{checkpoint.placement}.{checkpoint.attempt}",
             # Elsewhere than on this machine a path says nothing here, unless it is there.
             is_kept=Path(path).exists() or (False if _is_local(history) else None),
         )
-        for path, one in by_path.items()
+        for path, checkpoint in by_path.items()
     ]
-    return sorted(found, key=lambda one: one.step)
+    return sorted(saves, key=lambda save: save.step)
 
 
 def _is_local(history: RunHistory) -> bool:
@@ -254,66 +254,66 @@ class NewestSave:
             is_in_parts=self.job.saves_in_parts,
         )
         by_node = self.fleet.saved(query)
-        found = [one for saved in by_node.values() for one in saved]
+        candidates = [checkpoint for saved in by_node.values() for checkpoint in saved]
         try:
             if self.job.saves_in_parts:
-                return self._newest_in_parts(found)
+                return self._newest_in_parts(candidates)
             if spec.upload:
                 stored = self._stored()
-                found = [*found, *stored]
-                found = [one for one in found if _can_have(by_node, stored, one.step)]
+                candidates = [*candidates, *stored]
+                candidates = [checkpoint for checkpoint in candidates if _can_have(by_node, stored, checkpoint.step)]
         except StorageError as error:
             raise EngineError(f"the checkpoints of the command in the store: {error}") from error
-        return max(found, key=lambda one: (one.step, one.written_s), default=None)
+        return max(candidates, key=lambda checkpoint: (checkpoint.step, checkpoint.written_s), default=None)
 
     def _stored(self) -> list[SavedCheckpoint]:
         """What the store has; the path is where it lay."""
         saves = stored_saves(self.store, self.job.run_id)
-        found = (self._stored_one(save, members[0]) for save, members in saves.items())
-        return [one for one in found if one is not None]
+        checkpoints = (self._stored_one(save, members[0]) for save, members in saves.items())
+        return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
     def _stored_one(self, save: Save, member: int) -> SavedCheckpoint | None:
-        made = read_set(self.store, prefix_of(self.job.run_id, save, member))
-        if made is None:
+        file_set = read_set(self.store, prefix_of(self.job.run_id, save, member))
+        if file_set is None:
             return None
         return SavedCheckpoint(
             step=save.step,
-            path=made.path,
-            size_bytes=made.size_bytes,
-            written_s=made.written_s,
+            path=file_set.path,
+            size_bytes=file_set.size_bytes,
+            written_s=file_set.written_s,
             saved_in=save.attempt,
         )
 
-    def _newest_in_parts(self, found: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+    def _newest_in_parts(self, on_nodes: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """The newest save of which each node has its part, or can get it, as member 0 has it."""
         num_members, run_id = self.job.engine.nodes, self.job.run_id
         stored = stored_saves(self.store, run_id)
-        for save in reversed(within_reach(found, stored, num_members)):
+        for save in reversed(within_reach(on_nodes, stored, num_members)):
             by = stored.get(save, [])
-            parts = (read_set(self.store, prefix_of(run_id, save, one)) for one in by)
+            parts = (read_set(self.store, prefix_of(run_id, save, member)) for member in by)
             lacks = set(range(num_members)) - set(by)
             # Of parts of which the others read, too, those that nodes alone have are no use.
-            if lacks and any(one is None or needs_others(one) for one in parts):
+            if lacks and any(part is None or needs_others(part) for part in parts):
                 continue
-            here = (one for one in found if _save_of(one) == save and one.member == 0)
-            one = next(here, None) or self._stored_one(save, 0)
-            if one is not None:
-                return one
+            first_parts = (part for part in on_nodes if _save_of(part) == save and part.member == 0)
+            first_part = next(first_parts, None) or self._stored_one(save, 0)
+            if first_part is not None:
+                return first_part
         return None
 
 
-def within_reach(found: Iterable[SavedCheckpoint], stored: Stored, num_members: int) -> list[Save]:
+def within_reach(on_nodes: Iterable[SavedCheckpoint], stored: Stored, num_members: int) -> list[Save]:
     """Saves of which every member has its part on its node, or has stored it; the oldest first."""
     members = {save: set(by) for save, by in stored.items()}
-    for one in found:
-        save = _save_of(one)
-        if save is not None and one.member is not None:
-            members.setdefault(save, set()).add(one.member)
+    for part in on_nodes:
+        save = _save_of(part)
+        if save is not None and part.member is not None:
+            members.setdefault(save, set()).add(part.member)
     return sorted(save for save, by in members.items() if by >= set(range(num_members)))
 
 
-def _save_of(one: SavedCheckpoint) -> Save | None:
-    return Save(one.step, one.saved_in) if one.saved_in is not None else None
+def _save_of(part: SavedCheckpoint) -> Save | None:
+    return Save(part.step, part.saved_in) if part.saved_in is not None else None
 
 
 def _can_have(
@@ -322,9 +322,9 @@ def _can_have(
     step: int,
 ) -> bool:
     """Whether every node has a step, or can get it."""
-    if any(one.step == step for one in stored):
+    if any(checkpoint.step == step for checkpoint in stored):
         return True
-    return all(any(one.step == step for one in saved) for saved in by_node.values())
+    return all(any(checkpoint.step == step for checkpoint in saved) for saved in by_node.values())
 
 
 def _ended_s(history: RunHistory) -> float:
@@ -335,16 +335,16 @@ def _ended_s(history: RunHistory) -> float:
     last = ended[-1]
     fault_s = last.fault.at_s if last.fault is not None else None
     signs = (last.at_s, last.noticed_s, last.lived_s, fault_s)
-    return min(one for one in signs if one is not None)
+    return min(sign for sign in signs if sign is not None)
 
 
 def resumption(job: Job, saved: SavedCheckpoint | None) -> Resumption:
     """How a command is started that has this checkpoint."""
     if saved is None:
         return Resumption()
-    own = {PATH_ENV: saved.path, STEP_ENV: str(saved.step)}
+    variables = {PATH_ENV: saved.path, STEP_ENV: str(saved.step)}
     spec = job.worker.resume
     if spec is None:
-        return Resumption(variables=tuple(own.items()))
-    added = {name: string.Template(text).safe_substitute(own) for name, text in spec.env.items()}
-    return Resumption(spec.args, tuple({**added, **own}.items()))
+        return Resumption(variables=tuple(variables.items()))
+    added = {name: string.Template(text).safe_substitute(variables) for name, text in spec.env.items()}
+    return Resumption(spec.args, tuple({**added, **variables}.items()))

@@ -335,12 +335,12 @@ class AttemptFinisher:
         return diagnosis
 
     def _diagnosed(self, end: AttemptEnd) -> Diagnosis:
-        found = diagnose(end.evidence)
+        diagnosis = diagnose(end.evidence)
         # A user who starts a run that had ended has seen how.
-        before = self._writer.history.attempts[self._writer.history.budgets_from : -1]
-        last = before[-1].ended if before else None
-        fault = again_short(found.fault, last.fault if last is not None else None)
-        return replace(found, fault=of_command(fault) if self._job.worker.is_command else fault)
+        earlier = self._writer.history.attempts[self._writer.history.budgets_from : -1]
+        last = earlier[-1].ended if earlier else None
+        fault = again_short(diagnosis.fault, last.fault if last is not None else None)
+        return replace(diagnosis, fault=of_command(fault) if self._job.worker.is_command else fault)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Name the place of a hang's stacks in its fault."""

@@ -77,9 +77,9 @@ class LedgerWriter:
     def progress(self, view: AttemptView, progress: Progress) -> list[LedgerEvent]:
         """Record what a watcher has seen. The events that were not on record before."""
         if self.now(view).first_step is None:
-            seen = progress.command_step
-            first = next(((one.step, one.at_s) for one in progress.steps), None)
-            first = (seen.step, seen.at_s) if first is None and seen is not None else first
+            command_step = progress.command_step
+            first = next(((record.step, record.at_s) for record in progress.steps), None)
+            first = (command_step.step, command_step.at_s) if first is None and command_step is not None else first
             if first is not None:
                 self.append(view, FirstStep, step=first[0], stepped_s=first[1])
                 self.refresh()
@@ -91,11 +91,11 @@ class LedgerWriter:
 
     def record_events(self, view: AttemptView, events: Iterable[LedgerEvent]) -> list[LedgerEvent]:
         """Record events of the attempt. Those that were not on record before."""
-        known = {(event.kind, event.number) for event in self.now(view).events}
+        recorded = {(event.kind, event.number) for event in self.now(view).events}
         fresh = []
         for event in events:
-            if (event.kind, event.number) not in known:
-                known.add((event.kind, event.number))
+            if (event.kind, event.number) not in recorded:
+                recorded.add((event.kind, event.number))
                 self.append(view, AttemptEventRecorded, event=event)
                 fresh.append(event)
         if fresh:
@@ -106,10 +106,10 @@ class LedgerWriter:
         self, view: AttemptView, step: int, saved: SavedCheckpoint | None = None
     ) -> None:
         """Record that the attempt has committed a step; `saved` is that of a command."""
-        known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
-        if (*view.key, step) not in known:
-            own = {"path", "size_bytes", "written_s"}
-            where = saved.model_dump(include=own) if saved is not None else {}
+        recorded = {(record.placement, record.attempt, record.step) for record in self.history.checkpoints}
+        if (*view.key, step) not in recorded:
+            columns = {"path", "size_bytes", "written_s"}
+            where = saved.model_dump(include=columns) if saved is not None else {}
             self.append(view, CheckpointRecorded, step=step, **where)
             self.refresh()
 
@@ -160,4 +160,4 @@ class LedgerWriter:
 
     def now(self, view: AttemptView) -> AttemptView:
         """The attempt as the ledger has it by now."""
-        return next(one for one in self.history.attempts if one.key == view.key)
+        return next(attempt for attempt in self.history.attempts if attempt.key == view.key)

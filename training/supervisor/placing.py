@@ -66,18 +66,18 @@ class SubHealthyNode:
 
 def sub_healthy_nodes(history: RunHistory) -> list[SubHealthyNode]:
     """Nodes that are not isolated and of which something was seen, by name."""
-    found: dict[str, SubHealthyNode] = {}
+    by_name: dict[str, SubHealthyNode] = {}
     for view in history.attempts:
-        for one in _seen_in(view):
-            is_new = one.at_s > history.released.get(one.node, float("-inf"))
-            if is_new and one.node not in history.isolated:
-                found[one.node] = one
-    return [found[node] for node in sorted(found)]
+        for sub_healthy in _seen_in(view):
+            is_new = sub_healthy.at_s > history.released.get(sub_healthy.node, float("-inf"))
+            if is_new and sub_healthy.node not in history.isolated:
+                by_name[sub_healthy.node] = sub_healthy
+    return [by_name[node] for node in sorted(by_name)]
 
 
 def _seen_in(view: AttemptView) -> Iterator[SubHealthyNode]:
     ends = [view.ended.fault] if view.ended is not None and view.ended.fault is not None else []
-    for fault in [*(one.began.fault for one in view.recoveries), *ends]:
+    for fault in [*(recovery.began.fault for recovery in view.recoveries), *ends]:
         yield from _of_code(fault)
     for recovery in view.recoveries:
         fault = recovery.began.fault
@@ -216,8 +216,8 @@ class Placer:
         placed = self._fleet.bound(placement, members)
         if placed.members != placement.members:
             # Of the same number: it takes the place of the record that had no nodes yet.
-            before = self._writer.refresh().placement
-            self._record(placed, before.sub_healthy if before is not None else {})
+            previous = self._writer.refresh().placement
+            self._record(placed, previous.sub_healthy if previous is not None else {})
         return placed
 
     def _carry_out(
@@ -240,7 +240,7 @@ class Placer:
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused
-        sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
+        sub_healthy = {sub.node: sub.why for sub in sub_healthy_nodes(history)}
         if rung is Rung.POD_RESCHEDULE and current is not None:
             alive = self._fleet.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
@@ -299,7 +299,7 @@ class Placer:
         history, nodes = self._writer.refresh(), self._fleet.nodes()
         current = placement_of(history)
         assert current is not None  # noqa: S101 an attempt is on it
-        sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
+        sub_healthy = {sub.node: sub.why for sub in sub_healthy_nodes(history)}
         avoid = history.isolated
         if off in current.nodes:
             planned, _ = plan_replacement(
@@ -346,8 +346,8 @@ class Placer:
         """
         greetings = self._fleet.greet()
         orders = self._check_orders(placement, self._writer.refresh(), greetings)
-        found = [*self._fleet.check(orders), *self._check_clocks(greetings)]
-        verdict = verdict_of(found)
+        checks = [*self._fleet.check(orders), *self._check_clocks(greetings)]
+        verdict = verdict_of(checks)
         for node, why in verdict.refused.items():
             self._writer.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)
         history = self._writer.refresh()
@@ -358,15 +358,15 @@ class Placer:
     def _check_orders(
         self, placement: Placement, history: RunHistory, greetings: Mapping[int, ClockProbe]
     ) -> dict[int, CheckOrder]:
-        kept = _kept_members(history, placement)
+        staying = _kept_members(history, placement)
         first = greetings.get(0) if self._job.preflight.gang else None
         order = self.check_order()
         if first is not None:
             order = order.model_copy(update={"gang_host": first.host, "gang_port": first.port})
-        known = {i for i in range(len(placement.members))
-                 if i in kept or (i > 0 and self._fleet.standing_by.was_checked(i))}  # fmt: skip
+        checked = {i for i in range(len(placement.members))
+                 if i in staying or (i > 0 and self._fleet.standing_by.was_checked(i))}  # fmt: skip
         return {
-            member.index: order.model_copy(update={"is_new": member.index not in known})
+            member.index: order.model_copy(update={"is_new": member.index not in checked})
             for member in placement.members
         }
 
@@ -401,13 +401,13 @@ class Placer:
 
 def _kept_members(history: RunHistory, current: Placement) -> set[int]:
     """Indices of the members whose container was there in the placement before."""
-    before = history.placements[-2].members if len(history.placements) > 1 else ()
-    return {member.index for member in current.members if member in before}
+    previous = history.placements[-2].members if len(history.placements) > 1 else ()
+    return {member.index for member in current.members if member in previous}
 
 
 def _refusals(history: RunHistory) -> list[str]:
     """Why nodes were refused that nothing but their own checks spoke against."""
-    return [f"{one.node} failed its checks: {one.why}" for one in history.refusals]
+    return [f"{refusal.node} failed its checks: {refusal.why}" for refusal in history.refusals]
 
 
 def _rung_of(history: RunHistory) -> Rung:

@@ -48,10 +48,10 @@ def refuse_vanished(job: Job, home: Path) -> None:
     Raises:
         InputError: runs of this machine are kept there.
     """
-    kept = list(_kept_at(job.storage, home))
-    if not kept or any(_has_ledger(job.storage, run_id) for run_id in kept):
+    run_ids = list(_kept_at(job.storage, home))
+    if not run_ids or any(_has_ledger(job.storage, run_id) for run_id in run_ids):
         return  # the store of a version that made no marker
-    names = ", ".join(kept[:MAX_NAMED_RUNS]) + (" and others" if len(kept) > MAX_NAMED_RUNS else "")
+    names = ", ".join(run_ids[:MAX_NAMED_RUNS]) + (" and others" if len(run_ids) > MAX_NAMED_RUNS else "")
     raise InputError(
         FIELD,
         f"{job.storage.address!r}: no store is in this folder, where this machine keeps {names}; "
@@ -78,10 +78,10 @@ def _kept_at(spec: StorageSpec, home: Path) -> Iterator[str]:
     """The runs that were started on this machine with a store's address."""
     for run_id in known_runs(home):
         try:
-            known = known_job(home, run_id)
+            job = known_job(home, run_id)
         except InputError:
             continue  # of another version, or damaged
-        if known.storage.address.rstrip("/") == spec.address.rstrip("/"):
+        if job.storage.address.rstrip("/") == spec.address.rstrip("/"):
             yield run_id
 
 
@@ -104,10 +104,10 @@ def is_complete(job: Job, history: RunHistory) -> bool:
         return history.committed_step >= job.steps
     if job.target_step is None:
         return True
-    before = history.ended.target_step
-    if before is None:  # the job named none, or the record is of an older version
-        before = int((history.job or {}).get("steps", 0))
-    return job.target_step <= before
+    reached = history.ended.target_step
+    if reached is None:  # the job named none, or the record is of an older version
+        reached = int((history.job or {}).get("steps", 0))
+    return job.target_step <= reached
 
 
 def completed_before(job: Job, history: RunHistory) -> str:
@@ -118,11 +118,11 @@ def completed_before(job: Job, history: RunHistory) -> str:
     text = f"run {job.run_id} was completed before{at}; {more} has it go on"
     if not changed:
         return text
-    others = (
+    ellipsis = (
         f" and {len(changed) - MAX_NAMED_FIELDS} more" if len(changed) > MAX_NAMED_FIELDS else ""
     )
     named = ", ".join(changed[:MAX_NAMED_FIELDS])
-    return f"{text}; differs from the job that it was created with: {named}{others}"
+    return f"{text}; differs from the job that it was created with: {named}{ellipsis}"
 
 
 def refuse_other_job(job: Job, history: RunHistory) -> None:
@@ -133,7 +133,7 @@ def refuse_other_job(job: Job, history: RunHistory) -> None:
     """
     # Until something depends on them, settings of a run may still be corrected.
     # What a command has saved is its own affair: it may be corrected.
-    depends = any(seen.path is None for seen in history.checkpoints)
+    depends = any(checkpoint.path is None for checkpoint in history.checkpoints)
     if history.job is not None and (depends or history.open_attempt):
         first = next(_differences(history.job, job.model_dump(mode="json")), None)
         if first is not None:
@@ -166,31 +166,31 @@ def _refuse_other_command(job: Job, history: RunHistory) -> None:
         )
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Values of the run's identity that are not the same: path, then, now."""
     for field in _IDENTITY:
-        if field in before:
-            yield from _compared(field, before[field], now.get(field))
+        if field in recorded:
+            yield from _compared(field, recorded[field], now.get(field))
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
     """Paths of the values that are not the same; the values may be secret."""
     every = path.rstrip(".") in _OF_USER
-    for name in before.keys() | now.keys():
-        then, here = before.get(name), now.get(name)
-        if isinstance(then, Mapping) and isinstance(here, Mapping):
-            yield from _changed(then, here, f"{path}{name}.")
-        elif then != here and (every or (name in before and name in now)):
+    for name in recorded.keys() | now.keys():
+        then, current = recorded.get(name), now.get(name)
+        if isinstance(then, Mapping) and isinstance(current, Mapping):
+            yield from _changed(then, current, f"{path}{name}.")
+        elif then != current and (every or (name in recorded and name in now)):
             yield f"{path}{name}"
 
 
-def _compared(path: str, before: Any, now: Any) -> Iterator[str]:
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
+def _compared(path: str, recorded: Any, now: Any) -> Iterator[str]:
+    if isinstance(recorded, Mapping) and isinstance(now, Mapping):
         # Every field is on record: one that is not there is of another version.
-        for name in (name for name in before if name in now):
-            yield from _compared(f"{path}.{name}", before[name], now[name])
-    elif before != now:
-        yield f"{path}: {_shown(before)}, here {_shown(now)}"
+        for name in (name for name in recorded if name in now):
+            yield from _compared(f"{path}.{name}", recorded[name], now[name])
+    elif recorded != now:
+        yield f"{path}: {_shown(recorded)}, here {_shown(now)}"
 
 
 def _shown(value: Any) -> str:

@@ -117,12 +117,12 @@ class RunSupervisor(RunHandle):
             InputError: the folder of its store holds none, and did before.
         """
         begin_store(self.job, self.home)
-        before = self.ledger.read()
-        if before.job is None:
+        previous = self.ledger.read()
+        if previous.job is None:
             refuse_lost_ledger(self.job, self.home)
-        refuse_other_job(self.job, before)
+        refuse_other_job(self.job, previous)
         if self.job.engine.on_this_machine:
-            refuse_elsewhere(before, self._identity, self.home)
+            refuse_elsewhere(previous, self._identity, self.home)
         history = self.ledger.take(self._identity)
         if history.job is None:
             document = self.job.model_dump(mode="json")

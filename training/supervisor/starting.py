@@ -53,7 +53,7 @@ class AttemptStarter:
 
     def has_started(self) -> bool:
         """Whether every agent has begun the attempt: it is adopted, not started again."""
-        if any(one.ended is None and one.began.moved for one in self.view.recoveries):
+        if any(recovery.ended is None and recovery.began.moved for recovery in self.view.recoveries):
             return True  # a node that is new to it may not have begun yet
         agents = self.fleet.poll().agents.values()
         return bool(agents) and all(

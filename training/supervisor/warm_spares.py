@@ -84,7 +84,7 @@ class WarmSpares:
         self._placer = placer
         self._history = history
         self._clock = clock
-        self._known: dict[str, _Spare] = {}
+        self._spares: dict[str, _Spare] = {}
         self._next_s = 0.0
         self._start_s = 0.0
         self._retry_s = RETRY_S
@@ -93,7 +93,7 @@ class WarmSpares:
     def ready(self) -> Sequence[str]:
         """Nodes of those that a member would find with everything imported."""
         contacts = self._standing_by.contacts()
-        return [contacts[n].node for n, one in self._known.items() if one.is_told and n in contacts]
+        return [contacts[n].node for n, spare in self._spares.items() if spare.is_told and n in contacts]
 
     def look(self, *, trains: bool) -> None:
         """Do what is to be done now.
@@ -108,14 +108,14 @@ class WarmSpares:
         is_late, self._next_s = now_s - self._next_s > ASK_S, now_s + LOOK_S
         try:
             contacts = self._standing_by.contacts()
-            self._known = {
-                name: self._known.get(name) or _Spare(since_s=now_s) for name in contacts
+            self._spares = {
+                name: self._spares.get(name) or _Spare(since_s=now_s) for name in contacts
             }
             for number, (name, contact) in enumerate(contacts.items()):
                 if is_late or not self._standing_by.sees_agents:
-                    self._known[name].up_s = None  # nobody could have heard it
+                    self._spares[name].up_s = None  # nobody could have heard it
                 self._look_at(name, contact, number, now_s)
-            if trains and len(self._known) < self._wanted and now_s >= self._start_s:
+            if trains and len(self._spares) < self._wanted and now_s >= self._start_s:
                 self._start(now_s)
         except (EngineError, AgentUnreachable) as error:
             self._put_off(f"no container can be had to stand by: {error}", now_s)
@@ -125,7 +125,7 @@ class WarmSpares:
         current = placement_of(history)
         if current is None:
             return
-        last = [one.node for one in sub_healthy_nodes(history)]
+        last = [sub.node for sub in sub_healthy_nodes(history)]
         placement = Placement(current.number, current.members, history.isolated, tuple(last))
         node = self._free_node(placement)
         if node is None:
@@ -138,27 +138,27 @@ class WarmSpares:
         nodes = self._fleet.nodes()
         if nodes is None:
             return ANY_NODE
-        taken = {one.node for one in self._standing_by.contacts().values()}
-        taken |= {*placement.nodes, *placement.avoid}
-        free = sorted((one for one in nodes if one not in taken), key=placement.last.__contains__)
+        used = {contact.node for contact in self._standing_by.contacts().values()}
+        used |= {*placement.nodes, *placement.avoid}
+        free = sorted((node for node in nodes if node not in used), key=placement.last.__contains__)
         return free[0] if free else None
 
     def _look_at(self, name: str, contact: AgentEndpoint, number: int, now_s: float) -> None:
-        one = self._known[name]
-        if contact.address is not None and one.up_s is None:
-            one.up_s = now_s
-        why = self._why_end(one, contact, number, now_s)
+        spare = self._spares[name]
+        if contact.address is not None and spare.up_s is None:
+            spare.up_s = now_s
+        why = self._why_end(spare, contact, number, now_s)
         if why:
             self._end(name, contact, why, now_s)
         elif contact.address is None:
             return
-        elif one.asked is not None:
-            if one.asked[1].done():
+        elif spare.asked is not None:
+            if spare.asked[1].done():
                 self._take_answer(name, contact, now_s)
-        elif now_s - one.asked_s >= (ASK_S if self._is_done(one, now_s) else LOOK_S):
-            self._ask(name, one, now_s)
+        elif now_s - spare.asked_s >= (ASK_S if self._is_done(spare, now_s) else LOOK_S):
+            self._ask(name, spare, now_s)
 
-    def _why_end(self, one: _Spare, contact: AgentEndpoint, number: int, now_s: float) -> str:
+    def _why_end(self, spare: _Spare, contact: AgentEndpoint, number: int, now_s: float) -> str:
         """Why it is not to stand by any longer; empty: it may."""
         if number >= self._wanted:
             return "the job asks for fewer"
@@ -166,42 +166,42 @@ class WarmSpares:
             return "its node is isolated"
         if contact.loss is not None:
             return contact.loss.line
-        if contact.address is None and one.is_told:
+        if contact.address is None and spare.is_told:
             return "its agent is gone"
-        if contact.address is None and now_s - one.since_s > UP_S:
+        if contact.address is None and now_s - spare.since_s > UP_S:
             return f"it was not up within {UP_S:g} s"
         return ""
 
-    def _is_done(self, one: _Spare, now_s: float) -> bool:
+    def _is_done(self, spare: _Spare, now_s: float) -> bool:
         """Whether it has only to be kept an eye on."""
-        is_checked = one.checked_s is not None and now_s - one.checked_s <= CHECK_AGAIN_S
-        return one.is_told and (is_checked or not self._checks)
+        is_checked = spare.checked_s is not None and now_s - spare.checked_s <= CHECK_AGAIN_S
+        return spare.is_told and (is_checked or not self._checks)
 
-    def _ask(self, name: str, one: _Spare, now_s: float) -> None:
+    def _ask(self, name: str, spare: _Spare, now_s: float) -> None:
         order: Order = StatusQuery()
         timeout_s = ASK_S
-        if one.is_told and not self._is_done(one, now_s):
+        if spare.is_told and not self._is_done(spare, now_s):
             order = self._placer.check_order()
             timeout_s = order.timeout_s + CHECK_MARGIN_S
-        one.asked_s = now_s
-        one.asked = order, self._standing_by.ask(name, order, timeout_s=timeout_s)
+        spare.asked_s = now_s
+        spare.asked = order, self._standing_by.ask(name, order, timeout_s=timeout_s)
 
     def _take_answer(self, name: str, contact: AgentEndpoint, now_s: float) -> None:
-        one = self._known[name]
-        assert one.asked is not None  # noqa: S101 the caller looked
-        (order, sent), one.asked = one.asked, None
+        spare = self._spares[name]
+        assert spare.asked is not None  # noqa: S101 the caller looked
+        (order, sent), spare.asked = spare.asked, None
         try:
             reply = self._standing_by.reply(name, order, sent)
         except (AgentUnreachable, EngineError) as error:
-            silent_s = now_s - one.up_s if one.up_s is not None else 0.0
+            silent_s = now_s - spare.up_s if spare.up_s is not None else 0.0
             if silent_s > SILENT_AGENT_S or isinstance(order, CheckOrder):
                 self._end(name, contact, str(error), now_s)
             return
-        one.up_s = now_s
+        spare.up_s = now_s
         if isinstance(order, CheckOrder):
             self._judge(name, contact, reply.checks, now_s)
-        elif not one.is_told and (self._is_command or _is_warm(reply)):
-            one.is_told, self._retry_s = True, RETRY_S
+        elif not spare.is_told and (self._is_command or _is_warm(reply)):
+            spare.is_told, self._retry_s = True, RETRY_S
             _log.info("%s stands by, ready to take a member", contact.node)
 
     def _judge(
@@ -213,13 +213,13 @@ class WarmSpares:
             self._end(name, contact, f"its node failed its checks: {why}", now_s)
             self._placer.refuse(contact.node, why)
             return
-        self._known[name].checked_s = now_s
+        self._spares[name].checked_s = now_s
         self._standing_by.note_checked(name)
         for text in verdict.common:
             _log.warning("checked on %s, which stands by: %s", contact.node, text)
 
     def _end(self, name: str, contact: AgentEndpoint, why: str, now_s: float) -> None:
-        self._known.pop(name)
+        self._spares.pop(name)
         self._standing_by.end([name])
         node = contact.node or "a node that is not known yet"
         self._put_off(f"the container that stood by on {node} is ended: {why}", now_s)
