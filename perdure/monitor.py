@@ -89,7 +89,7 @@ class RunMonitor:
         now_s = time.time() if now_s is None else now_s
         history = self._run.refresh()
         observer = self._open_attempt.observer(history)
-        seen = observer.look() if observer is not None else AttemptSnapshot(None)
+        seen = observer.observe() if observer is not None else AttemptSnapshot(None)
         self._accountant.saw(seen.steps)
         _add_events(history, seen)
         every = self._accountant.records(history)

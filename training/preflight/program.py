@@ -67,7 +67,10 @@ def script_notes(command: Sequence[str], cwd: Path) -> list[str]:
     scripts = list(_scripts(command, cwd))
     notes = [note for script in scripts for note in _notes(script)]
     words = Script("worker.command", " ".join(command))
-    return [*notes, *_restart_notes([words, *(script for script in scripts if script.name != words.name)])]
+    return [
+        *notes,
+        *_restart_notes([words, *(script for script in scripts if script.name != words.name)]),
+    ]
 
 
 def _restart_notes(scripts: Iterable[Script]) -> Iterator[str]:

@@ -78,7 +78,9 @@ class Accountant:
             stored = {identity_of(record): record for record in self._reader.read()}
         with self._lock:
             # What is in the store need not be remembered twice.
-            self._live_records = {key: r for key, r in self._live_records.items() if key not in stored}
+            self._live_records = {
+                key: r for key, r in self._live_records.items() if key not in stored
+            }
             living = history.open_attempt
             lives = living is not None and living.key == self._attempt
             live = list(self._live_records.values()) if lives else []
@@ -151,7 +153,9 @@ def timeline_picture(account: Account) -> bytes:
     figure = Figure(figsize=(11, 2.3 + 0.32 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    unit, unit_s = next((choice for choice in _UNITS if account.wall_s >= 3 * choice[1]), _UNITS[-1])
+    unit, unit_s = next(
+        (choice for choice in _UNITS if account.wall_s >= 3 * choice[1]), _UNITS[-1]
+    )
     from_s = account.intervals[0].from_s if account.intervals else 0.0
     for number, (_, intervals) in enumerate(rows):
         _draw_row(axes, number, intervals, from_s, unit_s)

@@ -89,7 +89,9 @@ def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> li
     for index, view in enumerate(history.attempts):
         isolates = view.decision is not None and view.decision.isolate is not None
         if index >= first:
-            reports += [_recovery_report(history, index, recovery, place) for recovery in view.recoveries]
+            reports += [
+                _recovery_report(history, index, recovery, place) for recovery in view.recoveries
+            ]
         if (index >= first or isolates) and view.ended is not None and view.ended.fault is not None:
             reports.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
     return reports
@@ -216,7 +218,9 @@ def _cost(history: RunHistory, index: int, ended: AttemptEnded) -> str:
         lost = max(0, (ended.to_step or 0) - next_trained.from_step)
         parts.append(f"{counted(lost, 'step')} done again")
         assert next_trained.first_step is not None  # noqa: S101 it trains
-        parts.append(f"{duration_text(next_trained.first_step.stepped_s - fault_s)} without training")
+        parts.append(
+            f"{duration_text(next_trained.first_step.stepped_s - fault_s)} without training"
+        )
     parts.append(_spare(history, index))
     return ", ".join(parts)
 
@@ -337,7 +341,9 @@ def _ended_word(history: RunHistory) -> str:
 def _less_likely(runners_up: Sequence[Fault]) -> str:
     if not runners_up:
         return ""
-    rows = "".join(f"- {text(fault.fault_class)}: {code(fault.evidence[:200])}\n" for fault in runners_up)
+    rows = "".join(
+        f"- {text(fault.fault_class)}: {code(fault.evidence[:200])}\n" for fault in runners_up
+    )
     return f"\n## Less likely\n\n{rows}"
 
 

@@ -38,7 +38,8 @@ def attempts_title(history: RunHistory) -> str:
     last = history.attempts[-1]
     name = "{}.{}".format(*last.key)
     earlier = sum(
-        attempt.ended is not None and attempt.ended.outcome == "failed" for attempt in history.attempts
+        attempt.ended is not None and attempt.ended.outcome == "failed"
+        for attempt in history.attempts
     )
     if last.ended is None:
         failures = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
@@ -102,7 +103,10 @@ def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
 
     Abnormal steps and skipped batches are in it where there were any.
     """
-    faults = [f"{number} {fault_class}" for fault_class, number in sorted(faults_by_class(history).items())]
+    faults = [
+        f"{number} {fault_class}"
+        for fault_class, number in sorted(faults_by_class(history).items())
+    ]
     attempts = counted(len(history.attempts), "attempt")
     placements = counted(len(history.placements), "placement")
     parts = [

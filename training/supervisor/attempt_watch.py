@@ -7,26 +7,30 @@ theirs, has everything stopped, and hands the evidence on. Times are seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.training.config.job import Job
-from perdure.training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, SlowNode
+from perdure.training.diagnosis.ending import FalseSuccess
+from perdure.training.diagnosis.evidence import (
+    CoordinatorLost,
+    Evidence,
+    NodeOutput,
+    SilentRank,
+    SlowNode,
+    WorkerEnd,
+)
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.recovery.protocol import AttemptGivenUp
-from perdure.training.supervisor.evidence import (
-    coordinators_lost,
-    ends_of,
-    logs_by_rank,
-    newest_of,
-    outputs_of,
-    progress_of,
-    silent_of,
-    step_of,
+from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
+from perdure.training.supervisor.exit_zero import (
+    CommandExitCheck,
+    bad_end_of_session,
+    is_done,
+    was_stopped,
 )
-from perdure.training.supervisor.exit_zero import CommandExitCheck, is_done, was_stopped
 from perdure.training.supervisor.watch import (
     AttemptEnd,
     AttemptWatcher,
@@ -34,7 +38,11 @@ from perdure.training.supervisor.watch import (
     Progress,
     WatchResult,
 )
-from perdure.training.wire.agent import AgentState, NodeLog, WorkerStatus
+from perdure.training.wire.agent import AgentState, AgentStatus, NodeLog
+from perdure.training.wire.logs import WorkerLog
+
+LOG_TAIL_BYTES = 64 * 1024
+DEVICE_LOG_TAIL_BYTES = 64 * 1024
 
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
 HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
@@ -114,7 +122,7 @@ class AttemptWatch:
         """
         snapshot = self._progress.snapshot
         answered = frozenset[str]().union(*(result.answered_nodes for result in results))
-        has_failed = has_failure(snapshot, answered)
+        has_failed = _has_failure(snapshot, answered)
         ends = [result.end for result in results]
         request = EndKind.STOPPED if self._stop_wanted() else None
         if request is None and EndKind.RESTARTED in ends:
@@ -148,7 +156,7 @@ class AttemptWatch:
     def wind_up(
         self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
     ) -> AttemptEnd:
-        """After the first failure: let the others report, stop them, poll once more.
+        """Let the others report after the first failure, stop them, and poll once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
@@ -172,6 +180,10 @@ class AttemptWatch:
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
         failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
+
+    def end_of_failure(self) -> AttemptEnd | None:
+        """Wind the attempt up where it has failed already; None: it has not."""
+        return self.wind_up() if _has_failure(self._fleet.poll()) else None
 
     def _await_end(self, grace_s: float) -> Snapshot:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
@@ -210,10 +222,10 @@ class AttemptWatch:
         exits.note(snapshot)
         unjudged = exits.unjudged(snapshot)
         if unjudged:
-            exits.judge(unjudged, logs_by_rank(self._fleet), is_last=_all_done(snapshot))
+            exits.judge(unjudged, self._logs(), is_last=_all_done(snapshot))
 
     def _read_log(self) -> bool:
-        """Read on in the attempt log. Whether there was more of it."""
+        """Read on in the attempt log. Returns whether there was more of it."""
         first = self._fleet.first_container
         if first != self._log_container:  # the first node was lost: another log begins elsewhere
             self._log, self._log_container = Follower(self._fleet.metrics), first
@@ -233,7 +245,7 @@ class AttemptWatch:
     ) -> AttemptEnd:
         self._read_log_to_its_end()
         failure = failure or _Failure(time.time(), snapshot)
-        logs = logs_by_rank(self._fleet) if kind is EndKind.FAILED else {}
+        logs = self._logs() if kind is EndKind.FAILED else {}
         last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
         step = step_of(snapshot, last)
         statuses = list(snapshot.agents.values())
@@ -241,18 +253,18 @@ class AttemptWatch:
         evidence = Evidence(
             at_s=failure.at_s,
             step=step,
-            workers=tuple(ends_of(statuses, logs, exits.false_successes if exits else {})),
+            workers=tuple(_worker_ends(statuses, logs, exits.false_successes if exits else {})),
             lost_nodes=snapshot.lost,
             losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
             silent=failure.silent,
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=failure.refusal,
-            outputs=self._outputs() if kind is EndKind.FAILED else (),
+            outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,
             given_up=failure.given_up,
-            coordinator=next(coordinators_lost(statuses), None),
+            coordinator=next(_lost_coordinators(statuses), None),
         )
         return AttemptEnd(
             kind,
@@ -265,8 +277,19 @@ class AttemptWatch:
             tuple(exits.notes) if exits is not None and kind is EndKind.COMPLETED else (),
         )
 
-    def _outputs(self) -> tuple[NodeOutput, ...]:
-        return tuple(outputs_of(self._fleet, started_s=self._started_s))
+    def _logs(self) -> dict[int, list[WorkerLog]]:
+        """Fetch the ends of the output of the workers, by rank."""
+        logs: dict[int, list[WorkerLog]] = {}
+        for _, log in self._fleet.logs(LOG_TAIL_BYTES):
+            logs.setdefault(log.rank, []).append(log)
+        return logs
+
+    def _outputs(self) -> Iterator[NodeOutput]:
+        """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
+        # An earlier report of the platform is not about the end of this attempt.
+        texts = self._fleet.texts(DEVICE_LOG_TAIL_BYTES, since_s=self._started_s)
+        for node, text in texts:
+            yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
 
 
 def _all_done(snapshot: Snapshot) -> bool:
@@ -279,18 +302,18 @@ def _all_done(snapshot: Snapshot) -> bool:
 
 
 def _starting(snapshot: Snapshot) -> list[str]:
-    """Nodes that have not begun, so that `over` does not mean the end yet."""
+    """List nodes that have not begun, so that `over` does not mean the end yet."""
     waiting = (AgentState.IDLE, AgentState.STAGING)
     return [status.node for status in snapshot.agents.values() if status.state in waiting]
 
 
 def _not_over(snapshot: Snapshot) -> list[str]:
-    """Nodes whose processes did not end when ordered: they count as lost."""
+    """List nodes whose processes did not end when ordered: they count as lost."""
     alive = [status.node for status in snapshot.agents.values() if not status.is_over]
     return [*alive, *snapshot.unanswered]
 
 
-def has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> bool:
+def _has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> bool:
     """Whether something of an attempt was lost, hangs or ended other than well.
 
     Args:
@@ -301,10 +324,53 @@ def has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> boo
         status.coordinator_end is not None
         or (status.hang is not None and status.hang.ends_attempt)
         or status.staging_error is not None
-        or any(_failed(worker) for worker in status.workers)
+        or any(w.exit_code is not None and not is_done(w) for w in status.workers)
         for status in snapshot.agents.values()
     )
 
 
-def _failed(worker: WorkerStatus) -> bool:
-    return worker.exit_code is not None and not is_done(worker)
+def _worker_ends(
+    statuses: Sequence[AgentStatus],
+    logs: Mapping[int, Sequence[WorkerLog]],
+    false_successes: Mapping[int, FalseSuccess],
+) -> Iterator[WorkerEnd]:
+    """Describe how each worker has ended.
+
+    Args:
+        statuses: by their agents.
+        logs: the ends of the output, by rank.
+        false_successes: by rank, of commands that exited with 0.
+    """
+    for status in statuses:
+        for worker in status.workers:
+            if worker.exit_code is None or worker.ended_s is None:
+                continue
+            yield WorkerEnd(
+                # A launcher has all the ranks of its node.
+                rank=None if status.is_launcher else worker.rank,
+                node=status.node,
+                device=None if status.is_launcher else worker.local_rank,
+                exit_code=worker.exit_code,
+                # Ends come in any order after the errors; the first error is nearest to the cause.
+                ended_s=worker.error_s or worker.ended_s,
+                error=worker.error,
+                log="".join(log.text for log in logs.get(worker.rank, [])),
+                log_path=_log_path(logs.get(worker.rank, [])),
+                stopped=worker.stopped_by_agent,
+                bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
+            )
+
+
+def _log_path(logs: Sequence[WorkerLog]) -> str | None:
+    """Return where to read on: the first stream, unless nothing was printed there."""
+    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
+
+
+def _lost_coordinators(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
+    """List the coordinator where it has ended by itself."""
+    for status in statuses:
+        end = status.coordinator_end
+        if end is not None:
+            yield CoordinatorLost(
+                status.node, end.exit_code, end.ended_s, end.line, end.was_stopped
+            )

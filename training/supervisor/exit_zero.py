@@ -25,6 +25,7 @@ from perdure.training.diagnosis.ending import (
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.engines.base import Snapshot
 from perdure.training.liveness.heartbeat import Phase
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from perdure.training.wire.agent import LeftProcess, WorkerStatus
 from perdure.training.wire.logs import WorkerLog
@@ -157,3 +158,10 @@ def was_stopped(snapshot: Snapshot) -> bool:
     return any(
         worker.stopped_by_agent for status in snapshot.agents.values() for worker in status.workers
     )
+
+
+def bad_end_of_session(worker: WorkerStatus) -> FalseSuccess | None:
+    """Return the agent's objection to a session program that exited with 0."""
+    if not worker.ended_early:
+        return None
+    return FalseSuccess(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)

@@ -29,7 +29,7 @@ from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import Decider
 from perdure.training.supervisor.health_watch import AttemptHealth
 from perdure.training.supervisor.placing import Placer
-from perdure.training.supervisor.starting import AttemptStarter, replaces_nodes
+from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from perdure.training.wire.agent import AgentState, NoticeOrder
 
@@ -102,7 +102,7 @@ class NodeReplacer:
 
         It may take as long as a container needs to start.
         """
-        if not replaces_nodes(self._job, self._fleet):
+        if not self.starter.replaces_nodes:
             return None
         try:
             answered = self._answer(progress.snapshot, progress)
@@ -151,7 +151,7 @@ class NodeReplacer:
         fault = diagnose(Evidence(time.time(), step, slow=slow)).fault
         moved = self._ranks_of(self.placer.members_on(slow.node))
         is_possible = moved and self.placer.has_room()
-        if is_possible and self.decider.within(fault, moved).rung is Rung.NODE_REPLACE:
+        if is_possible and self.decider.decide_inside(fault, moved).rung is Rung.NODE_REPLACE:
             self._reported_s[slow.node] = time.monotonic()
             if not self._send(NodeGone(fault=fault, ranks=moved), about=slow.node):
                 self._reported_s.pop(slow.node)
@@ -216,7 +216,7 @@ class NodeReplacer:
         )
         if progress.last is None or progress.has_given_up or self._moves or is_over:
             return False
-        decision = self.decider.within(fault, moved)
+        decision = self.decider.decide_inside(fault, moved)
         if decision.rung is not Rung.NODE_REPLACE:
             return False
         for recovery in progress.open_recoveries:

@@ -48,7 +48,7 @@ class AttemptRecorder:
         if any(isinstance(a, AlertRaised) and a.point is AlertKind.HANG for a in alerts):
             self._report_hang(progress)
         progress.events = [*recorded, *self.writer.record_events(self.view, alerts)]
-        self.spares.look(trains=progress.trains)
+        self.spares.update(trains=progress.trains)
         self.on_progress(progress)
 
     def _report_hang(self, progress: Progress) -> None:

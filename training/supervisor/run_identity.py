@@ -1,15 +1,12 @@
-"""Whether a run may begin in a store that holds nothing of it.
+"""The identity of a run: whether a job may begin it in its store, or go on with it.
 
-The folder of a store may be new. Or runs were kept there, and what is seen now is the empty
-folder below an unmounted file system: a new store would take the run's new records on the local
-disk, apart from its old ones. A bucket does not vanish so, but its objects may have been deleted,
-or the address may lead elsewhere. What this machine has noted of its runs tells one from the
-other. A run is its name together with the address of its store.
-
-Whether a job may go on with the run that has its name. Pure, from job and ledger.
-
-What the weights depend on must not change under a run's name, and what a user changes in a run
-that is complete must not be ignored. Steps are completed optimizer steps.
+A run is its name together with the address of its store. The folder of a store may be new. Or runs
+were kept there, and only the empty folder below an unmounted file system is left: a new store would
+take the run's new records on the local disk, apart from its old ones. A bucket does not vanish so,
+but its objects may have been deleted, or the address may lead elsewhere. The notes of this machine
+about its runs decide between these cases. Settings that the weights depend on must not change under
+a run's name, and a change to a run that is complete must not be ignored. Steps are completed
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ MAX_NAMED_RUNS = 5
 
 
 def begin_store(job: Job, home: Path) -> None:
-    """Have the store of a run that starts: it is made where it is new.
+    """Make the store of a run that starts where the store is new.
 
     Raises:
         InputError: there was one before, and it is not there.
@@ -48,10 +45,11 @@ def refuse_vanished(job: Job, home: Path) -> None:
     Raises:
         InputError: runs of this machine are kept there.
     """
-    run_ids = list(_kept_at(job.storage, home))
+    run_ids = list(_runs_at(job.storage, home))
     if not run_ids or any(_has_ledger(job.storage, run_id) for run_id in run_ids):
         return  # the store of a version that made no marker
-    names = ", ".join(run_ids[:MAX_NAMED_RUNS]) + (" and others" if len(run_ids) > MAX_NAMED_RUNS else "")
+    names = ", ".join(run_ids[:MAX_NAMED_RUNS])
+    names += " and others" if len(run_ids) > MAX_NAMED_RUNS else ""
     raise InputError(
         FIELD,
         f"{job.storage.address!r}: no store is in this folder, where this machine keeps {names}; "
@@ -66,7 +64,7 @@ def refuse_lost_ledger(job: Job, home: Path) -> None:
     Raises:
         RunConflict: it was started before, with the same address.
     """
-    if job.run_id in _kept_at(job.storage, home):
+    if job.run_id in _runs_at(job.storage, home):
         raise RunConflict(
             f"{FIELD}={job.storage.address!r} holds nothing of run {job.run_id}, which was started "
             "there; restore what was deleted, or choose another run_id. To start it from step 0, "
@@ -74,8 +72,8 @@ def refuse_lost_ledger(job: Job, home: Path) -> None:
         )
 
 
-def _kept_at(spec: StorageSpec, home: Path) -> Iterator[str]:
-    """The runs that were started on this machine with a store's address."""
+def _runs_at(spec: StorageSpec, home: Path) -> Iterator[str]:
+    """List the runs that were started on this machine with a store's address."""
     for run_id in known_runs(home):
         try:
             job = known_job(home, run_id)
@@ -93,7 +91,7 @@ _IDENTITY = ("model", "tokenizer", "seed", "batch", "optimizer", "precision", "w
 _MAX_CHARS = 120
 MAX_NAMED_FIELDS = 8
 REOPEN = "perdure run JOB.yaml --reopen"
-_OF_USER = frozenset({"env", "env_from"})  # sections whose names are the user's
+_USER_SECTIONS = frozenset({"env", "env_from"})  # sections whose names are the user's
 
 
 def is_complete(job: Job, history: RunHistory) -> bool:
@@ -111,28 +109,26 @@ def is_complete(job: Job, history: RunHistory) -> bool:
 
 
 def completed_before(job: Job, history: RunHistory) -> str:
-    """One line about a run that is complete, and how it goes on all the same."""
+    """Build the line about a run that is complete, and how it goes on all the same."""
     at = f", at step {history.committed_step}" if not job.worker.is_command else ""
     more = "a larger `steps`" if job.target_step is not None else f"`{REOPEN}`"
     changed = sorted(_changed(history.job or {}, job.model_dump(mode="json")))
     text = f"run {job.run_id} was completed before{at}; {more} has it go on"
     if not changed:
         return text
-    ellipsis = (
-        f" and {len(changed) - MAX_NAMED_FIELDS} more" if len(changed) > MAX_NAMED_FIELDS else ""
-    )
-    named = ", ".join(changed[:MAX_NAMED_FIELDS])
-    return f"{text}; differs from the job that it was created with: {named}{ellipsis}"
+    named, num_more = ", ".join(changed[:MAX_NAMED_FIELDS]), len(changed) - MAX_NAMED_FIELDS
+    named += f" and {num_more} more" if num_more > 0 else ""
+    return f"{text}; differs from the job that it was created with: {named}"
 
 
 def refuse_other_job(job: Job, history: RunHistory) -> None:
-    """Check that the job is that of the run, as far as something depends on it.
+    """Check that the job is the run's, as far as something depends on it.
 
     Raises:
         RunConflict: it would train other weights, or a completed run would ignore its command.
     """
-    # Until something depends on them, settings of a run may still be corrected.
-    # What a command has saved is its own affair: it may be corrected.
+    # Until something depends on them, settings of a run may still be corrected; a command's own
+    # checkpoints are its own affair.
     depends = any(checkpoint.path is None for checkpoint in history.checkpoints)
     if history.job is not None and (depends or history.open_attempt):
         first = next(_differences(history.job, job.model_dump(mode="json")), None)
@@ -167,26 +163,26 @@ def _refuse_other_command(job: Job, history: RunHistory) -> None:
 
 
 def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Values of the run's identity that are not the same: path, then, now."""
+    """List values of the run's identity that differ: path, then, now."""
     for field in _IDENTITY:
         if field in recorded:
             yield from _compared(field, recorded[field], now.get(field))
 
 
 def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Paths of the values that are not the same; the values may be secret."""
-    every = path.rstrip(".") in _OF_USER
+    """List the paths of the values that differ; the values may be secret."""
+    has_user_names = path.rstrip(".") in _USER_SECTIONS
     for name in recorded.keys() | now.keys():
         then, current = recorded.get(name), now.get(name)
         if isinstance(then, Mapping) and isinstance(current, Mapping):
             yield from _changed(then, current, f"{path}{name}.")
-        elif then != current and (every or (name in recorded and name in now)):
+        elif then != current and (has_user_names or (name in recorded and name in now)):
             yield f"{path}{name}"
 
 
 def _compared(path: str, recorded: Any, now: Any) -> Iterator[str]:
     if isinstance(recorded, Mapping) and isinstance(now, Mapping):
-        # Every field is on record: one that is not there is of another version.
+        # Every field is on record: a field that is missing is another version's.
         for name in (name for name in recorded if name in now):
             yield from _compared(f"{path}.{name}", recorded[name], now[name])
     elif recorded != now:

@@ -29,7 +29,7 @@ from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import DataReady, RunCreated, RunEnded
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
-from perdure.training.supervisor.attempt_watch import AttemptWatch, has_failure
+from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
     AttemptResult,
@@ -141,7 +141,7 @@ class RunSupervisor(RunHandle):
         return self._fleet
 
     def spares(self) -> list[str] | None:
-        """Healthy nodes that the run does not use now; None: not known here."""
+        """List healthy nodes that the run does not use now; None: not known here."""
         if self._fleet is None:
             return None
         try:
@@ -152,7 +152,7 @@ class RunSupervisor(RunHandle):
 
     @property
     def warm_spares(self) -> Sequence[str]:
-        """Nodes on which a container stands by, ready to take a member."""
+        """Nodes with a warm spare that is ready to take a member."""
         return self._warm_spares.ready if self._warm_spares is not None else ()
 
     @property
@@ -169,7 +169,7 @@ class RunSupervisor(RunHandle):
 
     @property
     def _finisher(self) -> AttemptFinisher:
-        return AttemptFinisher(self.job, self.fleet, self._writer, self._healer, self.store)
+        return AttemptFinisher(self._healer, self.store)
 
     def record_data(self, outcome: DataOutcome) -> None:
         """Put the outcome of data preparation on record."""
@@ -184,7 +184,7 @@ class RunSupervisor(RunHandle):
         )
 
     def pending_end(self) -> AttemptResult | None:
-        """The verdict of an attempt that ended the run, when its end is not on record yet."""
+        """Return the result of the attempt that ended the run, whose end is not on record yet."""
         view = self.refresh().unended
         if view is None or view.ended is None:
             return None
@@ -192,7 +192,7 @@ class RunSupervisor(RunHandle):
         return AttemptResult(EndKind(ended.outcome), *view.key, ended.to_step, notes=ended.notes)
 
     def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
-        """The placement of the next attempt: the living one, or a new one.
+        """Find the placement of the next attempt: the living placement, or a new one.
 
         Raises:
             EngineError: no placement is possible, and the ladder stops the run.
@@ -200,14 +200,14 @@ class RunSupervisor(RunHandle):
         return self._placer.place(stop_wanted=self._or_cancelled(stop_wanted))
 
     def _or_cancelled(self, stop_wanted: Callable[[], bool]) -> Callable[[], bool]:
-        """Whether a stop is wanted by the caller, or requested in the run's store."""
-        looked_s, is_cancelled = float("-inf"), False
+        """Return a predicate: the caller wants a stop, or the run's store has a request."""
+        polled_s, is_cancelled = float("-inf"), False
 
         def is_wanted() -> bool:
-            nonlocal looked_s, is_cancelled
-            if not is_cancelled and time.monotonic() - looked_s > CANCEL_POLL_S:
-                looked_s = time.monotonic()
-                with suppress(StorageError):  # looked for again soon
+            nonlocal polled_s, is_cancelled
+            if not is_cancelled and time.monotonic() - polled_s > CANCEL_POLL_S:
+                polled_s = time.monotonic()
+                with suppress(StorageError):  # polled again soon
                     is_cancelled = is_cancel_wanted(self.store, self.job.run_id)
             return is_cancelled or stop_wanted()
 
@@ -303,7 +303,7 @@ class RunSupervisor(RunHandle):
             stop_wanted=stop_wanted,
             on_progress=recorder.record,
             watchers=(
-                # First: the replacer may take the news of a poll out of its progress.
+                # First: the replacer may take new checkpoints out of the progress.
                 PeriodicRestart(job.restart.every_s, view.started.at_s),
                 replacer,
                 stall,
@@ -332,7 +332,7 @@ class RunSupervisor(RunHandle):
             self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
         clear_requests(self.checkpoints.store, self.job.run_id)
-        # Last: a supervisor that dies above is followed by one that does all of it again.
+        # Last: where a supervisor dies above, the next does all of it again.
         self.ledger.append(
             RunEnded,
             outcome=outcome,
@@ -347,17 +347,17 @@ class RunSupervisor(RunHandle):
         view = self.refresh().open_attempt
         if view is None:
             return
+        watch = AttemptWatch(
+            self.fleet,
+            self.job,
+            started_s=view.started.at_s,
+            stop_wanted=lambda: True,
+            on_progress=lambda _progress: None,
+        )
         try:
-            if not has_failure(self.fleet.poll()):
-                return
-            watch = AttemptWatch(
-                self.fleet,
-                self.job,
-                started_s=view.started.at_s,
-                stop_wanted=lambda: True,
-                on_progress=lambda _progress: None,
-            )
-            self._finisher.record_end(view, watch.wind_up())
+            end = watch.end_of_failure()
+            if end is not None:
+                self._finisher.record_end(view, end)
         except (EngineError, AgentUnreachable):
             return  # its containers are gone, and the evidence with them
 
@@ -378,14 +378,14 @@ class RunSupervisor(RunHandle):
             time.sleep(min(1.0, until_s - time.monotonic()))
 
     def stopped(self) -> AttemptResult:
-        """The verdict where a stop was requested between two attempts: none is started."""
+        """Return the result where a stop was requested between two attempts."""
         view = self.history.attempts[-1]
         assert view.ended is not None  # noqa: S101 the caller saw it end
         return AttemptResult(EndKind.STOPPED, *view.key, view.ended.to_step)
 
 
 def _folder_of_workers(job: Job, caller: Path) -> str:
-    """Where workers start: elsewhere than on this machine, "." is what their image says."""
+    """Return the folder that workers start in; "." elsewhere: the folder of their image."""
     if not job.engine.on_this_machine:
         return job.worker.cwd or "."
     return str((Path(job.worker.cwd) if job.worker.cwd else caller).resolve())

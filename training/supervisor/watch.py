@@ -21,7 +21,7 @@ from perdure.training.wire.agent import AgentState, NodeLog, SavedCheckpoint
 
 
 class EndKind(StrEnum):
-    """How an attempt ended."""
+    """The ways in which an attempt ends."""
 
     COMPLETED = "completed"
     FAILED = "failed"
@@ -34,10 +34,10 @@ class AttemptEnd:
     """The end of an attempt, with what a diagnosis needs.
 
     Attributes:
-        stepped_s: when the last step that was seen was completed.
-        stacks: the stack of every thread of the workers, when one of them was silent.
-        lived_s: when the last of its processes ended; None where no agent has told.
-        notes: what a user has to know about a good end.
+        stepped_s: when the last known step was completed.
+        stacks: the stack of every thread of the workers, where a rank was silent.
+        lived_s: when the last of its processes ended; None where no agent has reported it.
+        notes: for the user, about a good end.
     """
 
     kind: EndKind
@@ -81,7 +81,7 @@ class Progress:
         self._skipped_to_step = self.last.step if self.last is not None else None
 
     def take(self, events: Iterable[Event]) -> None:
-        """Sort what is new in the attempt log."""
+        """Sort the new events of the attempt log."""
         steps: list[StepRecord] = []
         checkpoints: list[int] = []
         ledger_events: list[LedgerEvent] = []
@@ -117,9 +117,9 @@ class Progress:
 
     @property
     def given_up(self) -> AttemptGivenUp | None:
-        """The fault for which the processes end, by the coordinator; None when it gave none.
+        """The coordinator's reason why the processes end; None when it gave none.
 
-        Where a recovery has begun and nothing came of it, an agent could not do its part.
+        Where a recovery has begun and not ended, an agent could not do its part.
         """
         if self._given_up is not None or not self._recovering:
             return self._given_up
@@ -129,7 +129,7 @@ class Progress:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the coordinator has said that nothing inside the processes helps."""
+        """Whether the coordinator has reported that nothing inside the processes helps."""
         return self._given_up is not None
 
     @property
@@ -144,7 +144,7 @@ class Progress:
 
     @property
     def trains(self) -> bool:
-        """Whether processes run on every member, have completed a step, and nothing is mended."""
+        """Whether processes run on every member, have completed a step, and none recovers."""
         is_command = any(status.is_command for status in self.snapshot.agents.values())
         has_begun = self.last is not None or is_command  # whose steps may be nowhere to be seen
         return self.is_running and has_begun and not self._recovering and not self.has_given_up

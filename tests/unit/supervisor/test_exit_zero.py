@@ -9,9 +9,9 @@ import pytest
 from perdure.training.diagnosis.ending import UNSEEN_NOTE
 from perdure.training.engines.base import Snapshot
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.supervisor.evidence import bad_end_of_session
 from perdure.training.supervisor.exit_zero import (
     CommandExitCheck,
+    bad_end_of_session,
     good_end_text,
     is_done,
     was_stopped,

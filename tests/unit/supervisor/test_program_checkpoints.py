@@ -17,7 +17,7 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.preflight.job import check_job
-from perdure.training.supervisor.checkpoints import NewestSave, resumption
+from perdure.training.supervisor.starting import CheckpointFinder, Resumption
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
 from tests.jobs import job_document
@@ -47,8 +47,8 @@ class Nodes:
 
 
 def newest(nodes: Any, store: Any = None, **worker: Any) -> SavedCheckpoint | None:
-    ask = NewestSave(job(**worker), nodes, store)
-    return ask.newest(RunHistory(), cwd="/here", variables={"A": "b"})
+    ask = CheckpointFinder(job(**worker), nodes, store)
+    return ask.find_newest(RunHistory(), cwd="/here", variables={"A": "b"})
 
 
 def test_without_a_place_of_checkpoints_nobody_is_asked():
@@ -108,8 +108,8 @@ class Parts:
         nodes = parse_job(
             job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
         )
-        ask = NewestSave(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
-        found = ask.newest(RunHistory(), cwd="/", variables={})
+        ask = CheckpointFinder(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
+        found = ask.find_newest(RunHistory(), cwd="/", variables={})
         return (found.step, found.saved_in) if found is not None else None
 
 
@@ -143,25 +143,25 @@ def test_a_part_whose_ranks_read_that_of_others_needs_all_of_them_stored(tmp_pat
 def test_of_the_only_node_a_checkpoint_counts_that_is_not_stored_yet(tmp_path):
     worker = {"command": ["true"], "checkpoints": IN_PARTS}
     nodes = Nodes({"node-0": (saved(20),)})
-    ask = NewestSave(
+    ask = CheckpointFinder(
         parse_job(job_document(worker=worker, engine={"nodes": 1})),
         nodes,  # type: ignore[arg-type]
         LocalStore(tmp_path),
     )
-    assert ask.newest(RunHistory(), cwd="/", variables={}) == saved(20)
+    assert ask.find_newest(RunHistory(), cwd="/", variables={}) == saved(20)
     assert not nodes.asked[0].is_in_parts
 
 
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
     given = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
-    assert resumption(given, None).args == ()
-    assert resumption(given, None).variables == ()
+    assert Resumption.of(given, None).args == ()
+    assert Resumption.of(given, None).variables == ()
 
 
 def test_a_command_with_one_gets_its_arguments_and_variables():
     at = "step ${PERDURE_CHECKPOINT_STEP}"
     resume = {"args": ["--from=${PERDURE_CHECKPOINT}"], "env": {"AT": at}}
-    added = resumption(job(checkpoints=CHECKPOINTS, resume=resume), saved(20))
+    added = Resumption.of(job(checkpoints=CHECKPOINTS, resume=resume), saved(20))
     assert added.args == ("--from=${PERDURE_CHECKPOINT}",), "filled in on the node"
     assert dict(added.variables) == {
         "AT": "step 20", "PERDURE_CHECKPOINT": "/out/ckpt.pt", "PERDURE_CHECKPOINT_STEP": "20",
