@@ -90,7 +90,7 @@ class RunMonitor:
         history = self._run.refresh()
         observer = self._open_attempt.observer(history)
         seen = observer.observe() if observer is not None else AttemptSnapshot(None)
-        self._accountant.saw(seen.steps)
+        self._accountant.add_steps(seen.steps)
         _add_events(history, seen)
         every = self._accountant.records(history)
         newest = newest_of(seen.snapshot, now_s=now_s) if seen.snapshot is not None else None

@@ -133,7 +133,7 @@ class RunStory:
             self.activity = "the command is running"
         self._was_interrupted = interruption is not None
         self._publish(tuple(progress.steps))
-        self._accountant.saw(progress.steps)
+        self._accountant.add_steps(progress.steps)
         self._report_events(progress.events)
         if progress.checkpoints:
             self._are_checkpoints_new = True
@@ -197,7 +197,7 @@ class RunStory:
         """Show how the run ended: tables, the loss and the timeline, in the UI and the store."""
         self._run.refresh()
         if self._last is None:  # this process has watched no attempt
-            kept = self._accountant.kept()
+            kept = self._accountant.kept_steps()
             self._last = kept[max(kept)] if kept else None
         self._shown_s = 0.0
         self._are_checkpoints_new = True
@@ -234,10 +234,10 @@ class RunStory:
 
     def _call_for_help(self, needs: Sequence[Need]) -> None:
         """An event for each need that is new; a failed run is an event of Prefect's own."""
-        now = {(need.kind, need.what): need for need in needs}
+        now = {(need.kind, need.title): need for need in needs}
         for key, need in now.items():
             if key not in self._called_for and need.kind is not NeedKind.FAILED:
-                facts = {"what": need.what, "why": need.why, "action": need.action}
+                facts = {"what": need.title, "why": need.why, "action": need.action}
                 self.reporter.event("needs_you", {"need": need.kind, "node": need.node, **facts})
         self._called_for = set(now)
 
@@ -313,7 +313,7 @@ class RunStory:
 
     def _show_loss(self) -> None:
         """The loss picture, in the UI and the store."""
-        png = loss_picture(self._run.history, self._accountant.kept())
+        png = loss_picture(self._run.history, self._accountant.kept_steps())
         self._run.store.put(f"runs/{self._run.job.run_id}/loss.png", png)
         picture = _inline("loss with faults marked", png)
         self.reporter.artifact(

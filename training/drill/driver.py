@@ -154,7 +154,7 @@ class RunDriver:
             },
             state=shards,
             fired_s=fired_at_s(run.store, job.run_id),
-            left_over=tuple(run.left_over()),
+            left_over=tuple(run.list_leftovers()),
             ended=ended,
         )
 

@@ -1,7 +1,7 @@
-"""What can be checked before anything is started, and whether the job's settings allow recovery.
+"""The checks of a job before anything is started, and whether its settings allow recovery.
 
 Storage, corpus, tokenizer and environment take seconds at most; every problem is an InputError
-that names field, value and what is allowed. What the job's layout allows of recovery inside the
+that names field, value and the allowed values. A layout that does not allow a recovery inside the
 processes is a note, not a problem: the ladder skips a rung that is not possible.
 """
 
@@ -50,7 +50,7 @@ def check_job(
     """Check a job against this machine.
 
     Args:
-        job: validated by itself already.
+        job: valid by itself.
         credentials: keys of the job's store; None: boto3's default chain.
         with_storage: whether to write and read a probe object.
 
@@ -72,11 +72,10 @@ def check_job(
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line about the job's recovery.
+    """A line for the user about the job's recovery.
 
     Attributes:
-        line: shown to the user.
-        is_warning: whether the job asked for something that will not be.
+        is_warning: whether the job asked for something that is not possible.
     """
 
     line: str
@@ -84,12 +83,12 @@ class Note:
 
 
 def recovery_notes(job: Job) -> tuple[Note, ...]:
-    """What the layout allows of recovery inside the processes, and what platform entries became."""
+    """Note which recoveries the layout allows, and how platform entries were read."""
     reading = job.restart.read_platform()
-    became = [
+    from_platform = [
         Note(f"{name}={shown(value)}: from {reading.sources[name]}")
         for name, value in reading.fields.items()
-        if getattr(job.restart, name, value) == value  # what a list leaves out gives way
+        if getattr(job.restart, name, value) == value  # the job's own value comes first
     ]
     return (
         *_start_notes(job),
@@ -97,13 +96,13 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
         *_numeric_notes(job),
         *_copy_notes(job),
         *_wrapping_notes(job),
-        *became,
+        *from_platform,
         *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
     )
 
 
 def _start_notes(job: Job) -> Iterator[Note]:
-    """A launcher that is started once per device starts all of a node's ranks every time."""
+    """Warn of a launcher that is started once per device: it starts all ranks of the node."""
     if not job.worker.is_command or job.worker.is_launcher:
         return
     launcher = next((m for part in job.worker.command or () if (m := LAUNCHER.search(part))), None)
@@ -127,7 +126,7 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
 
 
 def _numeric_notes(job: Job) -> Iterator[Note]:
-    """What an answer to abnormal steps lacks."""
+    """Warn of answers to abnormal steps that lack something."""
     spec = job.restart
     for name in ("numeric_retry", "data_skipping"):
         if not getattr(spec, name):
@@ -141,7 +140,7 @@ def _numeric_notes(job: Job) -> Iterator[Note]:
 
 
 def _copy_notes(job: Job) -> Iterator[Note]:
-    """What copies on partner nodes save, and cost."""
+    """Note the benefit and the cost of copies on partner nodes."""
     spec = job.checkpoint
     if not spec.partner_copies:
         return
@@ -160,7 +159,7 @@ def _copy_notes(job: Job) -> Iterator[Note]:
 
 
 def _wrapping_notes(job: Job) -> Iterator[Note]:
-    """What a recipe of one's own has to do for a setting of the built-in trainer."""
+    """Warn of settings of the built-in trainer that a recipe has to take over."""
     needs = {
         "parallelism.bucket_cap_mb": (
             "perdure.training.trainer.pretrain.data_parallel",
@@ -180,7 +179,7 @@ def _wrapping_notes(job: Job) -> Iterator[Note]:
 
 
 def _own_means(job: Job, can: Feasibility) -> str:
-    """What the layout of a command allows a recovery of its own, such as MindIO TFT."""
+    """Say whether a command's layout allows its own recovery, such as MindIO TFT."""
     if not job.has_layout:
         return ""
     verb = "allows" if can.is_possible else "does not allow"
@@ -252,7 +251,7 @@ def _check_data(job: Job) -> None:
     except (ValueError, OSError) as error:
         raise InputError("tokenizer.path", str(error)) from error
     if not job.is_reference:
-        return  # how long its samples are is the program's own affair
+        return  # the length of its samples is the program's own affair
     try:
         check_enough(job.data, tokenizer, sources, num_tokens=job.model.seq_len + 1)
     except TooFewTokens as error:
@@ -263,7 +262,7 @@ def _check_data(job: Job) -> None:
 
 
 def start_warnings(job: Job) -> list[str]:
-    """What is odd about the program or the corpus of a job, one line each."""
+    """Warn of oddities of a job's program or corpus, each in a line."""
     if job.worker.command is None:
         return corpus_notes(job)
     if not job.engine.on_this_machine:
@@ -272,7 +271,7 @@ def start_warnings(job: Job) -> list[str]:
 
 
 def corpus_notes(job: Job) -> list[str]:
-    """Files of a session job's corpus that are no text, one line each."""
+    """List files of a session job's corpus that are no text, each in a line."""
     if job.data is None or job.worker.is_command:
         return []
     try:
@@ -311,7 +310,7 @@ def _check_init_from(job: Job, store: ObjectStore) -> None:
 
 
 def checklist(job: Job) -> Iterator[Check]:
-    """One check for everything that recovery depends on."""
+    """Judge each setting that recovery depends on."""
     if not job.worker.is_command:
         yield _interval(job)
         yield _retention(job)

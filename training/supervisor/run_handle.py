@@ -62,8 +62,8 @@ class RunHandle:
         """Whether the run reached its target; a larger target than before is not reached yet."""
         return is_complete(self.job, self.history)
 
-    def left_over(self) -> Sequence[str]:
-        """List what the run still has where its containers were, by name."""
+    def list_leftovers(self) -> Sequence[str]:
+        """List by name what the run still has where its containers were."""
         return self._make_fleet(self.refresh().epoch).left_over()
 
     def observer(self) -> AttemptObserver | None:

@@ -48,7 +48,9 @@ def test_every_row_has_the_same_columns_whatever_it_shows():
 
 def test_the_facts_of_a_recovery_are_plain_values():
     view = history_of(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
-    link, crash = (json.loads(json.dumps(recovery_facts(view, one))) for one in view.recoveries)
+    link, crash = (
+        json.loads(json.dumps(recovery_facts(view, recovery))) for recovery in view.recoveries
+    )
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",
@@ -62,9 +64,9 @@ def test_the_facts_of_a_recovery_are_plain_values():
 
 
 def test_the_picture_marks_recovered_faults_and_the_others():
-    kept = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
-    plain = loss_picture(history_of(), kept)
-    marked = loss_picture(history_of(LINK_BEGAN, LINK_RECOVERED, has_ended=True), kept)
+    records = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
+    plain = loss_picture(history_of(), records)
+    marked = loss_picture(history_of(LINK_BEGAN, LINK_RECOVERED, has_ended=True), records)
     assert plain.startswith(b"\x89PNG")
     assert marked.startswith(b"\x89PNG")
     assert marked != plain

@@ -154,9 +154,9 @@ class FakeFleet:
         self.tick("heal")
         self.cluster.healed.append((node, order))
         is_good = node not in self.cluster.ill
-        seen = ActDone(Act.CHECK, is_good, "computes right" if is_good else "device 0: Alarm")
+        act = ActDone(Act.CHECK, is_good, "computes right" if is_good else "device 0: Alarm")
         done = ChipsHealed(
-            at_s=6.0, number=1, node=node, rung=order.rung, succeeded=is_good, acts=(seen,),
+            at_s=6.0, number=1, node=node, rung=order.rung, succeeded=is_good, acts=(act,),
             seconds=0.5,
         )  # fmt: skip
         return HealReply(done=done)
@@ -235,7 +235,7 @@ class ClusterRun(RunSupervisor):
     cluster: Cluster
 
     def _make_fleet(self, epoch: int) -> Any:
-        return FakeFleet(self.cluster, lambda _what: None)
+        return FakeFleet(self.cluster, lambda _action: None)
 
 
 def supervise(run: RunSupervisor, on_progress: Callable[[Progress], None] = lambda _: None) -> None:

@@ -29,8 +29,8 @@ from perdure.training.wire.logs import WorkerLog
 CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
 
 
-def worker(rank: int = 0, **seen: Any) -> WorkerStatus:
-    return WorkerStatus(rank=rank, local_rank=0, pid=1, **{"exit_code": 0, **seen})
+def worker(rank: int = 0, **fields: Any) -> WorkerStatus:
+    return WorkerStatus(rank=rank, local_rank=0, pid=1, **{"exit_code": 0, **fields})
 
 
 TORCHRUN = LeftProcess(pid=8, name="torchrun train.py (pid 8)", trains=True)
@@ -46,12 +46,12 @@ def snapshot(
     """A node for each worker; the first one has ranks with heartbeats."""
     ranks = [RankStatus(rank=r, local_rank=r, pid=9, step=step) for r, step in enumerate(steps)]
     agents = {
-        one.rank: AgentStatus(
-            node=f"node-{one.rank}", member=one.rank, state=state, schedule_cnt=1,
-            proc_start_cnt=1, placement=1, attempt=1, workers=(one,), is_command=True,
-            ranks=tuple(ranks) if one is workers[0] else (), left_running=left,
+        worker_.rank: AgentStatus(
+            node=f"node-{worker_.rank}", member=worker_.rank, state=state, schedule_cnt=1,
+            proc_start_cnt=1, placement=1, attempt=1, workers=(worker_,), is_command=True,
+            ranks=tuple(ranks) if worker_ is workers[0] else (), left_running=left,
         )
-        for one in workers
+        for worker_ in workers
     }  # fmt: skip
     return Snapshot(agents)
 
@@ -60,12 +60,12 @@ def judged(
     last: Snapshot,
     *,
     target: int | None = None,
-    seen: tuple[int, ...] = (),
+    earlier: tuple[int, ...] = (),
     logs: dict[int, str] | None = None,
     is_last: bool = True,
 ) -> dict[int, str]:
     """What is found at the end, after these steps were seen."""
-    ends = ends_after(last, target=target, seen=seen, logs=logs, is_last=is_last)
+    ends = ends_after(last, target=target, earlier=earlier, logs=logs, is_last=is_last)
     return {rank: bad.text for rank, bad in ends.false_successes.items()}
 
 
@@ -81,12 +81,12 @@ def ends_after(
     last: Snapshot,
     *,
     target: int | None = None,
-    seen: tuple[int, ...] = (),
+    earlier: tuple[int, ...] = (),
     logs: dict[int, str] | None = None,
     is_last: bool = True,
 ) -> CommandExitCheck:
     ends = CommandExitCheck(target)
-    for step in seen:
+    for step in earlier:
         ends.note(snapshot(worker(exit_code=None), steps=(step,), state=AgentState.RUNNING))
     ends.note(last)
     texts = logs or {}
@@ -103,7 +103,7 @@ def test_a_command_without_a_trace_of_failure_has_ended_well():
 
 
 @pytest.mark.parametrize(
-    ("seen", "last", "short"),
+    ("earlier", "last", "short"),
     [
         ((10, 20), 20, True),
         ((10, 20), 21, True),
@@ -116,9 +116,9 @@ def test_a_command_without_a_trace_of_failure_has_ended_well():
     ids=["far", "one more at the end", "counted from 0", "every ten steps", "seen once", "near",
          "there"],
 )  # fmt: skip
-def test_heartbeats_show_that_a_command_is_short_of_the_target_of_its_job(seen, last, short):
-    found = judged(snapshot(worker(), steps=(last, last - 1)), target=100, seen=seen)
-    assert found == ({0: f"exit code 0 at step {last} of 100"} if short else {})
+def test_heartbeats_show_that_a_command_is_short_of_the_target_of_its_job(earlier, last, short):
+    texts = judged(snapshot(worker(), steps=(last, last - 1)), target=100, earlier=earlier)
+    assert texts == ({0: f"exit code 0 at step {last} of 100"} if short else {})
 
 
 def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():

@@ -69,8 +69,10 @@ def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
     put_set(store, prefix_of("run", Save(20, (1, 1)), 1), tmp_path / "step-20", written_s=5.0)
     nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
     with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
-    found = not_none(newest(nodes, store, **with_uploads))
-    assert (found.step, found.path) == (20, str(tmp_path / "step-20")), "node-1 lacks step 30"
+    checkpoint = not_none(newest(nodes, store, **with_uploads))
+    assert (checkpoint.step, checkpoint.path) == (20, str(tmp_path / "step-20")), (
+        "node-1 lacks step 30"
+    )
     nodes.answers["node-1"] = (saved(30),)
     assert newest(nodes, store, **with_uploads) == saved(30)
 
@@ -88,9 +90,9 @@ class Parts:
         self.on_nodes: dict[str, tuple[SavedCheckpoint, ...]] = {"node-0": (), "node-1": ()}
 
     def has(self, member: int, step: int, saved_in: tuple[int, int] = FIRST) -> Self:
-        own = saved(step, f"/node-{member}/{step}")
-        own = own.model_copy(update={"saved_in": saved_in, "member": member})
-        self.on_nodes[f"node-{member}"] += (own,)
+        part = saved(step, f"/node-{member}/{step}")
+        part_of_save = part.model_copy(update={"saved_in": saved_in, "member": member})
+        self.on_nodes[f"node-{member}"] += (part_of_save,)
         return self
 
     def stores(
@@ -109,8 +111,8 @@ class Parts:
             job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
         )
         ask = CheckpointFinder(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
-        found = ask.find_newest(RunHistory(), cwd="/", variables={})
-        return (found.step, found.saved_in) if found is not None else None
+        checkpoint = ask.find_newest(RunHistory(), cwd="/", variables={})
+        return (checkpoint.step, checkpoint.saved_in) if checkpoint is not None else None
 
 
 def test_every_member_needs_its_own_part(tmp_path):
@@ -153,9 +155,9 @@ def test_of_the_only_node_a_checkpoint_counts_that_is_not_stored_yet(tmp_path):
 
 
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
-    given = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
-    assert Resumption.of(given, None).args == ()
-    assert Resumption.of(given, None).variables == ()
+    spec = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
+    assert Resumption.of(spec, None).args == ()
+    assert Resumption.of(spec, None).variables == ()
 
 
 def test_a_command_with_one_gets_its_arguments_and_variables():
@@ -196,9 +198,9 @@ def test_what_cannot_be_is_refused_in_one_line(worker, why):
     ],
 )
 def test_a_name_that_nothing_sets_is_refused_before_anything_starts(worker, field, tmp_path):
-    given = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
+    spec = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
     with pytest.raises(InputError, match=field):
-        check_job(given, with_storage=False)
+        check_job(spec, with_storage=False)
 
 
 def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
@@ -209,9 +211,9 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
         spec=spec, cwd=str(tmp_path), variables={}, run_id="run", since_s=0.0, until_s=0.0
     )
     assert "OUT" in str(saved_reply(query, "node-0", 0).error)
-    known = query.model_copy(update={"variables": {"OUT": "out"}})
-    assert saved_reply(known, "node-0", 0).saved == ()
-    assert saved_reply(known, "node-0", 0).error is None
+    query_with_out = query.model_copy(update={"variables": {"OUT": "out"}})
+    assert saved_reply(query_with_out, "node-0", 0).saved == ()
+    assert saved_reply(query_with_out, "node-0", 0).error is None
 
 
 def test_uploads_from_several_nodes_of_which_one_has_the_sign_are_refused():

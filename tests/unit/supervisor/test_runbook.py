@@ -53,8 +53,8 @@ def test_no_attempt_is_started_on_a_node_that_failed_its_check(job, play):
 def test_the_first_failure_is_told_when_the_containers_cannot_be_taken_down_either(
     job, play, monkeypatch
 ):
-    def refuse(self: FakeFleet, what: object) -> None:
-        raise EngineError("no pods" if isinstance(what, Placement) else "no answer")
+    def refuse(self: FakeFleet, action: object) -> None:
+        raise EngineError("no pods" if isinstance(action, Placement) else "no answer")
 
     monkeypatch.setattr(FakeFleet, "submit", refuse)
     monkeypatch.setattr(FakeFleet, "cancel", refuse)

@@ -86,13 +86,13 @@ def test_a_supervisor_waits_for_its_store_and_notes_since_when(
     job, home, folder, caplog, monkeypatch
 ):
     caplog.set_level(logging.INFO)
-    seen = []
+    outages = []
     now_s = iter([1_000.0, 1_060.0])
     outage = StoreOutage(home, job.run_id, logging.getLogger("test"), clock=lambda: next(now_s))
     away = folder.with_name("away")
 
     def back(_seconds: float) -> bool:
-        seen.append(read_outage(home, job.run_id))
+        outages.append(read_outage(home, job.run_id))
         away.rename(folder)
         return False
 
@@ -101,7 +101,7 @@ def test_a_supervisor_waits_for_its_store_and_notes_since_when(
     run.take()
     folder.rename(away)
     run.ledger.renew()
-    (noted,) = seen
+    (noted,) = outages
     assert noted is not None
     assert noted.since == "1970-01-01 00:16:40 UTC"
     assert "no store is in this folder" in noted.why
@@ -122,9 +122,9 @@ def test_a_supervisor_that_ends_waits_no_more_and_leaves_its_note(job, home, fol
     assert read_outage(home, job.run_id) is not None
     away.rename(folder)
     (folder / "runs" / "run" / "supervisor.json").unlink()
-    again = RunSupervisor(job, home=home)
-    again._identity = Identity.of_this_process()
-    again.take()
+    next_supervisor = RunSupervisor(job, home=home)
+    next_supervisor._identity = Identity.of_this_process()
+    next_supervisor.take()
     assert read_outage(home, job.run_id) is None
 
 

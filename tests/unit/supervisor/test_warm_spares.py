@@ -42,7 +42,7 @@ class Containers:
     """
 
     nodes: list[str] | None = field(default_factory=lambda: [f"node-{n}" for n in range(5)])
-    found: dict[str, AgentEndpoint] = field(default_factory=dict)
+    endpoints: dict[str, AgentEndpoint] = field(default_factory=dict)
     is_warm: bool = True
     silent: set[str] = field(default_factory=set)
     checks: dict[str, tuple[Check, ...]] = field(default_factory=dict)
@@ -55,21 +55,21 @@ class Containers:
     vanished: set[str] = field(default_factory=set)
 
     def contacts(self) -> Mapping[str, AgentEndpoint]:
-        return dict(self.found)
+        return dict(self.endpoints)
 
     def start(self, placement: Placement, node: str) -> None:
         if not self.room:
             raise NoCapacity("no room")
         self.avoided.append(placement.avoid)
-        self.found[f"c{len(self.avoided)}"] = AgentEndpoint(node, "token", None, "host")
+        self.endpoints[f"c{len(self.avoided)}"] = AgentEndpoint(node, "token", None, "host")
 
     def come_up(self) -> None:
-        for name, one in self.found.items():
-            self.found[name] = AgentEndpoint(one.node, one.token, UP, one.host)
+        for name, endpoint in self.endpoints.items():
+            self.endpoints[name] = AgentEndpoint(endpoint.node, endpoint.token, UP, endpoint.host)
 
     def end(self, names: Collection[str]) -> None:
         for name in names:
-            del self.found[name]
+            del self.endpoints[name]
 
     def ask(self, name: str, order: Order, *, timeout_s: float) -> Future[TimedLine]:
         assert timeout_s > 0
@@ -80,7 +80,7 @@ class Containers:
         return sent
 
     def reply(self, name: str, order: Order, sent: Future[TimedLine]) -> AgentReply:
-        node = self.found[name].node
+        node = self.endpoints[name].node
         if node in self.silent:
             raise AgentUnreachable(f"the agent of {node} does not answer")
         if isinstance(order, CheckOrder):
@@ -107,9 +107,9 @@ class Spares:
         )
         section = {"kind": "kubernetes", "image": "i", "nodes": 2, "slots_per_node": 1, "spares": 3}
         job = small_job(folder, engine={**section, **engine})
-        own: Any = self  # the fleet and the placer that it asks
+        fleet: Any = self  # the fleet and the placer that it asks
         self.spares = WarmSpares(
-            job, own, own, history=lambda: self.history, clock=lambda: self.now_s
+            job, fleet, fleet, history=lambda: self.history, clock=lambda: self.now_s
         )
 
     # What it asks of the fleet.
@@ -139,7 +139,7 @@ class Spares:
 
     @property
     def on(self) -> list[str]:
-        return [one.node for one in self.containers.found.values()]
+        return [endpoint.node for endpoint in self.containers.endpoints.values()]
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_none_is_started_where_none_is_wanted_or_no_node_is_free(containers, tmp
     Spares(containers, tmp_path, spares=0).run_for()
     containers.nodes = ["node-0", "node-1"]
     Spares(containers, tmp_path).run_for()
-    assert containers.found == {}
+    assert containers.endpoints == {}
 
 
 def test_where_the_engine_chooses_the_node_it_is_told_which_ones_not(containers, tmp_path):
@@ -207,7 +207,7 @@ def test_one_whose_agent_falls_silent_is_ended_and_another_one_is_made(spares, c
     containers.silent = {"node-2"}
     spares.run_for(60.0)
     containers.silent = set()
-    assert list(containers.found) == ["c2"]
+    assert list(containers.endpoints) == ["c2"]
 
 
 def test_nobody_is_silent_while_the_way_to_the_agents_is_cut_or_nobody_has_asked(
@@ -222,7 +222,7 @@ def test_nobody_is_silent_while_the_way_to_the_agents_is_cut_or_nobody_has_asked
     spares.run_for(10.0)
     spares.now_s += 300.0  # a member was moved
     spares.run_for(10.0)
-    assert list(containers.found) == ["c1"]
+    assert list(containers.endpoints) == ["c1"]
 
 
 def test_one_that_was_slow_to_come_up_is_not_silent_at_its_first_word(spares, containers):
@@ -247,15 +247,17 @@ def test_those_beyond_what_the_job_asks_for_now_are_ended(containers, tmp_path):
     Spares(containers, tmp_path, warm_spares=2).run_for()
     fewer = Spares(containers, tmp_path, warm_spares=0)
     fewer.run_for()
-    assert containers.found == {}
+    assert containers.endpoints == {}
 
 
 def test_on_this_machine_a_spare_is_not_checked_its_devices_are_in_use(containers, tmp_path):
     engine = {"kind": "local", "nodes": 2, "slots_per_node": 1, "spares": 3}
     spares = Spares(containers, tmp_path)
     job = small_job(tmp_path, engine=engine)
-    own: Any = spares
-    local = WarmSpares(job, own, own, history=lambda: spares.history, clock=lambda: spares.now_s)
+    fleet: Any = spares
+    local = WarmSpares(
+        job, fleet, fleet, history=lambda: spares.history, clock=lambda: spares.now_s
+    )
     for second in range(30):
         spares.now_s = float(second)
         local.update(trains=True)
@@ -269,16 +271,16 @@ def test_one_whose_container_is_lost_is_ended_and_said_so(spares, containers, ca
     containers.come_up()
     spares.run_for()
     loss = NodeLoss("node-2", FaultClass.CONTAINER_LOST, "POD_DELETED", "the pod was deleted")
-    containers.found["c1"] = AgentEndpoint("node-2", "token", UP, "host", loss=loss)
+    containers.endpoints["c1"] = AgentEndpoint("node-2", "token", UP, "host", loss=loss)
     spares.run_for(1.0)
-    assert containers.found == {}
+    assert containers.endpoints == {}
     assert "warm spare on node-2 is ended: the pod was deleted" in caplog.text
 
 
 def test_one_that_never_comes_up_is_ended(spares, containers):
     spares.run_for()
     spares.run_for(UP_S + 1)
-    assert "c1" not in containers.found
+    assert "c1" not in containers.endpoints
 
 
 def test_a_node_that_fails_its_check_is_refused_and_the_next_one_is_taken(spares, containers):
@@ -288,7 +290,7 @@ def test_a_node_that_fails_its_check_is_refused_and_the_next_one_is_taken(spares
     containers.come_up()
     spares.run_for(5.0)
     assert containers.refused == {"node-2": "devices: Alarm"}
-    assert containers.found == {}
+    assert containers.endpoints == {}
     spares.history.isolations.append(Isolation("node-2", "failed its checks", 0.0))
     spares.run_for(RETRY_S + 1)
     assert spares.on == ["node-3"]

@@ -222,7 +222,8 @@ LINES = {
         update={"is_known": True}
     ): "the batch of samples 96 to 104 is passed over at step 13 once more: it was abnormal before",
     NOTICED: "the program: divides twice",
-    DAMAGED: "checkpoint of step 40 is damaged, set aside, the one before is taken: rank 3's file",
+    DAMAGED: "checkpoint of step 40 is damaged, set aside, the previous checkpoint is taken: "
+    "rank 3's file",
     DAMAGED.model_copy(
         update={"is_repaired": True}
     ): "checkpoint of step 40 is damaged, repaired from a node: rank 3's file",
