@@ -135,7 +135,7 @@ def test_the_agents_of_a_run_that_is_no_drill_refuse_to_kill(job, tmp_path):
             with pytest.raises(EngineError) as error:
                 run.fleet.kill(Victim.NODE, 0)
             refused.append(str(error.value))
-            had.extend(name.partition("/")[0] for name in run.left_over())
+            had.extend(name.partition("/")[0] for name in run.list_leftovers())
 
     plain = drill_job(
         tmp_path, "no-drill", kind=ParallelKind.DDP, steps=10, changes={},

@@ -404,10 +404,10 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 each kind has 
             return f"the program: {event.text}"
         case ChipsHealed():
             return f"before {event.rung}: {event.text}"
-        case AlertRaised() | AlertCleared():
-            is_raised = isinstance(event, AlertRaised)
-            outcome = f", {event.point}: {event.text}" if is_raised else " is over"
-            return f"alert {event.number}{outcome}"
+        case AlertRaised():
+            return f"alert {event.number}, {event.point}: {event.text}"
+        case AlertCleared():
+            return f"alert {event.number} is over"
 
 
 def skipped_text(event: BatchSkipped) -> str:

@@ -11,12 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from perdure.storage.address import Credentials
 from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
 from perdure.training.agent.log_collection import await_collected
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.compiled import compile_beside
@@ -24,12 +26,15 @@ from perdure.training.engines.base import Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import AlertKind, AlertRaised
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import DataReady, RunCreated, RunEnded
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
+from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
     AttemptResult,
@@ -41,7 +46,6 @@ from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
 from perdure.training.supervisor.placing import Placer
-from perdure.training.supervisor.recording import AttemptRecorder
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import (
     begin_store,
@@ -280,21 +284,11 @@ class RunSupervisor(RunHandle):
         health = AttemptHealth(job.watch, view, stall)
         replacer = NodeReplacer(self._decider, self._placer, starter, health)
         self._warm_spares = self._warm_spares or WarmSpares(
-            job,
-            self.fleet,
-            self._placer,
-            history=lambda: self.history,
-            clock=time.monotonic,
+            job, self.fleet, self._placer, history=lambda: self.history, clock=time.monotonic
         )
-        recorder = AttemptRecorder(
-            self._writer,
-            view,
-            health,
-            self.fleet,
-            self.store,
-            job.run_id,
-            self._warm_spares,
-            on_progress,
+        spares, writer = self._warm_spares, self._writer
+        recorder = _AttemptRecorder(
+            writer, view, health, self.fleet, self.store, job.run_id, spares, on_progress
         )
         return AttemptWatch(
             self.fleet,
@@ -382,6 +376,46 @@ class RunSupervisor(RunHandle):
         view = self.history.attempts[-1]
         assert view.ended is not None  # noqa: S101 the caller saw it end
         return AttemptResult(EndKind.STOPPED, *view.key, view.ended.to_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _AttemptRecorder:
+    """Puts every poll of one attempt on record.
+
+    Attributes:
+        store: takes the stacks of hangs.
+        spares: warm containers, which are kept while the attempt trains.
+        on_progress: called last, with the events that were not on record before.
+    """
+
+    writer: LedgerWriter
+    view: AttemptView
+    health: AttemptHealth
+    fleet: Fleet
+    store: ObjectStore
+    run_id: str
+    spares: WarmSpares
+    on_progress: Callable[[Progress], None]
+
+    def record(self, progress: Progress) -> None:
+        """Record the progress since the last poll."""
+        # A supervisor that adopts an attempt reads its log from the beginning.
+        recorded = self.writer.progress(self.view, progress)
+        alerts = self.health.update(progress, self.writer.history)
+        if any(isinstance(a, AlertRaised) and a.point is AlertKind.HANG for a in alerts):
+            self._report_hang(progress)
+        progress.events = [*recorded, *self.writer.record_events(self.view, alerts)]
+        self.spares.update(trains=progress.trains)
+        self.on_progress(progress)
+
+    def _report_hang(self, progress: Progress) -> None:
+        """Save the stacks of a hang that ends nothing; when it is over they are lost."""
+        statuses = progress.snapshot.agents.values()
+        stacks, ranks = self.fleet.stacks(), tuple(progress_of(statuses))
+        try:
+            _log.info(save_hang_report(self.store, self.run_id, self.view.key, stacks, ranks))
+        except StorageError as error:
+            _log.warning("the stacks of the ranks in the hang could not be saved: %s", error)
 
 
 def _folder_of_workers(job: Job, caller: Path) -> str:
