@@ -296,7 +296,7 @@ def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
 
 
 def alert_facts(view: AttemptView, event: AlertRaised | AlertCleared) -> dict[str, Any]:
-    """What raised an alert, or has cleared it, as plain values, for events."""
+    """Return the facts of an alert that was raised or cleared as plain values, for events."""
     placement, attempt = view.key
     raised = next((a.began for a in view.alerts if a.began.number == event.number), None)
     facts = raised.model_dump(mode="json", exclude={"kind"}) if raised is not None else {}

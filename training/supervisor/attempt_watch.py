@@ -1,4 +1,4 @@
-"""Watching one attempt from outside, until no process of it is left.
+"""The watch over an attempt from outside, until no process of it is left.
 
 The watch decides nothing about recovery: it notices the first failure, lets the others report
 theirs, has everything stopped, and hands the evidence on. Times are seconds.

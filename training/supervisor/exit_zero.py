@@ -145,7 +145,7 @@ class CommandExitCheck:
             yield Count(step, self.target, max(1, stride))
         printed = map(count_in, _texts(logs))
         counts = [count for count in printed if count is not None]
-        # With several nodes the one that came farthest counts; not all of them print.
+        # The node whose output came farthest counts; not all nodes print.
         yield max(counts, key=lambda count: count.step, default=None)
 
 

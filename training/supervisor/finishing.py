@@ -227,7 +227,7 @@ class Decider:
             explanation="All containers are gone: the machine was restarted, or everything "
             "was taken down at once.",
         )
-        # Its last commits first: progress since the recovery before makes that one free.
+        # Its last commits first: progress since the previous recovery makes that recovery free.
         self.writer.missed_checkpoints(view)
         self.writer.end_attempt(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self.decide(view, fault)

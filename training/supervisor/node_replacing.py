@@ -36,7 +36,7 @@ from perdure.training.wire.agent import AgentState, NoticeOrder
 _log = logging.getLogger("perdure.supervisor")
 
 ANSWER_S = 5.0  # for the coordinator's decision to be seen
-WITHOUT_COORDINATOR_S = 60.0  # half of what ranks wait for another one
+WITHOUT_COORDINATOR_S = 60.0  # half of the time that ranks wait for another
 SAVE_MARGIN_S = 5.0  # beyond the grace period, for the last save of those that live
 
 
@@ -312,7 +312,7 @@ class NodeReplacer:
         _log.warning(why)
         self.placer.refuse(node, why)
         if move.takes_coordinator:
-            # The ranks have come to a coordinator there: the next one needs another generation.
+            # The ranks have come to a coordinator there: the next needs another generation.
             self._end(move.began, why, progress)
             self._forget(number)
             return

@@ -310,7 +310,7 @@ class Placer:
         return self._bind(current, moved), tuple(sorted(moved))
 
     def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
-        """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
+        """Whether too few healthy nodes are left and the policy lets the job use isolated nodes."""
         has_too_few = self._decider.num_healthy(avoid) < self._job.engine.nodes
         return has_too_few and self._job.restart.allow_without_isolation
 

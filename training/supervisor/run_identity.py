@@ -31,7 +31,7 @@ def begin_store(job: Job, home: Path) -> None:
     """Make the store of a run that starts where the store is new.
 
     Raises:
-        InputError: there was one before, and it is not there.
+        InputError: there was a store before, and it is not there.
         StorageError: it cannot be made, or its file system does not answer.
     """
     if not has_store(job.storage):
@@ -40,7 +40,7 @@ def begin_store(job: Job, home: Path) -> None:
 
 
 def refuse_vanished(job: Job, home: Path) -> None:
-    """Check that the folder of a job, which holds no store, never held one that is known here.
+    """Check that the folder of a job, which holds no store, never held a store that is known here.
 
     Raises:
         InputError: runs of this machine are kept there.
@@ -58,8 +58,28 @@ def refuse_vanished(job: Job, home: Path) -> None:
     )
 
 
-def refuse_lost_ledger(job: Job, home: Path) -> None:
-    """Check that a run without a ledger is a new one, as far as this machine knows.
+def check_takeover(job: Job, history: RunHistory, identity: Identity, home: Path) -> None:
+    """Check that a supervisor may take a run, or create it where its ledger is empty.
+
+    Args:
+        job: to be run.
+        history: the ledger's content, before it is taken.
+        identity: the supervisor's.
+        home: Perdure's folder on this machine.
+
+    Raises:
+        RunConflict: the run belongs to a different job, or its containers are another machine's or
+            another home folder's, or its ledger is lost.
+    """
+    if history.job is None:
+        _refuse_lost_ledger(job, home)
+    refuse_other_job(job, history)
+    if job.engine.on_this_machine:
+        _refuse_elsewhere(history, identity, home)
+
+
+def _refuse_lost_ledger(job: Job, home: Path) -> None:
+    """Check that a run without a ledger is new, as far as this machine knows.
 
     Raises:
         RunConflict: it was started before, with the same address.
@@ -194,7 +214,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
 
 
-def refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
+def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
     """Check that this supervisor can adopt the containers of an open attempt.
 
     Raises:

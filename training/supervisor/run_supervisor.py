@@ -49,9 +49,7 @@ from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import (
     begin_store,
-    refuse_elsewhere,
-    refuse_lost_ledger,
-    refuse_other_job,
+    check_takeover,
 )
 from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
@@ -122,11 +120,7 @@ class RunSupervisor(RunHandle):
         """
         begin_store(self.job, self.home)
         previous = self.ledger.read()
-        if previous.job is None:
-            refuse_lost_ledger(self.job, self.home)
-        refuse_other_job(self.job, previous)
-        if self.job.engine.on_this_machine:
-            refuse_elsewhere(previous, self._identity, self.home)
+        check_takeover(self.job, previous, self._identity, self.home)
         history = self.ledger.take(self._identity)
         if history.job is None:
             document = self.job.model_dump(mode="json")
@@ -239,7 +233,7 @@ class RunSupervisor(RunHandle):
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
-        """Start the next attempt, or adopt the living one, and watch it to its end."""
+        """Start the next attempt, or adopt the living attempt, and watch it to its end."""
         compile_beside()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt

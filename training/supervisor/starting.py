@@ -39,8 +39,8 @@ PATH_ENV = "PERDURE_CHECKPOINT"
 STEP_ENV = "PERDURE_CHECKPOINT_STEP"
 
 REJOIN_S = 120.0  # of ranks without a coordinator: until its node is seen to be lost, and after
-# Recoveries in a start order. Those without progress are few in a row, and a window of a day
-# holds no more of one code that matter.
+# Recoveries in a start order. Recoveries without progress are few in a row, and no more with the
+# same code matter within a day.
 MAX_PAST = 50
 
 

@@ -77,7 +77,7 @@ class WarmSpares:
         clock: Callable[[], float],
     ) -> None:
         self._wanted = job.engine.num_warm_spares
-        # On this machine the node of a spare is the one that trains, with the devices in use.
+        # On this machine the node of a spare trains, too, and its devices are in use.
         self._checks = job.preflight.nodes and not job.engine.on_this_machine
         self._is_command = job.worker.is_command  # then there is nothing to import
         self._fleet, self._standing_by = fleet, fleet.standing_by

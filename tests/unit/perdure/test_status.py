@@ -151,7 +151,7 @@ def test_an_attempt_without_a_supervisor_is_observed(run, monkeypatch):
     )
 
     class AttemptObserver:
-        def look(self) -> AttemptSnapshot:
+        def observe(self) -> AttemptSnapshot:
             return snapshot
 
     monkeypatch.setattr(run, "observer", AttemptObserver)
@@ -274,7 +274,7 @@ def order(tmp_path, perdure_home, monkeypatch):
     answers: list[AgentStatus] = []
 
     class AttemptObserver:
-        def look(self) -> AttemptSnapshot:
+        def observe(self) -> AttemptSnapshot:
             return AttemptSnapshot(Snapshot(dict(enumerate(answers))))
 
     monkeypatch.setattr(run, "observer", AttemptObserver)
