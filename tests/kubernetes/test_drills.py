@@ -99,7 +99,7 @@ def played(
     injector = KillInjector(kills)
     outcome = RunDriver(tmp_path, limit_s=1200).run(own, hook=kill_hook(injector))
     assert outcome.ended == "completed"
-    assert outcome.left_over == ()
+    assert outcome.leftovers == ()
     assert len(injector.fired_s) == len(kills), "every kill really hit"
     return outcome.history, dict(outcome.curve)
 
@@ -135,7 +135,7 @@ def test_the_agents_of_a_run_that_is_no_drill_refuse_to_kill(job, tmp_path):
             with pytest.raises(EngineError) as error:
                 run.fleet.kill(Victim.NODE, 0)
             refused.append(str(error.value))
-            had.extend(name.partition("/")[0] for name in run.left_over())
+            had.extend(name.partition("/")[0] for name in run.leftovers())
 
     plain = drill_job(
         tmp_path, "no-drill", kind=ParallelKind.DDP, steps=10, changes={},
@@ -148,4 +148,4 @@ def test_the_agents_of_a_run_that_is_no_drill_refuse_to_kill(job, tmp_path):
     assert recovered(outcome.history) == []
     # Of each pod its configuration, and one with the keys of the store.
     assert sorted(had) == ["configmaps", *["pods"] * 2, *["secrets"] * 3]
-    assert outcome.left_over == (), "nothing of it, now that it is over"
+    assert outcome.leftovers == (), "nothing of it, now that it is over"

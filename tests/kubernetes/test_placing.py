@@ -30,7 +30,7 @@ def refused(runs: ClusterRuns, name: str, **engine: Any) -> str:
     played = runs.run(job)
     assert time.monotonic() - began_s < engine["place_timeout_s"] + SLACK_S
     assert played.history.attempts == []
-    assert played.left_over == []
+    assert played.leftovers == []
     return played.outcome.ended
 
 

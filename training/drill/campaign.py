@@ -53,9 +53,9 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 # A start that hangs would be another campaign for every seed: it has a drill of its own.
-_ANYWHERE = tuple(one for one in DrillPoint if one is not DrillPoint.RESTORE)
+_ANYWHERE = tuple(point for point in DrillPoint if point is not DrillPoint.RESTORE)
 # What is raised under a collective comes out of C++ as an error of another type.
-_ABOVE_COLLECTIVES = tuple(one for one in _ANYWHERE if one is not DrillPoint.REDUCING)
+_ABOVE_COLLECTIVES = tuple(point for point in _ANYWHERE if point is not DrillPoint.REDUCING)
 _BEFORE_THE_OPTIMIZER = (
     DrillPoint.START,
     DrillPoint.BACKWARD,
@@ -123,13 +123,13 @@ class Campaign(FrozenModel):
     @property
     def starts(self) -> int:
         """How often the run has to be started: the program's own errors stop it."""
-        return 1 + sum(one.times for one in self.faults if one.kind is DrillKind.EXCEPTION)
+        return 1 + sum(fault.times for fault in self.faults if fault.kind is DrillKind.EXCEPTION)
 
     def only(self, chosen: Collection[int]) -> Campaign:
         """The same with some of its faults and kills, by their index among all of them."""
-        faults = tuple(one for n, one in enumerate(self.faults) if n in chosen)
+        faults = tuple(fault for n, fault in enumerate(self.faults) if n in chosen)
         first = len(self.faults)
-        kills = tuple(one for n, one in enumerate(self.kills, start=first) if n in chosen)
+        kills = tuple(kill for n, kill in enumerate(self.kills, start=first) if n in chosen)
         return self.model_copy(update={"faults": faults, "kills": kills})
 
 
@@ -145,26 +145,28 @@ def draw(seed: int, *, num_faults: int, kind: ParallelKind, is_of_gloo: bool = T
     """
     rng = Random(seed)  # noqa: S311 nothing here is secret
     steps = FIRST_STEP + num_faults * STEPS_PER_FAULT + SAVE_EVERY_STEPS
-    possible = [one for one in _WEIGHTS if is_of_gloo or one is not DrillKind.LINK]
-    weights = {what: _weight(what, kind) for what in possible}
+    possible = [cause for cause in _WEIGHTS if is_of_gloo or cause is not DrillKind.LINK]
+    weights = {cause: _weight(cause, kind) for cause in possible}
     faults: list[DrillFault] = []
     kills: list[Kill] = []
     drawn: Counter[DrillKind | Victim] = Counter()
     while len(faults) + len(kills) < num_faults:
-        what = rng.choices(list(weights), list(weights.values()))[0]
-        drawn[what] += 1
-        if drawn[what] > _AT_MOST.get(what, num_faults):
+        cause = rng.choices(list(weights), list(weights.values()))[0]
+        drawn[cause] += 1
+        if drawn[cause] > _AT_MOST.get(cause, num_faults):
             continue
         step = rng.randrange(FIRST_STEP, steps - SAVE_EVERY_STEPS)
-        if isinstance(what, Victim):
+        if isinstance(cause, Victim):
             # Of a node there are as many as ranks on one: two members, four ranks.
-            index = rng.randrange(NUM_RANKS if what is Victim.RANK else 2)
-            kill = Kill(victim=what, index=index, step=step)
+            index = rng.randrange(NUM_RANKS if cause is Victim.RANK else 2)
+            kill = Kill(victim=cause, index=index, step=step)
             if kill not in kills:  # the second one would find nothing
                 kills.append(kill)
         else:
-            points = [one for one in POINTS[what] if is_of_gloo or one is not DrillPoint.REDUCING]
-            faults.append(_draw_fault(rng, what, step, points))
+            points = [
+                point for point in POINTS[cause] if is_of_gloo or point is not DrillPoint.REDUCING
+            ]
+            faults.append(_draw_fault(rng, cause, step, points))
     return Campaign(
         seed=seed,
         parallelism=kind,
@@ -173,14 +175,14 @@ def draw(seed: int, *, num_faults: int, kind: ParallelKind, is_of_gloo: bool = T
             **{section: dict(fields) for section, fields in _OVERRIDES.items()},
             "comm": {"link_retry": is_of_gloo and seed % LINK_RETRY_EVERY == 0},
         },
-        faults=tuple(sorted(faults, key=lambda one: one.step)),
-        kills=tuple(sorted(kills, key=lambda one: one.step)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.step)),
+        kills=tuple(sorted(kills, key=lambda kill: kill.step)),
     )
 
 
-def _weight(what: DrillKind | Victim, kind: ParallelKind) -> int:
-    is_rare = kind is ParallelKind.FSDP2 and what in _NEEDS_REPLICAS
-    return 1 if is_rare else _WEIGHTS[what]
+def _weight(cause: DrillKind | Victim, kind: ParallelKind) -> int:
+    is_rare = kind is ParallelKind.FSDP2 and cause in _NEEDS_REPLICAS
+    return 1 if is_rare else _WEIGHTS[cause]
 
 
 def _draw_fault(
@@ -230,11 +232,11 @@ class Unfired:
     """A fault that did not fire.
 
     Attributes:
-        what: description for reports.
+        description: description for reports.
         reason: why it could not fire, None when there is none.
     """
 
-    what: str
+    description: str
     reason: str | None
 
 
@@ -261,7 +263,7 @@ def unfired(
     recovered_at = set(_recovered_at(history))
     resumed_from = recovered_at | {view.from_step for view in history.attempts[1:]}
     last_recovered = max(recovered_at, default=-1)
-    found = [
+    missing = [
         Unfired(
             f"{fault.kind} of rank {fault.rank} at {fault.point} of step {fault.step}",
             _fault_reason(fault, resumed_from, last_recovered),
@@ -271,8 +273,8 @@ def unfired(
     ]
     for number, kill in enumerate(campaign.kills):
         if number not in killed:
-            found.append(Unfired(str(kill), _kill_reason(kill, num_due.get(number, 0))))
-    return found
+            missing.append(Unfired(str(kill), _kill_reason(kill, num_due.get(number, 0))))
+    return missing
 
 
 def _kill_reason(kill: Kill, num_due: int) -> str | None:
@@ -296,9 +298,12 @@ def _fault_reason(fault: DrillFault, resumed_from: set[int], last_recovered: int
 def _recovered_at(history: RunHistory) -> Iterator[int]:
     """Steps after which a recovery inside the processes let training continue."""
     for view in history.attempts:
-        for one in view.recoveries:
+        for recovery in view.recoveries:
             # An operator retry reconnects below the step: no rank passes the recovery point.
-            if one.ended is not None and one.began.decision.rung is not Rung.OPERATOR_RETRY:
-                step = one.ended.step
-                if one.succeeded and step is not None:
+            if (
+                recovery.ended is not None
+                and recovery.began.decision.rung is not Rung.OPERATOR_RETRY
+            ):
+                step = recovery.ended.step
+                if recovery.succeeded and step is not None:
                     yield step

@@ -80,7 +80,7 @@ class Chaos:
         """
         undisturbed = self._without_faults(campaign)
         self._count += 1
-        faults = [one.model_dump() for one in campaign.faults]
+        faults = [fault.model_dump() for fault in campaign.faults]
         drill = {"drill": {"faults": faults, "kills": bool(campaign.kills)}}
         job = drill_job(
             self.home,
@@ -132,8 +132,10 @@ def _result(
 ) -> Result:
     recoveries = recovered(outcome.history)
     rung_s: dict[str, float] = defaultdict(float)
-    for one in recoveries:
-        rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
+    for recovery in recoveries:
+        rung_s[recovery.rung.value] += (
+            recovery.trains_at_s or recovery.noticed_at_s
+        ) - recovery.noticed_at_s
     silent = unfired(
         campaign,
         outcome.history,
@@ -146,11 +148,16 @@ def _result(
         problems.insert(0, f"the undisturbed run ended: {undisturbed.ended}")
     return Result(
         fired=sum(len(times) for times in outcome.fired_s.values()) + len(injector.fired_s),
-        rungs=Counter(one.rung.value for one in recoveries),
+        rungs=Counter(recovery.rung.value for recovery in recoveries),
         rung_s=rung_s,
         took_s=took_s,
-        excused=tuple(f"{one.what}: {one.reason}" for one in silent if one.reason),
-        problems=(*problems, *(f"did not fire: {one.what}" for one in silent if not one.reason)),
+        excused=tuple(
+            f"{missing.description}: {missing.reason}" for missing in silent if missing.reason
+        ),
+        problems=(
+            *problems,
+            *(f"did not fire: {missing.description}" for missing in silent if not missing.reason),
+        ),
     )
 
 
@@ -174,9 +181,11 @@ def shrink(items: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list
         if smaller is not None:
             left, num_pieces = smaller, 2
             continue
-        others = (_without(pieces, number) for number in range(len(pieces)))
+        complements = (_without(pieces, number) for number in range(len(pieces)))
         # Of two pieces, each is what remains without the other.
-        smaller = next((one for one in others if num_pieces > 2 and fails(one)), None)
+        smaller = next(
+            (complement for complement in complements if num_pieces > 2 and fails(complement)), None
+        )
         if smaller is not None:
             left, num_pieces = smaller, max(num_pieces - 1, 2)
         elif num_pieces >= len(left):
@@ -197,9 +206,9 @@ def _without(pieces: list[list[int]], number: int) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaigns of the command line. Returns the exit code."""
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        return _run(_campaigns(given), out=given.out, shrinks=given.shrink)
+        return _run(_campaigns(options), out=options.out, shrinks=options.shrink)
     except InputError as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
@@ -208,12 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _campaigns(given: argparse.Namespace) -> list[Campaign]:
-    if given.campaign is not None:
-        return [read_campaign(given.campaign)]
-    kind, is_of_gloo = parallel_kind(given.parallelism), count_devices() == 0
+def _campaigns(options: argparse.Namespace) -> list[Campaign]:
+    if options.campaign is not None:
+        return [read_campaign(options.campaign)]
+    kind, is_of_gloo = parallel_kind(options.parallelism), count_devices() == 0
     return [
-        draw(seed, num_faults=given.faults, kind=kind, is_of_gloo=is_of_gloo) for seed in given.seed
+        draw(seed, num_faults=options.faults, kind=kind, is_of_gloo=is_of_gloo)
+        for seed in options.seed
     ]
 
 
@@ -245,8 +255,8 @@ def _run_below(home: Path, campaigns: Sequence[Campaign], *, out: Path, shrinks:
     for campaign in campaigns:
         result = chaos.run(campaign)
         print(_line(campaign, result), flush=True)
-        for one in result.excused:
-            print(f"  could not fire: {one}", flush=True)
+        for excuse in result.excused:
+            print(f"  could not fire: {excuse}", flush=True)
         if not result.problems:
             continue
         num_bad += 1

@@ -97,9 +97,9 @@ class DeviceReport(FrozenModel):
     @property
     def checks(self) -> list[tuple[str, Check]]:
         """All checks, each with the device that it is of."""
-        own = [(trial.device, check) for trial in self.trials for check in trial.checks]
-        others = [("", check) for check in (*self.versions, *self.unanswered)]
-        return [*others, *own]
+        by_device = [(trial.device, check) for trial in self.trials for check in trial.checks]
+        general = [("", check) for check in (*self.versions, *self.unanswered)]
+        return [*general, *by_device]
 
     @property
     def is_fine(self) -> bool:
@@ -153,8 +153,8 @@ def try_devices(
         perdure=version("perdure"),
         machine=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=check_versions(installed()),
-        trials=tuple(one for one in answers if isinstance(one, Trial)),
-        unanswered=tuple(one for one in answers if isinstance(one, Check)),
+        trials=tuple(answer for answer in answers if isinstance(answer, Trial)),
+        unanswered=tuple(answer for answer in answers if isinstance(answer, Check)),
     )
 
 
@@ -162,7 +162,7 @@ def with_drills(
     report: DeviceReport, outcomes: Sequence[DrillOutcome], left_out: dict[str, str]
 ) -> DeviceReport:
     """The report with what the drills have shown."""
-    rows = tuple({**asdict(one), "as_expected": one.as_expected} for one in outcomes)
+    rows = tuple({**asdict(outcome), "as_expected": outcome.as_expected} for outcome in outcomes)
     return report.model_copy(update={"drills": rows, "left_out": left_out})
 
 
@@ -180,17 +180,17 @@ def _start(task: TrialTask) -> subprocess.Popen[bytes]:
 def _answer(rank: int, process: subprocess.Popen[bytes], until_s: float) -> Trial | Check:
     """What a process found, or how it ended without."""
     try:
-        found, log = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
+        output, log = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         _, log = process.communicate()
         return _unanswered(rank, "no answer in time", log)
     if process.returncode != 0:
         return _unanswered(rank, f"ended with {process.returncode}", log)
-    return Trial.model_validate_json(found.strip().splitlines()[-1])
+    return Trial.model_validate_json(output.strip().splitlines()[-1])
 
 
 def _unanswered(rank: int, why: str, log: bytes) -> Check:
     tail = "\n".join(log.decode(errors="replace").splitlines()[-20:])
-    seen = f"device {rank}: {why}\n{tail}"
-    return Check(name="trial", outcome=CheckOutcome.FAILED, seen=seen)
+    finding = f"device {rank}: {why}\n{tail}"
+    return Check(name="trial", outcome=CheckOutcome.FAILED, seen=finding)

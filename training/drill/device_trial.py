@@ -57,17 +57,17 @@ class _Trying:
 
     def observe(self, provoked_by: str, error: BaseException, *, is_interrupted: bool) -> None:
         """Keep an exception as it came."""
-        found = classify(error, is_interrupted=is_interrupted)
+        fault = classify(error, is_interrupted=is_interrupted)
         lines = (recognise(line, "") for line in str(error).splitlines())
-        known = next((one for one in lines if one is not None), None)
+        recognition = next((match for match in lines if match is not None), None)
         self.exceptions.append(
             Observed(
                 provoked_by=provoked_by,
                 type=f"{type(error).__module__}.{type(error).__qualname__}",
                 text=str(error),
-                is_fault=found is not None,
-                kind=found.kind if found is not None else None,
-                fault_class=known.fault_class if known is not None else None,
+                is_fault=fault is not None,
+                kind=fault.kind if fault is not None else None,
+                fault_class=recognition.fault_class if recognition is not None else None,
             )
         )
 
@@ -75,19 +75,19 @@ class _Trying:
         """Try something; None means that it does not apply on this device."""
         began_s = time.monotonic()
         try:
-            seen = trial()
+            finding = trial()
         except Exception as error:  # noqa: BLE001 whatever it is, the report has it
-            outcome, seen = CheckOutcome.FAILED, "".join(traceback.format_exception(error))
+            outcome, finding = CheckOutcome.FAILED, "".join(traceback.format_exception(error))
         else:
-            outcome = CheckOutcome.OK if seen is not None else CheckOutcome.SKIPPED
-            seen = seen or f"does not apply to {self.device.type}"
+            outcome = CheckOutcome.OK if finding is not None else CheckOutcome.SKIPPED
+            finding = finding or f"does not apply to {self.device.type}"
         took_s = time.monotonic() - began_s
-        self.checks.append(Check(name=name, outcome=outcome, seen=seen, seconds=took_s))
+        self.checks.append(Check(name=name, outcome=outcome, seen=finding, seconds=took_s))
 
     def memory(self) -> str | None:
         """Whether the device says how much memory it has."""
-        found = memory_of(self.device)
-        return f"{found[0]} bytes free of {found[1]}" if found is not None else None
+        sizes = memory_of(self.device)
+        return f"{sizes[0]} bytes free of {sizes[1]}" if sizes is not None else None
 
     def random_numbers(self) -> str | None:
         """Whether the state of its random numbers can be set back."""
@@ -103,11 +103,11 @@ class _Trying:
 
     def out_of_memory(self) -> str | None:
         """What is raised when memory is asked for that is not there."""
-        found = memory_of(self.device)
-        if found is None:
+        sizes = memory_of(self.device)
+        if sizes is None:
             return None
         try:
-            torch.empty(2 * found[1], dtype=torch.uint8, device=self.device)
+            torch.empty(2 * sizes[1], dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             self.observe("more memory than there is", error, is_interrupted=False)
             return type(error).__name__
@@ -123,11 +123,11 @@ class _Trying:
             queue()
         except RuntimeError as error:
             self.observe("stop_device under work", error, is_interrupted=True)
-            seen = type(error).__name__
+            error_type = type(error).__name__
         else:
             raise RuntimeError("work that was stopped came to its end")
         self.healing.clean((), is_damaged=False)
-        return f"{seen}, then {self._works()}"
+        return f"{error_type}, then {self._works()}"
 
     def _work(self) -> Callable[[], None]:
         """Products for `WORK_S`, and waiting for them."""
@@ -169,11 +169,11 @@ class _Trying:
         if number > 1:
             self.healing.clean((), is_damaged=False)
         generations.release_retired()
-        own = torch.full((1,), self.task.rank + 1.0, device=self.device)
-        dist.all_reduce(own)
+        total = torch.full((1,), self.task.rank + 1.0, device=self.device)
+        dist.all_reduce(total)
         size = self.task.size
-        if own.item() != size * (size + 1) / 2:
-            raise RuntimeError(f"the sum over {size} ranks is {own.item()}")
+        if total.item() != size * (size + 1) / 2:
+            raise RuntimeError(f"the sum over {size} ranks is {total.item()}")
         took_s = time.monotonic() - began_s
         if number < NUM_GENERATIONS:
             self._wait_in_vain(generations, number + 1)

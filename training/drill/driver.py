@@ -51,7 +51,7 @@ class RunOutcome:
         curve: loss and gradient norm of every step that was kept.
         state: checksums of the last checkpoint's files, by their rank.
         fired_s: when each fault of the job fired, by its index.
-        left_over: names of processes or objects that outlived it.
+        leftovers: names of processes or objects that outlived it.
         ended: how, in a word or two.
     """
 
@@ -59,7 +59,7 @@ class RunOutcome:
     curve: Curve
     state: Mapping[str, str]
     fired_s: Mapping[int, list[float]]
-    left_over: tuple[str, ...]
+    leftovers: tuple[str, ...]
     ended: str
 
 
@@ -135,24 +135,24 @@ class RunDriver:
             ended: how.
         """
         run = self._run(job)
-        kept = kept_steps(run.store, job.run_id)
+        records = kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)
             # By rank: attempt and generation in a file's name do not belong to the state.
             files = sorted(manifest.shards.items())
-            shards = {f"rank{rank}": one.xxh3_128 for rank, (_, one) in enumerate(files)}
+            shards = {f"rank{rank}": shard.xxh3_128 for rank, (_, shard) in enumerate(files)}
         except StorageError:
             shards = {}  # the last step was not reached
         return RunOutcome(
             history=run.refresh(),
             curve={
-                step: (one.loss, one.grad_norm)
-                for step, one in kept.items()
-                if one.loss is not None and one.grad_norm is not None
+                step: (record.loss, record.grad_norm)
+                for step, record in records.items()
+                if record.loss is not None and record.grad_norm is not None
             },
             state=shards,
             fired_s=fired_at_s(run.store, job.run_id),
-            left_over=tuple(run.left_over()),
+            leftovers=tuple(run.leftovers()),
             ended=ended,
         )
 
@@ -238,6 +238,8 @@ class SpareAwaiter:
 
 def _paused_steps(progress: Progress) -> tuple[int, ...]:
     """Completed steps of the paused ranks."""
-    workers = [one for agent in progress.snapshot.agents.values() for one in agent.workers]
+    workers = [worker for agent in progress.snapshot.agents.values() for worker in agent.workers]
     paused = Phase.PAUSED.name.lower()
-    return tuple(one.step for one in workers if one.phase == paused and one.step is not None)
+    return tuple(
+        worker.step for worker in workers if worker.phase == paused and worker.step is not None
+    )

@@ -106,44 +106,44 @@ class DrillOutcome:
 
 def recovered(history: RunHistory) -> list[Recovered]:
     """The recoveries after which training continued, in order; after a stop, the user's restart."""
-    found: list[Recovered] = []
+    recoveries: list[Recovered] = []
     attempts = history.attempts
     for number, view in enumerate(attempts, start=1):
-        after = attempts[number] if number < len(attempts) else None
+        next_attempt = attempts[number] if number < len(attempts) else None
         for recovery in view.recoveries:
             if recovery.ended is not None and recovery.ended.succeeded:
                 began, ended = recovery.began, recovery.ended
-                found.append(
+                recoveries.append(
                     Recovered(began.decision.rung, began.fault.at_s, ended.at_s, ended.steps_lost)
                 )
         if view.decision is not None and view.ended is not None and view.ended.fault is not None:
             noticed_at_s, reached = view.ended.fault.at_s, view.ended.to_step or 0
-            found.append(_by_attempt(view.decision.rung, noticed_at_s, reached, after))
-    return found
+            recoveries.append(_by_attempt(view.decision.rung, noticed_at_s, reached, next_attempt))
+    return recoveries
 
 
 def _by_attempt(
-    rung: Rung, noticed_at_s: float, reached: int, after: AttemptView | None
+    rung: Rung, noticed_at_s: float, reached: int, next_attempt: AttemptView | None
 ) -> Recovered:
-    if after is None:
+    if next_attempt is None:
         return Recovered(rung, noticed_at_s, None, 0)
-    trains_at_s = after.first_step.stepped_s if after.first_step is not None else None
-    return Recovered(rung, noticed_at_s, trains_at_s, max(0, reached - after.from_step))
+    trains_at_s = next_attempt.first_step.stepped_s if next_attempt.first_step is not None else None
+    return Recovered(rung, noticed_at_s, trains_at_s, max(0, reached - next_attempt.from_step))
 
 
-def differences(curve: Curve, undisturbed: Curve, *, before: int | None = None) -> list[int]:
+def differences(curve: Curve, undisturbed: Curve, *, end_step: int | None = None) -> list[int]:
     """Steps whose numbers differ from those of the undisturbed run, or that only one of them has.
 
     Args:
         curve: of the run.
         undisturbed: of the run that it is compared with.
-        before: the first step that is not compared, None: all are.
+        end_step: the first step that is not compared, None: all are.
     """
     steps = sorted({*curve, *undisturbed})
     return [
         step
         for step in steps
-        if (before is None or step < before) and curve.get(step) != undisturbed.get(step)
+        if (end_step is None or step < end_step) and curve.get(step) != undisturbed.get(step)
     ]
 
 
@@ -168,8 +168,8 @@ def judge(
     """
     recoveries = recovered(outcome.history)
     fired = [at_s for times in outcome.fired_s.values() for at_s in times]
-    noticed = min((one.noticed_at_s for one in recoveries), default=None)
-    trains = max((one.trains_at_s or 0.0 for one in recoveries), default=None)
+    noticed = min((recovery.noticed_at_s for recovery in recoveries), default=None)
+    trains = max((recovery.trains_at_s or 0.0 for recovery in recoveries), default=None)
     if pauser is not None and pauser.requested_s is not None:
         fired, noticed, trains = [pauser.requested_s], *_pause_times(outcome.history)
     first = min(fired, default=None)
@@ -180,13 +180,13 @@ def judge(
         parallelism=job.parallelism.kind.value,
         injected=drill.injected,
         fired=len(fired),
-        rungs=tuple(one.rung for one in recoveries),
+        rungs=tuple(recovery.rung for recovery in recoveries),
         detected_s=_between(first, noticed),
         recovered_s=_between(first, trains),
-        steps_lost=sum(one.steps_lost for one in recoveries),
-        curve_equal=not differences(outcome.curve, undisturbed.curve, before=drill.differs_from),
+        steps_lost=sum(recovery.steps_lost for recovery in recoveries),
+        curve_equal=not differences(outcome.curve, undisturbed.curve, end_step=drill.differs_from),
         differs_from=drill.differs_from,
-        left_over=len(outcome.left_over),
+        left_over=len(outcome.leftovers),
         problems=(
             *run_problems(outcome, undisturbed, differs_from=drill.differs_from),
             *_ladder_problems(outcome.history, recoveries, expected),
@@ -208,22 +208,22 @@ def run_problems(
     """
     if outcome.ended != EndKind.COMPLETED:
         yield f"the run ended: {outcome.ended}"
-    differing = differences(outcome.curve, undisturbed.curve, before=differs_from)
+    differing = differences(outcome.curve, undisturbed.curve, end_step=differs_from)
     if differing:
         yield f"the curve differs at {len(differing)} steps, first at step {differing[0]}"
     elif differs_from is None and outcome.state != undisturbed.state:
         yield "the curve is equal, the final state is not"
-    if outcome.left_over:
-        yield f"left over: {', '.join(outcome.left_over)}"
+    if outcome.leftovers:
+        yield f"left over: {', '.join(outcome.leftovers)}"
 
 
 def _ladder_problems(
     history: RunHistory, recoveries: Sequence[Recovered], expected: Expected
 ) -> Iterator[str]:
-    rungs = tuple(one.rung for one in recoveries)
+    rungs = tuple(recovery.rung for recovery in recoveries)
     if rungs != expected.rungs:
         yield f"recovered by {_names(rungs)}, expected {_names(expected.rungs)}"
-    lost = sum(one.steps_lost for one in recoveries)
+    lost = sum(recovery.steps_lost for recovery in recoveries)
     if lost > expected.steps_lost:
         yield f"{lost} completed steps lost, expected at most {expected.steps_lost}"
     places = [view.restored for view in history.attempts if view.restored is not None]

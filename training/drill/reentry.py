@@ -91,8 +91,8 @@ def _check_session(job: Job, folder: Path, secrets: Secrets) -> Check:
         curves.append(curve)
     for step, loss in curves[0].items():
         if curves[1][step] != loss:
-            seen = f"step {step}: loss {loss!r}, and {curves[1][step]!r} when started again"
-            return _failed(seen, allowed)
+            finding = f"step {step}: loss {loss!r}, and {curves[1][step]!r} when started again"
+            return _failed(finding, allowed)
     losses = ", ".join(f"{loss:.6f}" for loss in curves[0].values())
     return Check(
         name=NAME, outcome=CheckOutcome.OK, seen=f"losses {losses}, twice", allowed=allowed
@@ -109,8 +109,8 @@ def _check_command(job: Job, folder: Path, lasting_s: float, secrets: Secrets) -
             return _failed(str(error), allowed)
         if code not in (None, 0):
             return _failed(f"start {number} ended with exit code {code}: {line}", allowed)
-    seen = f"started twice, {lasting_s:g} s each time, or to its end"
-    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
+    finding = f"started twice, {lasting_s:g} s each time, or to its end"
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=finding, allowed=allowed)
 
 
 def _start(
@@ -170,7 +170,7 @@ def _variables(
     )
     of_blocks = {name: value.get_secret_value() for name, value in delivered.items()}
     secrets = values_on_node(job.env_from, delivered=of_blocks, environment=os.environ)
-    own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
+    job_variables = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     order = StartOrder(
         placement=1,
         attempt=number,
@@ -186,14 +186,14 @@ def _variables(
         cwd=str(Path(job.worker.cwd or ".").resolve()),
         grace_s=job.engine.grace_s,
         log_path=None,
-        variables=own,
+        variables=job_variables,
         job="{}",
         data_manifest_key=None,
     )
     platform = platform_variables(config, order, folder, number)
     place = rank_variables(config, order, 0, 0)
-    return {**os.environ, **own, **platform, **place, "PATH": worker_path()}
+    return {**os.environ, **job_variables, **platform, **place, "PATH": worker_path()}
 
 
-def _failed(seen: str, allowed: str) -> Check:
-    return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=seen, allowed=allowed)
+def _failed(finding: str, allowed: str) -> Check:
+    return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=finding, allowed=allowed)

@@ -40,11 +40,11 @@ def chosen(name: str) -> tuple[Drill, ...]:
     """
     if name == ALL:
         return DRILLS
-    found = tuple(drill for drill in DRILLS if drill.name == name)
-    if not found:
-        known = ", ".join(drill.name for drill in DRILLS)
-        raise InputError("name", f"{name!r}: no such drill; there are {ALL}, {known}")
-    return found
+    matches = tuple(drill for drill in DRILLS if drill.name == name)
+    if not matches:
+        names = ", ".join(drill.name for drill in DRILLS)
+        raise InputError("name", f"{name!r}: no such drill; there are {ALL}, {names}")
+    return matches
 
 
 def parallel_kind(name: str | None, job: Job | None = None) -> ParallelKind:
@@ -58,8 +58,8 @@ def parallel_kind(name: str | None, job: Job | None = None) -> ParallelKind:
         InputError: drills have no such kind.
     """
     if name is None:
-        own = job.parallelism.kind if job is not None else ParallelKind.DDP
-        return own if own in KINDS else ParallelKind.DDP
+        job_kind = job.parallelism.kind if job is not None else ParallelKind.DDP
+        return job_kind if job_kind in KINDS else ParallelKind.DDP
     if name not in KINDS:
         raise InputError("parallelism", f"{name!r}: must be one of {', '.join(KINDS)}")
     return ParallelKind(name)
@@ -210,7 +210,7 @@ class DrillRunner:
         else:
             engine = {"nodes": num_nodes, "slots_per_node": slots}
         changes = {**drill.changes, "engine": {**drill.changes.get("engine", {}), **engine}}
-        faults = (one.model_copy(update={"rank": one.rank * slots}) for one in drill.faults)
+        faults = (fault.model_copy(update={"rank": fault.rank * slots}) for fault in drill.faults)
         return changes, tuple(faults)
 
     def _job(
@@ -274,8 +274,8 @@ def why_not(drill: Drill, job: Job | None, *, num_devices: int = 0) -> str:
         return f"engine.nodes={engine.nodes}: it needs {drill.num_nodes} nodes"
     left = sum(rung in ISOLATES for rung in drill.expected.rungs)
     if engine.spares < left:
-        what = "a node and needs another one" if left == 1 else f"{left} nodes and needs others"
-        return f"engine.spares={engine.spares}: it leaves {what}"
+        loss = "a node and needs another one" if left == 1 else f"{left} nodes and needs others"
+        return f"engine.spares={engine.spares}: it leaves {loss}"
     return ""
 
 
@@ -294,10 +294,10 @@ def able(drills: Sequence[Drill], job: Job | None, *, num_devices: int = 0) -> t
         InputError: none can.
     """
     reasons = [why_not(drill, job, num_devices=num_devices) for drill in drills]
-    found = tuple(drill for drill, reason in zip(drills, reasons, strict=True) if not reason)
-    if not found:
+    possible = tuple(drill for drill, reason in zip(drills, reasons, strict=True) if not reason)
+    if not possible:
         raise InputError("name", f"{drills[0].name}: {reasons[0]}")
-    return found
+    return possible
 
 
 def _on_replicas(job: Job, faults: tuple[DrillFault, ...]) -> Iterator[DrillFault]:
@@ -305,7 +305,7 @@ def _on_replicas(job: Job, faults: tuple[DrillFault, ...]) -> Iterator[DrillFaul
     for fault in faults:
         yield fault
         for group in job.layout.replica_groups():
-            others = [rank for rank in group if fault.rank in group and rank != fault.rank]
-            for rank in others:
+            replicas = [rank for rank in group if fault.rank in group and rank != fault.rank]
+            for rank in replicas:
                 # In the same step, one death would mostly prevent the other.
                 yield fault.model_copy(update={"rank": rank, "point": DrillPoint.RECOVERY})

@@ -24,18 +24,18 @@ def terminated_as_exception() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [one for one in _SIGNALS if signal.getsignal(one) is signal.SIG_DFL]
-    for one in ours:
-        signal.signal(one, _terminated)
+    ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _terminated)
     try:
         yield
     finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _terminated(number: int, _frame: FrameType | None) -> NoReturn:
-    for one in _SIGNALS:
-        if signal.getsignal(one) is _terminated:
-            signal.signal(one, signal.SIG_IGN)  # nothing is to cut the taking down short
+    for handled in _SIGNALS:
+        if signal.getsignal(handled) is _terminated:
+            signal.signal(handled, signal.SIG_IGN)  # nothing is to cut the taking down short
     raise SystemExit(SHELL_SIGNAL_BASE + number)

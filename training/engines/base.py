@@ -107,7 +107,7 @@ class AgentEndpoint:
         host: where the other members reach it.
         loss: how its container was lost or is being lost, as far as the engine knows.
         node_problem: what the platform holds against its node; it may train all the same.
-        stood_by: whether it was started before its member needed it.
+        was_spare: whether it was started before its member needed it.
         schedule_cnt: of its member with it, where it stood by.
     """
 
@@ -117,7 +117,7 @@ class AgentEndpoint:
     host: str
     loss: NodeLoss | None = None
     node_problem: str = ""
-    stood_by: bool = False
+    was_spare: bool = False
     schedule_cnt: int = 0
 
 
@@ -167,7 +167,7 @@ class Engine(Protocol):
         """Likewise for these members; the others keep theirs."""
         ...
 
-    def stand_by(self, placement: Placement, node: str) -> None:
+    def start_spare(self, placement: Placement, node: str) -> None:
         """Start a container that is to be some member's later; returns at once.
 
         It is on no node of the placement, nor on one that it avoids, nor where another one of the
@@ -179,11 +179,11 @@ class Engine(Protocol):
         """
         ...
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
         """The containers that no member has taken yet, by names of the engine's own."""
         ...
 
-    def dismiss(self, names: Collection[str]) -> None:
+    def end_spares(self, names: Collection[str]) -> None:
         """End some of them by force."""
         ...
 
@@ -211,7 +211,7 @@ class Engine(Protocol):
         """End every container of the run by force, wait until nothing is left."""
         ...
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         """Names of what the run still has here: processes, or objects of the platform."""
         ...
 
@@ -281,17 +281,23 @@ def plan(
     Raises:
         NoCapacity: fewer than `needed` nodes remain.
     """
-    before = previous.members[:needed] if previous is not None else ()
-    kept = {member.index: member.node for member in before if member.node not in avoid}
+    former_members = previous.members[:needed] if previous is not None else ()
+    node_by_member = {
+        member.index: member.node for member in former_members if member.node not in avoid
+    }
     if nodes is not None:
-        free = _in_order(nodes, last, taken={*avoid, *kept.values()})
+        free = _in_order(nodes, last, exclude={*avoid, *node_by_member.values()})
         for index in range(needed):
-            if index not in kept:
-                kept[index] = _next(free, nodes, avoid)
-        _leave(kept, free, last)
-    counts = {member.index: member.schedule_cnt for member in before}
+            if index not in node_by_member:
+                node_by_member[index] = _next(free, nodes, avoid)
+        _leave(node_by_member, free, last)
+    counts = {member.index: member.schedule_cnt for member in former_members}
     members = [
-        Member(index=index, node=kept.get(index, ANY_NODE), schedule_cnt=counts.get(index, 0) + 1)
+        Member(
+            index=index,
+            node=node_by_member.get(index, ANY_NODE),
+            schedule_cnt=counts.get(index, 0) + 1,
+        )
         for index in range(needed)
     ]
     number = previous.number + 1 if previous is not None else 1
@@ -325,7 +331,7 @@ def plan_replacement(
     if nodes is None:
         moved = {index: ANY_NODE if node in avoid else node for index, node in moved.items()}
     else:
-        free = _in_order(nodes, last, taken={*avoid, *previous.nodes})
+        free = _in_order(nodes, last, exclude={*avoid, *previous.nodes})
         for index, node in moved.items():
             if node in avoid:
                 moved[index] = _next(free, nodes, avoid)
@@ -350,9 +356,11 @@ def _leave(chosen: dict[int, str], free: list[str], last: Collection[str]) -> No
             chosen[index] = free.pop(0)
 
 
-def _in_order(nodes: Sequence[str], last: Collection[str], *, taken: Collection[str]) -> list[str]:
+def _in_order(
+    nodes: Sequence[str], last: Collection[str], *, exclude: Collection[str]
+) -> list[str]:
     """Nodes that are free, in their order but for those that come last."""
-    free = [node for node in nodes if node not in taken]
+    free = [node for node in nodes if node not in exclude]
     return sorted(free, key=lambda node: node in last)
 
 

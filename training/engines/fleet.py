@@ -27,7 +27,7 @@ from perdure.training.engines.base import (
     bound,
 )
 from perdure.training.engines.rank_table import Server, rank_table
-from perdure.training.engines.standing_by import StandingBy
+from perdure.training.engines.spare_containers import SpareContainers
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
@@ -96,7 +96,7 @@ class Fleet:
         self._engine = engine
         self._job = job
         self._calls = AgentCalls(epoch)
-        self.standing_by = StandingBy(engine, self._calls)
+        self.spare_containers = SpareContainers(engine, self._calls)
         self._answered_s: dict[int, float] = {}
         self._asked: dict[Key, Future[TimedLine]] = {}  # looks that have had no answer yet
         self._logging_member = 0
@@ -114,7 +114,7 @@ class Fleet:
     def bound(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
         """The placement with the nodes that the containers of these members are on; None: all."""
         contacts = self._engine.contacts()
-        chosen = {i: one for i, one in contacts.items() if members is None or i in members}
+        chosen = {i: contact for i, contact in contacts.items() if members is None or i in members}
         return bound(placement, chosen)
 
     def misplaced(self, placement: Placement) -> frozenset[int]:
@@ -141,18 +141,18 @@ class Fleet:
             lost: nodes whose agents are.
         """
         contacts = self._engine.contacts().values()
-        known = [contact.loss for contact in contacts if contact.loss is not None]
+        reported = [contact.loss for contact in contacts if contact.loss is not None]
         suspected = [
-            NodeLoss(one.node, FaultClass.NODE_LOST, "NODE_NOT_READY", one.node_problem)
-            for one in contacts
-            if one.loss is None and one.node in lost and one.node_problem
+            NodeLoss(contact.node, FaultClass.NODE_LOST, "NODE_NOT_READY", contact.node_problem)
+            for contact in contacts
+            if contact.loss is None and contact.node in lost and contact.node_problem
         ]
-        return [*known, *suspected]
+        return [*reported, *suspected]
 
     def submit(self, placement: Placement) -> None:
         """Start a container for every member; whatever the run had before is ended first."""
         self._retire(self._engine.inventory, None, self._job.engine.grace_s)
-        self._engine.submit(placement, ready=self.standing_by.ready())
+        self._engine.submit(placement, ready=self.spare_containers.ready())
         members = [member.index for member in placement.members]
         self._begin(members)
         self._assign(placement, members)
@@ -168,7 +168,7 @@ class Fleet:
             grace_s: for the processes in the old containers; None: the job's.
         """
         grace_s = self._job.engine.grace_s if grace_s is None else grace_s
-        ready = self.standing_by.ready()
+        ready = self.spare_containers.ready()
         self._retire(self._engine.contacts, members, grace_s)
         self._engine.replace(placement, members, ready=ready)
         self._begin(members)
@@ -176,7 +176,7 @@ class Fleet:
 
     def _assign(self, placement: Placement, members: Collection[int]) -> None:
         """Have containers that stood by be these members'; new ones for those that do not obey."""
-        failed = self.standing_by.assign(members)
+        failed = self.spare_containers.assign(members)
         if failed:
             self._engine.replace(placement, failed)
             self._begin(failed)
@@ -201,21 +201,21 @@ class Fleet:
             index: self._calls.send(contact, ClockQuery(), timeout_s=GREET_TIMEOUT_S)
             for index, contact in self._heard(contacts).items()
         }
-        found: dict[int, ClockProbe] = {}
+        probes: dict[int, ClockProbe] = {}
         for index, answer in sent.items():
             node, host = contacts[index].node, contacts[index].host
             with suppress(AgentUnreachable, EngineError):
                 reply = self._calls.received(contacts[index], ClockQuery(), answer)
                 times = answer.result()
-                found[index] = ClockProbe.of(
+                probes[index] = ClockProbe.of(
                     node, host, reply, sent_s=times.sent_s, answered_s=times.answered_s
                 )
-        return found
+        return probes
 
     def check(self, orders: Mapping[int, CheckOrder]) -> Sequence[Check]:
         """Check all members at once; one that does not answer has failed."""
-        known = self._engine.contacts()
-        contacts = {index: known[index] for index in orders}
+        all_contacts = self._engine.contacts()
+        contacts = {index: all_contacts[index] for index in orders}
         limit_s = max((order.timeout_s for order in orders.values()), default=0.0)
         answers = self._call_all(contacts, orders, timeout_s=limit_s + CHECK_MARGIN_S)
         return [
@@ -238,7 +238,7 @@ class Fleet:
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container; rendezvous is filled in."""
         contacts = dict(sorted(self._engine.contacts().items()))
-        self.standing_by.assign(contacts)  # a supervisor before may have died over it
+        self.spare_containers.assign(contacts)  # a supervisor before may have died over it
         filled = self._filled(order, contacts)
         self._asked.clear()  # what was asked before says nothing of this attempt
         self._replies(contacts, filled, timeout_s=CALL_TIMEOUT_S, needs_all=True)
@@ -252,7 +252,7 @@ class Fleet:
             generation: of the process groups that they join, or an earlier one.
         """
         contacts = dict(sorted(self._engine.contacts().items()))
-        self.standing_by.assign(members)  # likewise
+        self.spare_containers.assign(members)  # likewise
         filled = self._filled(order, contacts).model_copy(update={"generation": generation})
         joining = {index: contacts[index] for index in members}
         self._replies(joining, filled, timeout_s=CALL_TIMEOUT_S, needs_all=True)
@@ -281,12 +281,12 @@ class Fleet:
         reply = self._rendezvous(order, contacts[0], resumes=began)
         assert reply.coordinator is not None  # noqa: S101 a session has one
         moved = {rank // self._job.engine.slots_per_node for rank in began.moved}
-        others = {index: one for index, one in contacts.items() if index not in moved}
+        staying = {index: contact for index, contact in contacts.items() if index not in moved}
         rejoin = RejoinOrder(
             placement=order.placement, attempt=order.attempt, coordinator=reply.coordinator
         )
         # Of those that do not answer, the next look shows whether they are lost, too.
-        self._replies(others, rejoin, timeout_s=REJOIN_TIMEOUT_S)
+        self._replies(staying, rejoin, timeout_s=REJOIN_TIMEOUT_S)
 
     @property
     def first_container(self) -> str:
@@ -369,7 +369,7 @@ class Fleet:
     def _look(self, contacts: Mapping[int, AgentEndpoint]) -> None:
         """Ask everybody who has not been asked yet, and wait for the answers a little."""
         living = {c.address: c for c in contacts.values() if c.address is not None}
-        self._asked = {at: one for at, one in self._asked.items() if at in living}
+        self._asked = {at: future for at, future in self._asked.items() if at in living}
         for at, contact in living.items():
             if at not in self._asked:
                 self._asked[at] = self._calls.send(contact, StatusQuery(), timeout_s=CALL_TIMEOUT_S)
@@ -420,19 +420,19 @@ class Fleet:
             EngineError: the run is no drill, or an agent obeys another supervisor.
         """
         if victim is Victim.SPARE:
-            return self.standing_by.kill_one()
+            return self.spare_containers.kill_one()
         contacts = self._engine.contacts()
         rank = index if victim is Victim.RANK else None
         # Which member has a rank or the coordinator, it knows itself.
         if victim not in (Victim.RANK, Victim.COORDINATOR):
-            contacts = {member: one for member, one in contacts.items() if member == index}
+            contacts = {member: contact for member, contact in contacts.items() if member == index}
         order = KillOrder(victim=victim, rank=rank)
         replies = self._replies(contacts, order, timeout_s=CALL_TIMEOUT_S)
         return any(reply.num_killed for reply in replies.values())
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         """Names of what the run still has where its containers were."""
-        return self._engine.left_over()
+        return self._engine.leftovers()
 
     def metrics(self, offset: int) -> tuple[str, int]:
         """Step records that the first rank wrote after `offset` bytes, and the new offset.
@@ -473,15 +473,15 @@ class Fleet:
         """
         contacts = self._engine.contacts()
         sent = dict.fromkeys(contacts, query)
-        found: dict[str, tuple[SavedCheckpoint, ...]] = {}
+        checkpoints: dict[str, tuple[SavedCheckpoint, ...]] = {}
         for index, answer in self._call_all(contacts, sent, timeout_s=SAVED_TIMEOUT_S):
             if isinstance(answer, EngineError):
                 raise answer
             if isinstance(answer, AgentReply):
-                found[contacts[index].node] = answer.saved
-        if not found:
+                checkpoints[contacts[index].node] = answer.saved
+        if not checkpoints:
             raise EngineError("no node says which checkpoints the command has")
-        return found
+        return checkpoints
 
     def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeLog]]:
         """What the nodes know beside what workers print.
@@ -525,7 +525,7 @@ class Fleet:
 
     def _retire(
         self,
-        known: Callable[[], Mapping[int, AgentEndpoint]],
+        list_contacts: Callable[[], Mapping[int, AgentEndpoint]],
         members: Collection[int] | None,
         grace_s: float,
     ) -> None:
@@ -533,12 +533,12 @@ class Fleet:
 
         Those that do not answer cannot, and are left to the engine's force.
         """
-        leaving = {i: c for i, c in known().items() if members is None or i in members}
+        leaving = {i: c for i, c in list_contacts().items() if members is None or i in members}
         order = ShutdownOrder(grace_s=grace_s)
         ending = self._replies(leaving, order, timeout_s=SHUTDOWN_TIMEOUT_S)
         deadline_s = time.monotonic() + grace_s + SHUTDOWN_MARGIN_S
         while time.monotonic() < deadline_s:
-            now = known()
+            now = list_contacts()
             if all(index not in now or now[index].address is None for index in ending):
                 return
             time.sleep(ENDING_POLL_S)

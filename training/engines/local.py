@@ -82,7 +82,7 @@ class Container(FrozenModel):
             self.token,
             at,
             LOOPBACK,
-            stood_by=self.stood_by,
+            was_spare=self.stood_by,
             schedule_cnt=self.schedule_cnt,
         )
 
@@ -127,7 +127,7 @@ class LocalEngine:
         self._created_s = created_s
         self._secrets_env = dict(secrets_env or {})
         self._containers: dict[int, Container] = {}
-        self._standing_by: dict[str, Container] = {}  # by node: each has one at most
+        self._spares: dict[str, Container] = {}  # by node: each has one at most
         self._placement = 0  # number of what is on disk
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # agents, by their folders
 
@@ -150,7 +150,7 @@ class LocalEngine:
         """node-0 up to the last spare, first those where a container stands by."""
         spec = self._job.engine
         names = [f"node-{index}" for index in range(spec.nodes + spec.spares)]
-        return sorted(names, key=lambda name: name not in self._standing_by)
+        return sorted(names, key=lambda name: name not in self._spares)
 
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """Start a container for every member; the run's former containers are ended first."""
@@ -166,18 +166,18 @@ class LocalEngine:
         self._end([c for i, c in self._containers.items() if i in members])
         self._launch(placement, members, ready)
 
-    def stand_by(self, placement: Placement, node: str) -> None:
+    def start_spare(self, placement: Placement, node: str) -> None:
         """Start a container that is to be some member's later; returns at once."""
         waiting = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
         container = self._create(waiting, f"standby-{secrets.token_hex(4)}")
-        self._standing_by[node] = container
+        self._spares[node] = container
         self._save(placement.number)
         self._spawn(container)
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
         """The containers that no member has taken yet, by node."""
         self._reap()
-        return {node: self._with_loss(one) for node, one in self._standing_by.items()}
+        return {node: self._with_loss(container) for node, container in self._spares.items()}
 
     def _with_loss(self, container: Container) -> AgentEndpoint:
         """How it is reached; of one that is not, whether it is still about to start."""
@@ -190,9 +190,9 @@ class LocalEngine:
         )
         return replace(contact, loss=loss)
 
-    def dismiss(self, names: Collection[str]) -> None:
+    def end_spares(self, names: Collection[str]) -> None:
         """End some of them by force."""
-        ended = [self._standing_by.pop(name) for name in names if name in self._standing_by]
+        ended = [self._spares.pop(name) for name in names if name in self._spares]
         if ended:
             self._end(ended)
             self._save(self._placement)
@@ -220,31 +220,31 @@ class LocalEngine:
     def end(self) -> None:
         """End every container of the run by force."""
         self._load()
-        self._end([*self._containers.values(), *self._standing_by.values()])
-        self._standing_by = {}
+        self._end([*self._containers.values(), *self._spares.values()])
+        self._spares = {}
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         """Names of the run's processes."""
         nodes = f"{self._root / 'nodes'}/"
-        return [process.name() for process in processes_of(lambda one: one.startswith(nodes))]
+        return [process.name() for process in processes_of(lambda marker: marker.startswith(nodes))]
 
     def _launch(
         self, placement: Placement, members: Collection[int], ready: Collection[str]
     ) -> None:
-        launched = [one for one in placement.members if one.index in members]
-        taken = {
-            one.index: one.node
-            for one in launched
-            if one.node in ready and one.node in self._standing_by
+        launched = [member for member in placement.members if member.index in members]
+        node_by_member = {
+            member.index: member.node
+            for member in launched
+            if member.node in ready and member.node in self._spares
         }
-        fresh = [one for one in launched if one.index not in taken]
+        fresh = [member for member in launched if member.index not in node_by_member]
         # Where one stands by that is not ready, the node is needed for a new one.
-        self.dismiss([one.node for one in fresh])
+        self.end_spares([member.node for member in fresh])
         for member in fresh:
             name = f"p{placement.number:04d}-m{member.index}-s{member.schedule_cnt}"
             self._containers[member.index] = self._create(member, name)
-        for index, node in taken.items():
-            self._containers[index] = self._standing_by.pop(node).model_copy(
+        for index, node in node_by_member.items():
+            self._containers[index] = self._spares.pop(node).model_copy(
                 update={
                     "member": index,
                     "schedule_cnt": placement.members[index].schedule_cnt,
@@ -277,15 +277,15 @@ class LocalEngine:
         )
 
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         number = int(container.node.rpartition("-")[2])
         devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
-        own = {MARKER: container.folder, **devices}
+        node_env = {MARKER: container.folder, **devices}
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "perdure.training.agent", container.folder],
                 cwd=container.path,
-                env={**kept, **self._secrets_env, **own},
+                env={**inherited, **self._secrets_env, **node_env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -312,14 +312,16 @@ class LocalEngine:
         self._reap()
 
     def _reap(self) -> None:
-        self._processes = {f: one for f, one in self._processes.items() if one.poll() is None}
+        self._processes = {
+            f: process for f, process in self._processes.items() if process.poll() is None
+        }
 
     def _save(self, placement: int) -> None:
         self._placement = placement
         document = Containers(
             placement=placement,
             containers=tuple(c for _, c in sorted(self._containers.items())),
-            standing_by=tuple(c for _, c in sorted(self._standing_by.items())),
+            standing_by=tuple(c for _, c in sorted(self._spares.items())),
         )
         private_folder(self._root)
         write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
@@ -329,6 +331,6 @@ class LocalEngine:
         if (document := read_containers(self._root / _CONTAINERS_FILE)) is None:
             return None
         self._containers = {c.member: c for c in document.containers}
-        self._standing_by = {c.node: c for c in document.standing_by}
+        self._spares = {c.node: c for c in document.standing_by}
         self._placement = document.placement
         return document.placement

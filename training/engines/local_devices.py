@@ -33,8 +33,8 @@ def devices_of_node(
     if visible:
         devices = [part.strip() for part in visible.split(",")]
     else:
-        found = (_DEVICE.fullmatch(file.name) for file in dev.iterdir())
-        devices = [str(index) for index in sorted(int(one[1]) for one in found if one)]
+        matches = (_DEVICE.fullmatch(file.name) for file in dev.iterdir())
+        devices = [str(index) for index in sorted(int(match[1]) for match in matches if match)]
     num_nodes = len(devices) // slots
     if num_nodes == 0:
         return {VISIBLE: visible} if visible else {}

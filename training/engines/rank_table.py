@@ -56,11 +56,11 @@ def _entry(server: Server, first_rank: int) -> dict[str, Any]:
     return {
         "server_id": server.name,
         "host_ip": server.host,
-        "device": [_device(one, rank) for rank, one in devices],
+        "device": [_device(device, rank) for rank, device in devices],
     }
 
 
-def _device(one: DeviceAddress, rank: int) -> dict[str, str]:
-    place = {} if one.super_device_id is None else {"super_device_id": one.super_device_id}
-    known = {"device_id": str(one.device_id), "device_ip": one.device_ip}
-    return {**known, **place, "rank_id": str(rank)}
+def _device(address: DeviceAddress, rank: int) -> dict[str, str]:
+    place = {} if address.super_device_id is None else {"super_device_id": address.super_device_id}
+    fields = {"device_id": str(address.device_id), "device_ip": address.device_ip}
+    return {**fields, **place, "rank_id": str(rank)}

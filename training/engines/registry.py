@@ -14,11 +14,11 @@ from perdure.training.errors import InputError
 from perdure.training.wire.node import Check
 
 
-def _kubernetes(job: Job, **given: Any) -> Engine:
+def _kubernetes(job: Job, **options: Any) -> Engine:
     # The client takes a second to import, and most processes speak to no cluster.
     from perdure.training.engines.kubernetes.engine import KubernetesEngine  # noqa: PLC0415
 
-    return KubernetesEngine(job, **given)
+    return KubernetesEngine(job, **options)
 
 
 def _cluster_checks(job: Job) -> Sequence[Check]:

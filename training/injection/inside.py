@@ -53,13 +53,13 @@ class WorkerInjector:
         damage_state: Callable[[], None],
         break_connections: Callable[[], None],
     ) -> None:
-        self._own = [(n, one) for n, one in enumerate(faults) if one.rank == rank]
+        self._faults = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
         self._store = store
         self._prefix = _fired_prefix(run_id)
         self._damage_state = damage_state
         self._break_connections = break_connections
         self._counts: Counter[int] = Counter()
-        if self._own:
+        if self._faults:
             self._counts.update(_fault_number(info.key) for info in store.list(self._prefix))
         self._backward_step: int | None = None
 
@@ -102,7 +102,7 @@ class WorkerInjector:
 
     def loss_factor(self, step: int) -> float:
         """The factor for the loss of a step."""
-        for number, fault in self._own:
+        for number, fault in self._faults:
             is_due = fault.kind in LOSS_FACTOR and fault.step == step
             if is_due and self._fires(number, fault):
                 return LOSS_FACTOR[fault.kind]
@@ -110,7 +110,7 @@ class WorkerInjector:
 
     def _due(self, point: str, step: int) -> Iterator[DrillFault]:
         """The faults due at a point, each recorded right before it is yielded."""
-        for number, fault in self._own:
+        for number, fault in self._faults:
             is_here = fault.kind not in LOSS_FACTOR and fault.point == point
             if is_here and _is_due(fault, point, step) and self._fires(number, fault):
                 yield fault

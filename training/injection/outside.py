@@ -72,8 +72,8 @@ def kill_in_container(order: KillOrder, config: AgentConfig, marker: str) -> Age
         marker: of its container.
     """
 
-    def is_own(found: str) -> bool:
-        return found == marker
+    def is_own(candidate: str) -> bool:
+        return candidate == marker
 
     if not config.is_drill:
         return AgentReply(error="the run is no drill: its job has neither drill.faults nor kills")
@@ -86,10 +86,10 @@ def kill_in_container(order: KillOrder, config: AgentConfig, marker: str) -> Age
             _after_reply(lambda: os._exit(KILLED))
             return AgentReply(num_killed=1)
         case Victim.RANK:
-            found = workers_of(order.rank, is_own) if order.rank is not None else []
+            processes = workers_of(order.rank, is_own) if order.rank is not None else []
         case part:
-            found = parts_of(part, is_own)
-    return AgentReply(num_killed=len(kill(found)))
+            processes = parts_of(part, is_own)
+    return AgentReply(num_killed=len(kill(processes)))
 
 
 def lose_node_on_signal(marker: str) -> None:

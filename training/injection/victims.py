@@ -62,7 +62,7 @@ def lose_this_node(marker: str) -> NoReturn:
     Raises:
         RuntimeError: it did not, and so there was no fault.
     """
-    agents = parts_of(Victim.AGENT, lambda one: one == marker)
+    agents = parts_of(Victim.AGENT, lambda candidate: candidate == marker)
     signal_all(agents, NODE_LOSS)
     time.sleep(LOSS_S)
     raise RuntimeError(f"the node was not lost: {len(agents)} agents were told to")

@@ -267,7 +267,7 @@ class Placer:
         """Whether a member could move to another node, as far as is known."""
         nodes = self._fleet.nodes()
         if nodes is None:
-            return bool(self._fleet.standing_by.ready())
+            return bool(self._fleet.spare_containers.ready())
         return bool(spares_of(nodes, self._writer.history))
 
     def refuse(self, node: str, why: str) -> None:
@@ -362,8 +362,9 @@ class Placer:
         order = self.check_order()
         if first is not None:
             order = order.model_copy(update={"gang_host": first.host, "gang_port": first.port})
+        spares = self._fleet.spare_containers
         known = {i for i in range(len(placement.members))
-                 if i in kept or (i > 0 and self._fleet.standing_by.was_checked(i))}  # fmt: skip
+                 if i in kept or (i > 0 and spares.was_checked(i))}  # fmt: skip
         return {
             member.index: order.model_copy(update={"is_new": member.index not in known})
             for member in placement.members

@@ -159,9 +159,9 @@ class Run:
         """Re-read the ledger."""
         return self._writer.refresh()
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         """Names of what the run still has where its containers were; nothing is taken down."""
-        return self._make_fleet(self.refresh().epoch).left_over()
+        return self._make_fleet(self.refresh().epoch).leftovers()
 
     def _make_fleet(self, epoch: int) -> Fleet:
         return make_fleet(

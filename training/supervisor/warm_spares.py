@@ -79,7 +79,7 @@ class WarmSpares:
         # On this machine the node of a spare is the one that trains, with the devices in use.
         self._checks = job.preflight.nodes and not job.engine.on_this_machine
         self._is_command = job.worker.is_command  # then there is nothing to import
-        self._fleet, self._standing_by = fleet, fleet.standing_by
+        self._fleet, self._standing_by = fleet, fleet.spare_containers
         self._placer = placer
         self._history = history
         self._clock = clock

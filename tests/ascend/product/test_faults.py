@@ -79,7 +79,7 @@ def test_a_fault_of_a_device_is_recovered_with_the_curve_unchanged(home, undistu
     assert case.fault_class in told
     assert tuple(one.rung for one in recovered(outcome.history)) == case.rungs, told
     assert differences(outcome.curve, undisturbed.curve) == [], told
-    assert outcome.left_over == ()
+    assert outcome.leftovers == ()
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ def test_the_same_seed_draws_the_same_campaign_and_another_seed_another(kind):
 def test_every_campaign_is_a_job_that_is_broken_as_often_as_asked(tmp_path, seed, kind):
     campaign = draw(seed, num_faults=50, kind=kind)
     assert campaign.size == 50
-    faults = {"drill": {"faults": [one.model_dump() for one in campaign.faults]}}
+    faults = {"drill": {"faults": [fault.model_dump() for fault in campaign.faults]}}
     job = drill_job(
         tmp_path,
         "chaos",
@@ -75,7 +75,12 @@ def test_on_devices_nothing_is_drawn_that_only_gloo_has():
 
 def test_every_other_seed_has_operator_retry_on():
     drawn = [draw(seed, num_faults=3, kind=ParallelKind.HSDP) for seed in (1, 2, 3, 4)]
-    assert [one.overrides["comm"]["link_retry"] for one in drawn] == [False, True, False, True]
+    assert [campaign.overrides["comm"]["link_retry"] for campaign in drawn] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_an_abnormal_step_fires_once_because_the_second_time_is_accepted():
@@ -148,9 +153,9 @@ def history(
     return replay(records)
 
 
-def reasons(campaign: Campaign, past: RunHistory, **given) -> list[str | None]:
-    options = {"fired": (), "killed": (), "num_due": {}, **given}
-    return [one.reason for one in unfired(campaign, past, **options)]
+def reasons(campaign: Campaign, past: RunHistory, **changes) -> list[str | None]:
+    options = {"fired": (), "killed": (), "num_due": {}, **changes}
+    return [unfired_fault.reason for unfired_fault in unfired(campaign, past, **options)]
 
 
 def test_what_fired_once_counts_though_it_might_have_fired_again():
@@ -195,11 +200,11 @@ def test_a_kill_is_excused_only_when_the_run_was_over_before_a_second_poll(num_d
 
 def test_what_did_not_fire_has_a_description():
     kill = Kill(victim=Victim.FORK_SERVER, index=1, step=5)
-    found = unfired(
+    missing = unfired(
         Campaign(steps=20, faults=(fault(8),), kills=(kill,)),
         history(), fired=(), killed=(), num_due={},
     )  # fmt: skip
-    assert [one.what for one in found] == [
+    assert [unfired_fault.description for unfired_fault in missing] == [
         "link of rank 1 at prepared of step 8",
         "kill of fork server 1 at step 5",
     ]

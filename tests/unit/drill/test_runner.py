@@ -98,8 +98,10 @@ def test_a_drill_is_a_job_with_each_kind_of_parallelism_and_on_more_nodes(tmp_pa
 
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_faults_that_are_on_nodes_of_their_own_are_so_on_more_ranks_too(tmp_path, is_wide):
-    made = runner(tmp_path, job_of(tmp_path)) if is_wide else DrillRunner(tmp_path, KINDS[0])
-    job = made.job(*chosen("two-nodes-lost"))
+    drill_runner = (
+        runner(tmp_path, job_of(tmp_path)) if is_wide else DrillRunner(tmp_path, KINDS[0])
+    )
+    job = drill_runner.job(*chosen("two-nodes-lost"))
     nodes = [fault.rank // job.engine.slots_per_node for fault in job.drill.faults]
     assert (job.engine.nodes, nodes) == (4, [2, 3])
 
@@ -133,10 +135,13 @@ def test_what_is_expected_of_a_drill_does_not_depend_on_the_policies_of_the_job(
         checkpoint={"every_steps": 500},
         watch={"isolate_fail_slow": True},
     )
-    here, there = DrillRunner(tmp_path, ParallelKind.DDP).job(None), runner(tmp_path, job).job(None)
+    local_job, remote_job = (
+        DrillRunner(tmp_path, ParallelKind.DDP).job(None),
+        runner(tmp_path, job).job(None),
+    )
     for section in ("model", "optimizer", "checkpoint", "restart", "watch", "steps", "seed"):
-        assert getattr(there, section) == getattr(here, section), section
-    assert not there.comm.link_retry
+        assert getattr(remote_job, section) == getattr(local_job, section), section
+    assert not remote_job.comm.link_retry
     (retry,) = chosen("operator-retry")
     assert runner(tmp_path, job).job(retry).comm.link_retry
 

@@ -88,7 +88,7 @@ class FakeFleet:
     def __init__(self, cluster: Cluster, tick: Callable[[str], None]) -> None:
         self.cluster = cluster
         self.tick = tick
-        self.standing_by = NothingStandsBy()
+        self.spare_containers = NothingStandsBy()
 
     @property
     def capabilities(self) -> frozenset[Rung]:
@@ -103,7 +103,7 @@ class FakeFleet:
     poll_s = 0.0
     first_container = ""
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         return ()
 
     def losses(self, lost: Collection[str]) -> Sequence[NodeLoss]:

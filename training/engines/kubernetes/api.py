@@ -102,7 +102,7 @@ class Resource:
         root = f"/apis/{self.group}" if self.group else "/api"
         place = f"/namespaces/{namespace}" if self.is_namespaced and namespace is not None else ""
         parts = [root, f"/{self.version}", place, f"/{self.plural}"]
-        parts += [f"/{one}" for one in (name, part) if one is not None]
+        parts += [f"/{segment}" for segment in (name, part) if segment is not None]
         return "".join(parts)
 
 
@@ -281,7 +281,7 @@ class Api:
             if error.is_absent:
                 return False
             raise
-        return any(one.get("name") == resource.plural for one in answer.get("resources", ()))
+        return any(kind.get("name") == resource.plural for kind in answer.get("resources", ()))
 
     def _request(
         self,
@@ -303,8 +303,8 @@ class Api:
             try:
                 with _translated(f"{method} {path}"):
                     answer = self._send(method, path, query or {}, body, content_type=content_type)
-                    found: Document = json.loads(answer.data or b"{}")
-                    return found
+                    document: Document = json.loads(answer.data or b"{}")
+                    return document
             except ApiError as error:
                 if not error.is_unreachable or time.monotonic() > deadline_s:
                     raise
@@ -336,28 +336,28 @@ class Api:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
+def _translated(request: str) -> Iterator[None]:
     """Turn the client's errors into ApiError, one line each.
 
     Args:
-        what: was asked.
+        request: was asked.
     """
     try:
         yield
     except ApiException as error:
-        raise _refused(what, error) from error
+        raise _refused(request, error) from error
     except FAILURES as error:
         raise ApiError(f"the API server cannot be reached: {_innermost(error)}") from error
 
 
-def _refused(what: str, error: ApiException) -> ApiError:
+def _refused(request: str, error: ApiException) -> ApiError:
     try:
-        told = json.loads(error.body or "{}")
+        details = json.loads(error.body or "{}")
     except ValueError:
-        told = {}
-    text = told.get("message") or error.reason or "no reason given"
-    reason = told.get("reason") or str(error.reason or "")
-    return ApiError(f"{what}: {text}", status=error.status, reason=reason)
+        details = {}
+    text = details.get("message") or error.reason or "no reason given"
+    reason = details.get("reason") or str(error.reason or "")
+    return ApiError(f"{request}: {text}", status=error.status, reason=reason)
 
 
 def _innermost(error: BaseException) -> str:
@@ -367,22 +367,22 @@ def _innermost(error: BaseException) -> str:
 
 
 def _lines(answer: Any) -> Iterator[bytes]:
-    rest = b""
+    remainder = b""
     for piece in answer.stream(amt=None, decode_content=False):
-        *whole, rest = (rest + piece).split(b"\n")
+        *whole, remainder = (remainder + piece).split(b"\n")
         yield from (line for line in whole if line)
 
 
 def _change(line: bytes) -> tuple[str, Document]:
     event = json.loads(line)
-    kind, found = event["type"], event["object"]
+    kind, document = event["type"], event["object"]
     if kind == "ERROR":
         raise ApiError(
-            f"watch: {found.get('message')}",
-            status=found.get("code"),
-            reason=str(found.get("reason")),
+            f"watch: {document.get('message')}",
+            status=document.get("code"),
+            reason=str(document.get("reason")),
         )
-    return kind, found
+    return kind, document
 
 
 def connect(*, context: str | None, namespace: str | None) -> Api:
@@ -403,13 +403,13 @@ def connect(*, context: str | None, namespace: str | None) -> Api:
         config.load_kube_config(
             file, context=context, client_configuration=settings, persist_config=False
         )
-        known = config.list_kube_config_contexts(file)
+        listing = config.list_kube_config_contexts(file)
     except ConfigException as error:
         if context is not None:
             raise InputError("engine.context", f"{context!r}: {error}") from error
         return _own_cluster(settings, namespace)
-    contexts, current = known
-    named = next((one for one in contexts if one["name"] == context), current)
+    contexts, current = listing
+    named = next((entry for entry in contexts if entry["name"] == context), current)
     place = namespace or named.get("context", {}).get("namespace") or "default"
     return Api(client.ApiClient(settings), place, in_cluster=False)
 
@@ -417,8 +417,8 @@ def connect(*, context: str | None, namespace: str | None) -> Api:
 def _own_cluster(settings: client.Configuration, namespace: str | None) -> Api:
     try:
         config.load_incluster_config(client_configuration=settings)
-        own = open(_NAMESPACE_FILE, encoding="utf-8").read().strip()  # noqa: PTH123, SIM115
+        pod_namespace = open(_NAMESPACE_FILE, encoding="utf-8").read().strip()  # noqa: PTH123, SIM115
     except (ConfigException, OSError) as error:
         why = "no cluster is known: KUBECONFIG names none, and this process is in no pod"
         raise InputError("engine.kind", why) from error
-    return Api(client.ApiClient(settings), namespace or own, in_cluster=True)
+    return Api(client.ApiClient(settings), namespace or pod_namespace, in_cluster=True)

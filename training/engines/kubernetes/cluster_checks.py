@@ -225,10 +225,10 @@ class ClusterChecks:
                 return _Found(None, is_known=False)
             raise
 
-    def _object(self, kind: str, found: _Found, name: str) -> Check:
-        if not found.is_known:
+    def _object(self, kind: str, lookup: _Found, name: str) -> Check:
+        if not lookup.is_known:
             return _check(kind, CheckOutcome.SKIPPED, f"{name}: may not be looked at")
-        if found.document is None:
+        if lookup.document is None:
             return _check(kind, CheckOutcome.FAILED, f"{name} does not exist")
         return _check(kind, CheckOutcome.OK, name)
 
@@ -249,21 +249,21 @@ class ClusterChecks:
             yield self._secret("storage_secret", self._spec.storage_secret, STORE_KEYS)
 
     def _pull_secret(self, name: str) -> Check:
-        kind, found = "image_pull_secret", self._look(SECRETS, name)
-        if found.document is not None:
+        kind, lookup = "image_pull_secret", self._look(SECRETS, name)
+        if lookup.document is not None:
             try:
-                credentials_of(found.document)
+                credentials_of(lookup.document)
             except ValueError as error:
                 return _check(kind, CheckOutcome.WARNING, f"{name}: {error}")
-        return self._object(kind, found, name)
+        return self._object(kind, lookup, name)
 
     def _secret(self, kind: str, name: str, keys: Sequence[str]) -> Check:
-        found = self._look(SECRETS, name)
-        lacking = [key for key in keys if key not in ((found.document or {}).get("data") or {})]
-        if found.document is not None and lacking:
+        lookup = self._look(SECRETS, name)
+        lacking = [key for key in keys if key not in ((lookup.document or {}).get("data") or {})]
+        if lookup.document is not None and lacking:
             text = f"{name} has no {' and no '.join(lacking)}"
             return _check(kind, CheckOutcome.FAILED, text, " and ".join(keys))
-        return self._object(kind, found, name)
+        return self._object(kind, lookup, name)
 
     def _volumes(self) -> Iterator[Check]:
         for volume in self._pod["volumes"]:
@@ -278,13 +278,13 @@ class ClusterChecks:
                     yield self._object("volume", self._look(resource, name), f"{kind} {name}")
 
     def _claim(self, name: str) -> Check:
-        found = self._look(CLAIMS, name)
-        if found.document is None:
-            return self._object("volume_claim", found, name)
-        phase = (found.document.get("status") or {}).get("phase")
+        lookup = self._look(CLAIMS, name)
+        if lookup.document is None:
+            return self._object("volume_claim", lookup, name)
+        phase = (lookup.document.get("status") or {}).get("phase")
         if phase == "Bound":
             return _check("volume_claim", CheckOutcome.OK, f"{name} is bound")
-        kind = found.document["spec"].get("storageClassName")
+        kind = lookup.document["spec"].get("storageClassName")
         text = f"{name} is {phase or 'not bound'}"
         text += f", its storage class is {kind}" if kind else ", it has no storage class"
         if phase == "Pending" and kind:
@@ -305,8 +305,8 @@ class ClusterChecks:
             text = "the cluster has no PodGroup of scheduling.volcano.sh/v1beta1: no Volcano"
             yield _check("volcano", CheckOutcome.FAILED, text)
             return
-        found = self._look(QUEUES, volcano.queue)
-        yield self._object("volcano", found, f"queue {volcano.queue}")
+        lookup = self._look(QUEUES, volcano.queue)
+        yield self._object("volcano", lookup, f"queue {volcano.queue}")
 
     def _nodes(self) -> Iterator[Check]:
         try:
@@ -329,26 +329,28 @@ class ClusterChecks:
     def _left_out(self, nodes: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
         if not self._spec.mindcluster:
             return {}
-        found = taken_out(FaultFeed(self._api).of_cluster(nodes))
-        return {node: (f"MindCluster reports {why}",) for node, why in found.items()}
+        exclusions = taken_out(FaultFeed(self._api).of_cluster(nodes))
+        return {node: (f"MindCluster reports {why}",) for node, why in exclusions.items()}
 
     def _room(self, why: Mapping[str, Sequence[str]]) -> Check:
         spec = self._spec
         fit = [node for node, reasons in why.items() if not reasons]
         wanted = spec.nodes + spec.spares
-        seen = f"{len(fit)} of {len(why)} fit, pods that are there not counted"
+        finding = f"{len(fit)} of {len(why)} fit, pods that are there not counted"
         unfit = [
             f"{node}: {', '.join(reasons)}" for node, reasons in sorted(why.items()) if reasons
         ]
         if len(fit) < wanted and unfit:
             more = f"; and {len(unfit) - SHOWN_NODES} more" if len(unfit) > SHOWN_NODES else ""
-            seen += f"; {'; '.join(unfit[:SHOWN_NODES])}{more}"
+            finding += f"; {'; '.join(unfit[:SHOWN_NODES])}{more}"
         outcome = CheckOutcome.OK if len(fit) >= wanted else CheckOutcome.WARNING
         outcome = outcome if len(fit) >= spec.nodes else CheckOutcome.FAILED
-        return _check("nodes", outcome, seen, f"{spec.nodes} and {spec.spares} spare")
+        return _check("nodes", outcome, finding, f"{spec.nodes} and {spec.spares} spare")
 
     def _image(self, nodes: Sequence[Document] | None) -> Check:
-        (agent,) = (one for one in self._pod["containers"] if one["name"] == objects.AGENT)
+        (agent,) = (
+            container for container in self._pod["containers"] if container["name"] == objects.AGENT
+        )
         return check_image(
             agent["image"],
             policy=agent.get("imagePullPolicy", "IfNotPresent"),  # an overlay may remove it
@@ -362,13 +364,13 @@ class ClusterChecks:
         if not named:
             account = self._look(SERVICE_ACCOUNTS, self._pod.get("serviceAccountName", "default"))
             named = (account.document or {}).get("imagePullSecrets")
-        secrets = PullSecrets([one["name"] for one in named or ()])
+        secrets = PullSecrets([reference["name"] for reference in named or ()])
         for name in secrets.names:
-            found = self._look(SECRETS, name)
-            if found.document is not None:
+            lookup = self._look(SECRETS, name)
+            if lookup.document is not None:
                 with suppress(ValueError):  # it has its own line, and nodes do without it
-                    secrets.credentials += credentials_of(found.document).for_image(image)
-            elif not found.is_known:
+                    secrets.credentials += credentials_of(lookup.document).for_image(image)
+            elif not lookup.is_known:
                 secrets.unknown.append(name)
         return secrets
 
@@ -388,5 +390,5 @@ class ClusterChecks:
         return _check("mindcluster", CheckOutcome.OK, "its reports are read where there are any")
 
 
-def _check(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
-    return Check(name=name, outcome=outcome, seen=seen, allowed=allowed)
+def _check(name: str, outcome: CheckOutcome, finding: str, allowed: str = "") -> Check:
+    return Check(name=name, outcome=outcome, seen=finding, allowed=allowed)

@@ -108,12 +108,12 @@ class KubernetesEngine:
         if self._is_ours:
             return
         try:
-            found = self._api.get(CONFIG_MAPS, objects.name_of(self._job))
+            owner = self._api.get(CONFIG_MAPS, objects.name_of(self._job))
         except ApiError as error:
             if not error.is_absent:
                 raise
             return
-        store = (found.get("data") or {}).get("store")
+        store = (owner.get("data") or {}).get("store")
         if store != self._job.storage.address:
             where = f"namespace {self._api.namespace}"
             raise EngineError(
@@ -149,12 +149,12 @@ class KubernetesEngine:
     ) -> None:
         """Start new pods for these members; the others keep theirs."""
         self._begin()
-        found = self._pods.objects.values()
-        former = [pod for pod in found if pods.member_of(pod) in members]
+        current_pods = self._pods.objects.values()
+        former = [pod for pod in current_pods if pods.member_of(pod) in members]
         self._ending.end(former, left=placement.avoid)
         self._launch(placement, members, ready)
 
-    def stand_by(self, placement: Placement, node: str) -> None:
+    def start_spare(self, placement: Placement, node: str) -> None:
         """Make a pod that is to be some member's later; returns at once."""
         with self._at_once():
             self._prepare(placement)
@@ -175,22 +175,22 @@ class KubernetesEngine:
         """
         if self._pods.is_away:
             raise EngineError("the API server does not answer")
-        before, self._api.patience_s = self._api.patience_s, 0.0
+        patience_s, self._api.patience_s = self._api.patience_s, 0.0
         try:
             yield
         finally:
-            self._api.patience_s = before
+            self._api.patience_s = patience_s
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
         """The pods that no member has taken yet, by name."""
-        found = self._pods.objects
+        by_name = self._pods.objects
         return {
-            name: self._contact(name, found)
-            for name, pod in found.items()
-            if pods.stands_by(pod) and not pods.is_leaving(pod)
+            name: self._contact(name, by_name)
+            for name, pod in by_name.items()
+            if pods.is_spare(pod) and not pods.is_leaving(pod)
         }
 
-    def dismiss(self, names: Collection[str]) -> None:
+    def end_spares(self, names: Collection[str]) -> None:
         """Delete some of them; nothing is waited for."""
         with self._at_once():
             for name in names:
@@ -201,7 +201,7 @@ class KubernetesEngine:
     def _keep_ways(self) -> None:
         """Have no way to agents that are gone."""
         if self._forwarder is not None:
-            self._forwarder.keep({*self._current.values(), *self.standing_by()})
+            self._forwarder.keep({*self._current.values(), *self.warm_spares()})
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         """Find the pods of a placement made earlier. Indices of the members that live."""
@@ -214,15 +214,17 @@ class KubernetesEngine:
             for name, pod in self._newest().items()
             if counts.get(pods.member_of(pod)) == pods.schedule_cnt_of(pod)
         }
-        self._learn_tokens([*self._current.values(), *self.standing_by()])
-        found = self._pods.objects
-        return frozenset(index for index, name in self._current.items() if _lives(found.get(name)))
+        self._learn_tokens([*self._current.values(), *self.warm_spares()])
+        by_name = self._pods.objects
+        return frozenset(
+            index for index, name in self._current.items() if _lives(by_name.get(name))
+        )
 
     def contacts(self) -> Mapping[int, AgentEndpoint]:
         """The pods of the placement that was submitted or adopted last."""
-        found = self._pods.objects
+        by_name = self._pods.objects
         return {
-            index: self._contact(self._current.get(index, ""), found, member)
+            index: self._contact(self._current.get(index, ""), by_name, member)
             for index, member in self._members.items()
         }
 
@@ -238,10 +240,10 @@ class KubernetesEngine:
         """What MindCluster reports since then of the nodes of the placement."""
         if self._feed is None:
             return []
-        found = self._pods.objects
+        by_name = self._pods.objects
         current = {c.node: self._current.get(i, "") for i, c in self.contacts().items() if c.node}
         chips = {
-            node: pods.chips_of(found[name]) if name in found else ()
+            node: pods.chips_of(by_name[name]) if name in by_name else ()
             for node, name in current.items()
         }
         return [
@@ -261,7 +263,7 @@ class KubernetesEngine:
             for name in self._names(resource):
                 self._api.delete(resource, name)
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         """Names of the run's objects, by their kind; a pod's processes end before it does."""
         return [
             f"{resource.plural}/{name}"
@@ -281,17 +283,17 @@ class KubernetesEngine:
     def _newest(self) -> dict[str, Document]:
         """Of each member the pod that was made last, by name; a dead node may keep older ones."""
         newest: dict[int, Document] = {}
-        members = [pod for pod in self._pods.objects.values() if not pods.stands_by(pod)]
+        members = [pod for pod in self._pods.objects.values() if not pods.is_spare(pod)]
         for pod in sorted(members, key=_made_at):
             if not pods.is_leaving(pod) or pods.member_of(pod) not in newest:
                 newest[pods.member_of(pod)] = pod
         return {pods.name_of(pod): pod for pod in newest.values()}
 
     def _contact(
-        self, name: str, found: Mapping[str, Document], member: Member | None = None
+        self, name: str, by_name: Mapping[str, Document], member: Member | None = None
     ) -> AgentEndpoint:
         """How a pod's agent is reached; asks nobody, for the API server may be away."""
-        pod, token = found.get(name), self._tokens.get(name, "")
+        pod, token = by_name.get(name), self._tokens.get(name, "")
         if pod is None:
             last = self._last.get(name)
             node = last.node if last is not None else member.node if member is not None else ""
@@ -311,7 +313,7 @@ class KubernetesEngine:
             host,
             loss,
             problem,
-            stood_by=pods.stood_by(pod),
+            was_spare=pods.was_spare(pod),
             schedule_cnt=pods.schedule_cnt_of(pod),
         )
         self._last[name] = contact
@@ -345,19 +347,19 @@ class KubernetesEngine:
 
         The one that says who took the pod away may be written a moment after the deletion.
         """
-        asked_s, known = self._events.get(name, (0.0, ()))
+        asked_s, events = self._events.get(name, (0.0, ()))
         now_s = time.monotonic()
-        if pods.says_who(known) or now_s < asked_s + NOTES_APART_S:
-            return known
+        if pods.says_who(events) or now_s < asked_s + NOTES_APART_S:
+            return events
         fields = f"involvedObject.kind=Pod,involvedObject.name={name}"
         try:
-            found, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
+            items, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
         except ApiError as error:
             _log.info("why pod %s is lost is not known from events: %s", name, error)
         else:
-            known = sorted(found, key=lambda one: str(one.get("lastTimestamp")))
-        self._events[name] = (now_s, known)
-        return known
+            events = sorted(items, key=lambda event: str(event.get("lastTimestamp")))
+        self._events[name] = (now_s, events)
+        return events
 
     def _prepare(self, placement: Placement) -> None:
         self._begin()
@@ -373,8 +375,8 @@ class KubernetesEngine:
         chosen = self._chosen(placement, members, ready)
         self._make_up(placement, set(members) - chosen.keys())
         # Not before there is room for the others: what was taken stands by no more.
-        taken = self._take(placement, chosen)
-        self._make_up(placement, chosen.keys() - taken)
+        on_spares = self._take(placement, chosen)
+        self._make_up(placement, chosen.keys() - on_spares)
         self._keep_ways()
 
     def _make_up(self, placement: Placement, members: Collection[int]) -> None:
@@ -407,7 +409,7 @@ class KubernetesEngine:
         Where they are not enough, the others that stand by are ended: they are where room is
         needed now.
         """
-        standing = self.standing_by()
+        standing = self.warm_spares()
         fits = [
             name
             for name in ready
@@ -418,12 +420,12 @@ class KubernetesEngine:
         fits.sort(key=lambda name: standing[name].node in placement.last)
         chosen = dict(zip(sorted(members), fits, strict=False))
         if len(chosen) < len(members):
-            self.dismiss(standing.keys() - chosen.values())
+            self.end_spares(standing.keys() - chosen.values())
         return chosen
 
     def _take(self, placement: Placement, chosen: Mapping[int, str]) -> frozenset[int]:
         """Have members take pods, by changing their labels. Those that have one then."""
-        taken: set[int] = set()
+        on_spares: set[int] = set()
         for index, name in chosen.items():
             labels = objects.member_labels(placement.members[index], placement)
             try:
@@ -431,21 +433,21 @@ class KubernetesEngine:
             except ApiError as error:
                 _log.warning("pod %s stood by and cannot be taken: %s", name, error)
             else:
-                taken.add(index)
+                on_spares.add(index)
                 self._current[index] = name
-        if taken:
+        if on_spares:
             self._pods.refresh()
-        return frozenset(taken)
+        return frozenset(on_spares)
 
     def _spared(self, placement: Placement) -> Placement:
         """The placement without nodes that MindCluster has taken out; they are not isolated."""
         if self._feed is None:
             return placement
-        before, self._taken_out = self._taken_out, taken_out(
+        previous, self._taken_out = self._taken_out, taken_out(
             self._feed.of_cluster(self._cluster_nodes.names)
         )  # fmt: skip
         for node, why in self._taken_out.items():
-            if before.get(node) != why:
+            if previous.get(node) != why:
                 _log.warning("%s gets no new pods, MindCluster reports %s", node, why)
         return replace(placement, avoid=tuple(dict.fromkeys((*placement.avoid, *self._taken_out))))
 
@@ -453,8 +455,8 @@ class KubernetesEngine:
         """Delete pods that were made in vain, and what was made for them."""
         try:
             self._pods.refresh()
-            found = self._pods.objects
-            self._ending.end([found[name] for name in names if name in found])
+            by_name = self._pods.objects
+            self._ending.end([by_name[name] for name in names if name in by_name])
             for name in names:
                 self._api.delete(SECRETS, name)
         except EngineError as error:

@@ -35,7 +35,7 @@ class FaultFeed:
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self._told: set[int] = set()
+        self._logged_statuses: set[int] = set()
 
     def of_cluster(self, nodes: Collection[str]) -> dict[str, list[ReportedFault]]:
         """Faults by node, of all nodes that ClusterD collects.
@@ -54,11 +54,11 @@ class FaultFeed:
         try:
             # First, for it is one request that fails where all would.
             cluster = self._of_cluster()
-            own = self._of_nodes(nodes)
+            by_node = self._of_nodes(nodes)
         except ApiError as error:
             _log.warning("MindCluster's reports are not known: %s", error)
             return {}
-        return {node: merged((own[node], cluster.get(node, ()))) for node in nodes}
+        return {node: merged((by_node[node], cluster.get(node, ()))) for node in nodes}
 
     def _of_cluster(self) -> dict[str, list[ReportedFault]]:
         """Empty where there is no ClusterD."""
@@ -78,19 +78,19 @@ class FaultFeed:
     def _of_node(self, node: str) -> list[ReportedFault]:
         devices = f"{mindcluster.DEVICE_PREFIX}{node}"
         parts = f"{mindcluster.NODE_PREFIX}{node}"
-        found: list[ReportedFault] = []
+        faults: list[ReportedFault] = []
         if (data := self._data(devices, DEVICE_NAMESPACE)) is not None:
-            found += mindcluster.device_info(data, devices)
+            faults += mindcluster.device_info(data, devices)
         if (data := self._data(parts, CLUSTER_NAMESPACE)) is not None:
-            found += mindcluster.node_info(data, parts)
-        return found
+            faults += mindcluster.node_info(data, parts)
+        return faults
 
     def _numbered(self, prefix: str, parser: Parser) -> Iterator[dict[str, list[ReportedFault]]]:
         for number in range(MAX_PARTS):
-            found = [*self._document(f"{prefix}{number}", parser)]
-            if not found:
+            part = [*self._document(f"{prefix}{number}", parser)]
+            if not part:
                 return
-            yield from found
+            yield from part
 
     def _document(self, name: str, parser: Parser) -> Iterator[dict[str, list[ReportedFault]]]:
         data = self._data(name, CLUSTER_NAMESPACE)
@@ -100,25 +100,25 @@ class FaultFeed:
     def _data(self, name: str, namespace: str) -> Mapping[str, str] | None:
         """What a ConfigMap holds, None where it is not there or must not be read."""
         try:
-            found = self._api.get(CONFIG_MAPS, name, namespace=namespace, patience_s=0.0)
+            config_map = self._api.get(CONFIG_MAPS, name, namespace=namespace, patience_s=0.0)
         except ApiError as error:
             if not (error.is_absent or error.is_forbidden):
                 raise
-            if error.status not in self._told:
-                self._told.add(error.status or 0)
+            if error.status not in self._logged_statuses:
+                self._logged_statuses.add(error.status or 0)
                 _log.info("not all of MindCluster's reports are there: %s", error)
             return None
-        data: Mapping[str, str] = found.get("data") or {}
+        data: Mapping[str, str] = config_map.get("data") or {}
         return data
 
 
 def taken_out(reports: Mapping[str, Collection[ReportedFault]]) -> dict[str, str]:
     """Nodes that nothing new is to be put on, with why."""
-    found = {
+    reasons = {
         node: "; ".join(fault.text for fault in faults if fault.takes_out)
         for node, faults in reports.items()
     }
-    return {node: why for node, why in found.items() if why}
+    return {node: why for node, why in reasons.items() if why}
 
 
 def texts_of(

@@ -61,7 +61,7 @@ class Forwarder:
     def keep(self, pods: Collection[str]) -> None:
         """Close the listeners of all other pods."""
         with self._lock:
-            for pod in [one for one in self._listeners if one not in pods]:
+            for pod in [name for name in self._listeners if name not in pods]:
                 listener = self._listeners.pop(pod)
                 with suppress(OSError):  # it may not be connected; this wakes accept()
                     listener.shutdown(socket.SHUT_RDWR)
@@ -110,11 +110,11 @@ def _has_answered(error: BaseException | None) -> bool:
     return False
 
 
-def _exchange(one: socket.socket, other: Any) -> None:
+def _exchange(connection: socket.socket, stream: Any) -> None:
     """Carry bytes both ways until one side has sent its last and the other all it had."""
     with selectors.DefaultSelector() as ready:
-        ready.register(one, selectors.EVENT_READ, other)
-        ready.register(other, selectors.EVENT_READ, one)
+        ready.register(connection, selectors.EVENT_READ, stream)
+        ready.register(stream, selectors.EVENT_READ, connection)
         while True:
             for key, _ in ready.select():
                 source: Any = key.fileobj

@@ -68,10 +68,10 @@ def check_image(
     if is_everywhere and policy == "IfNotPresent":
         return _check(CheckOutcome.OK, f"{image} {held}")
     secrets = read_secrets(name)
-    outcome, told = _verdict(
+    outcome, verdict = _verdict(
         name, ask_registry(name, secrets.credentials), secrets, is_held=bool(held)
     )
-    return _check(outcome, f"{image} {told}" + (f"; it {held}" if held else ""))
+    return _check(outcome, f"{image} {verdict}" + (f"; it {held}" if held else ""))
 
 
 # A node lists its 50 largest images.
@@ -119,5 +119,5 @@ def _denied(refused: str, secrets: PullSecrets) -> tuple[CheckOutcome, str]:
     return CheckOutcome.WARNING, f"{text}: nodes need credentials of their own"
 
 
-def _check(outcome: CheckOutcome, seen: str) -> Check:
-    return Check(name=NAME, outcome=outcome, seen=seen)
+def _check(outcome: CheckOutcome, finding: str) -> Check:
+    return Check(name=NAME, outcome=outcome, seen=finding)

@@ -73,12 +73,12 @@ def image_name(text: str) -> ImageName:
     Raises:
         ValueError: it is none.
     """
-    rest, _, digest = text.partition("@")
-    first, slash, path = rest.partition("/")
+    locator, _, digest = text.partition("@")
+    first, slash, path = locator.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
         registry = first
     else:
-        registry, path = _HUB, rest
+        registry, path = _HUB, locator
     repository, colon, tag = path.partition(":")
     if registry == _HUB and "/" not in repository:
         repository = f"library/{repository}"
@@ -122,16 +122,18 @@ def credentials_of(secret: Document) -> Credentials:
     try:
         content = json.loads(base64.b64decode((secret.get("data") or {})[key], validate=True))
         entries = content["auths"] if kind == KIND else content
-        found = {_place(place): _credential(entry) for place, entry in entries.items()}
+        by_place = {_place(place): _credential(entry) for place, entry in entries.items()}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"its {key} is no configuration of Docker's client") from None
-    return Credentials({place: one for place, one in found.items() if one is not None})
+    return Credentials(
+        {place: credential for place, credential in by_place.items() if credential is not None}
+    )
 
 
 def _place(key: str) -> str:
     """A key without what the kubelet does not look at."""
-    _, mark, rest = key.partition("://")
-    host, _, path = (rest if mark else key).rstrip("/").partition("/")
+    _, mark, location = key.partition("://")
+    host, _, path = (location if mark else key).rstrip("/").partition("/")
     if host in _HUB_KEYS:
         host = "docker.io"
     return f"{host}/{path}" if path not in ("", "v1", "v2") else host
@@ -225,15 +227,15 @@ class Challenge:
 
 def challenges(text: str) -> list[Challenge]:
     """The challenges of a WWW-Authenticate header."""
-    found: list[tuple[str, dict[str, str]]] = []
+    pairs: list[tuple[str, dict[str, str]]] = []
     for part in _CHALLENGE.finditer(text):
         if part["scheme"]:
-            found.append((part["scheme"].lower(), {}))
-        elif found:
+            pairs.append((part["scheme"].lower(), {}))
+        elif pairs:
             quoted = part["quoted"]
             value = part["plain"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
-            found[-1][1][part["name"].lower()] = value
-    return [Challenge(scheme, parameters) for scheme, parameters in found]
+            pairs[-1][1][part["name"].lower()] = value
+    return [Challenge(scheme, parameters) for scheme, parameters in pairs]
 
 
 def ask(
@@ -333,7 +335,7 @@ class _Question:
         response = self._head({})
         if response.status_code == HTTPStatus.UNAUTHORIZED and _is_of(response, base):
             offered = challenges(", ".join(response.headers.get_list("www-authenticate")))
-            by_scheme = {one.scheme: one.parameters for one in offered}
+            by_scheme = {challenge.scheme: challenge.parameters for challenge in offered}
             if "bearer" in by_scheme:
                 token = self._token(by_scheme["bearer"])
                 if token is None:

@@ -82,15 +82,15 @@ class ReportedFault:
     @property
     def chip(self) -> int | None:
         """Physical number of the chip on its node; None where it is of none."""
-        found = _CHIP.match(self.part)
-        return int(found["number"]) if found else None
+        match = _CHIP.match(self.part)
+        return int(match["number"]) if match else None
 
     @property
     def text(self) -> str:
         """For people."""
-        what = " ".join(word for word in (self.level, self.code) if word) or self.kind
+        label = " ".join(word for word in (self.level, self.code) if word) or self.kind
         since = f" since {_iso(self.since_s)}" if self.since_s is not None else ""
-        return f"{self.part or 'the node'}: {what}{since}"
+        return f"{self.part or 'the node'}: {label}{since}"
 
     @property
     def line(self) -> str:
@@ -186,18 +186,18 @@ def device_info(data: Mapping[str, str], where: str) -> list[ReportedFault]:
         data: of the ConfigMap.
         where: its name, for warnings.
     """
-    found: list[ReportedFault] = []
+    faults: list[ReportedFault] = []
     if DEVICE_KEY in data:
         info = _read(TypeAdapter(_DeviceInfo), data[DEVICE_KEY], f"{DEVICE_KEY} of {where}")
-        found += _of_devices(info.DeviceInfo, where) if info is not None else []
-    by_hand = {one.part for one in found if one.level == _BY_HAND}
+        faults += _of_devices(info.DeviceInfo, where) if info is not None else []
+    by_hand = {fault.part for fault in faults if fault.level == _BY_HAND}
     for chip in _names(data.get(BY_HAND_KEY, "")):
         if chip not in by_hand:
-            found.append(_fault("CardUnhealthy", chip, "", _BY_HAND, None))
+            faults.append(_fault("CardUnhealthy", chip, "", _BY_HAND, None))
     if data.get(SWITCH_KEY):
         switch = _read(TypeAdapter(_Switch), data[SWITCH_KEY], f"{SWITCH_KEY} of {where}")
-        found += _of_switch(switch, where) if switch is not None else []
-    return found
+        faults += _of_switch(switch, where) if switch is not None else []
+    return faults
 
 
 def node_info(data: Mapping[str, str], where: str) -> list[ReportedFault]:
@@ -212,59 +212,59 @@ def node_info(data: Mapping[str, str], where: str) -> list[ReportedFault]:
 
 def cluster_devices(text: str, where: str) -> dict[str, list[ReportedFault]]:
     """Faults by node in a document `cluster-info-device-*` of ClusterD."""
-    known = _read(_DevicesOfNodes, text, where) or {}
+    documents = _read(_DevicesOfNodes, text, where) or {}
     return {
-        name.removeprefix(DEVICE_PREFIX): _of_devices(one, f"{name} in {where}")
-        for name, one in known.items()
+        name.removeprefix(DEVICE_PREFIX): _of_devices(devices, f"{name} in {where}")
+        for name, devices in documents.items()
     }
 
 
 def cluster_nodes(text: str, where: str) -> dict[str, list[ReportedFault]]:
     """Faults by node in the document `cluster-info-node-cm` of ClusterD."""
-    known = _read(_Nodes, text, where) or {}
+    documents = _read(_Nodes, text, where) or {}
     # The documentation's own example has a node under the prefix of its devices.
     return {
-        name.removeprefix(NODE_PREFIX).removeprefix(DEVICE_PREFIX): list(_of_node(one))
-        for name, one in known.items()
+        name.removeprefix(NODE_PREFIX).removeprefix(DEVICE_PREFIX): list(_of_node(node))
+        for name, node in documents.items()
     }
 
 
 def cluster_switches(text: str, where: str) -> dict[str, list[ReportedFault]]:
     """Faults by node in a document `cluster-info-switch-*` of ClusterD."""
-    known = _read(_Switches, text, where) or {}
+    documents = _read(_Switches, text, where) or {}
     return {
-        name.removeprefix(SWITCH_PREFIX): _of_switch(one, f"{name} in {where}")
-        for name, one in known.items()
+        name.removeprefix(SWITCH_PREFIX): _of_switch(switch, f"{name} in {where}")
+        for name, switch in documents.items()
     }
 
 
 def _of_devices(devices: _Devices, where: str) -> list[ReportedFault]:
-    found: list[ReportedFault] = []
+    report: list[ReportedFault] = []
     listed: dict[str, str] = {}
     for name, text in (devices.DeviceList or {}).items():
         if name.endswith("-Fault"):
             faults = _read(_ChipFaults, text or "[]", f"{name} of {where}") or ()
-            found += [one for fault in faults for one in _of_chip(fault)]
+            report += [chip_fault for fault in faults for chip_fault in _of_chip(fault)]
         elif name.endswith("-NetworkUnhealthy"):
             listed |= dict.fromkeys(_names(text), "CardNetworkUnhealthy")
         elif name.endswith("-Unhealthy"):
             listed |= dict.fromkeys(_names(text), "CardUnhealthy")
-    explained = {one.part for one in found}
+    explained = {fault.part for fault in report}
     # Older device plugins name the chip, and not what it has.
-    found += [
+    report += [
         ReportedFault(kind, chip, "", "", None, takes_out=True)
         for chip, kind in listed.items()
         if chip not in explained
     ]
-    return found
+    return report
 
 
 def _of_chip(fault: _ChipFault) -> Iterator[ReportedFault]:
-    told = fault.fault_time_and_level_map or {}
+    details = fault.fault_time_and_level_map or {}
     for code in _names(fault.fault_code) or [""]:
-        own = told.get(code)
-        level = (own.fault_level if own is not None else "") or fault.fault_level
-        since_s = _seconds(own.fault_time) if own is not None else None
+        detail = details.get(code)
+        level = (detail.fault_level if detail is not None else "") or fault.fault_level
+        since_s = _seconds(detail.fault_time) if detail is not None else None
         yield _fault(fault.fault_type, fault.npu_name, code, level, since_s)
 
 
@@ -283,24 +283,28 @@ def _of_node(node: _Node, updated_s: float | None = None) -> Iterator[ReportedFa
 
 
 def _of_switch(switch: _Switch, where: str) -> list[ReportedFault]:
-    told, found = switch.FaultTimeAndLevelMap or {}, []
+    details, faults = switch.FaultTimeAndLevelMap or {}, []
     is_out = switch.NodeStatus == _UNHEALTHY
     for text in switch.FaultCode or ():
-        one = _read(TypeAdapter(_SwitchFault), text, f"a fault code of the switch in {where}")
-        if one is None:
+        switch_fault = _read(
+            TypeAdapter(_SwitchFault), text, f"a fault code of the switch in {where}"
+        )
+        if switch_fault is None:
             continue
-        own = told.get(f"{one.AssembledFaultCode}_{one.SwitchChipId}_{one.SwitchPortId}")
-        since_s = _seconds(own.fault_time if own is not None else switch.UpdateTime)
-        level = own.fault_level if own is not None else switch.FaultLevel
+        detail = details.get(
+            f"{switch_fault.AssembledFaultCode}_{switch_fault.SwitchChipId}_{switch_fault.SwitchPortId}"
+        )
+        since_s = _seconds(detail.fault_time if detail is not None else switch.UpdateTime)
+        level = detail.fault_level if detail is not None else switch.FaultLevel
         # What a level means for the node is in the status alone: RestartRequest takes it out, too.
         takes_out = is_out and LEVELS.get(level) is not ChipLevel.NOT_HANDLED
-        code = one.AssembledFaultCode
-        found.append(ReportedFault("NodeUnhealthy", "switch", code, level, since_s, takes_out))
-    if is_out and not any(one.takes_out for one in found):
+        code = switch_fault.AssembledFaultCode
+        faults.append(ReportedFault("NodeUnhealthy", "switch", code, level, since_s, takes_out))
+    if is_out and not any(fault.takes_out for fault in faults):
         since_s = _seconds(switch.UpdateTime)
         level = switch.FaultLevel
-        found.append(ReportedFault("NodeUnhealthy", "switch", "", level, since_s, takes_out=True))
-    return found
+        faults.append(ReportedFault("NodeUnhealthy", "switch", "", level, since_s, takes_out=True))
+    return faults
 
 
 def _fault(kind: str, part: str, code: str, level: str, since_s: float | None) -> ReportedFault:
@@ -337,15 +341,15 @@ def _read(form: TypeAdapter[_Read], text: str, where: str) -> _Read | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"])
-        what = f"{field}: {first['msg']}" if field else first["msg"]
-        _log.warning("MindCluster's %s cannot be read: %s", where, what)
+        problem = f"{field}: {first['msg']}" if field else first["msg"]
+        _log.warning("MindCluster's %s cannot be read: %s", where, problem)
         return None
 
 
 def merged(reports: Iterable[Iterable[ReportedFault]]) -> list[ReportedFault]:
     """What several documents say of one node, each fault once; the first one that has it counts."""
-    found: dict[tuple[str, str], ReportedFault] = {}
+    by_part: dict[tuple[str, str], ReportedFault] = {}
     for report in reports:
         for fault in report:
-            found.setdefault((fault.part, fault.code), fault)
-    return list(found.values())
+            by_part.setdefault((fault.part, fault.code), fault)
+    return list(by_part.values())

@@ -65,8 +65,8 @@ class ClusterNodes:
         """Why a node is not to be trusted, as the cluster sees it; "" where it is, or unknown."""
         if absence := self.absence(node):
             return absence
-        found = self._watched.objects.get(node) if self._watched is not None else None
-        return pods.node_problem(found) if found is not None else ""
+        document = self._watched.objects.get(node) if self._watched is not None else None
+        return pods.node_problem(document) if document is not None else ""
 
     def absence(self, node: str) -> str:
         """What became of a node that is not among them; "" where it is, or unknown."""
@@ -79,18 +79,18 @@ class ClusterNodes:
     @property
     def cordoned(self) -> set[str]:
         """Nodes that this run has cordoned, as far as they are known."""
-        known = self._watched.objects if self._watched is not None else {}
-        annotations = {n: one["metadata"].get("annotations") or {} for n, one in known.items()}
-        return {n for n, found in annotations.items() if found.get(CORDONED_BY) == self._run_id}
+        by_name = self._watched.objects if self._watched is not None else {}
+        annotations = {n: node["metadata"].get("annotations") or {} for n, node in by_name.items()}
+        return {n for n, marks in annotations.items() if marks.get(CORDONED_BY) == self._run_id}
 
     def isolate(self, avoided: Collection[str]) -> None:
         """Cordon nodes, and lift what this run cordoned before and does not avoid any more."""
         if not self._spec.cordon:
             return
-        known = self._watched.objects if self._watched is not None else {}
+        by_name = self._watched.objects if self._watched is not None else {}
         ours = self.cordoned
         for node in set(avoided) - ours:
-            if not (known.get(node, {}).get("spec") or {}).get("unschedulable"):
+            if not (by_name.get(node, {}).get("spec") or {}).get("unschedulable"):
                 self._set(node, unschedulable=True, by=self._run_id)
         for node in ours - set(avoided):
             self._set(node, unschedulable=None, by=None)
@@ -125,7 +125,9 @@ def lacks(node: Document, pod: Mapping[str, Any]) -> list[str]:
 
 def _readiness(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
     conditions = (node.get("status") or {}).get("conditions") or ()
-    if not any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
+    if not any(
+        condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions
+    ):
         yield "not ready"
     is_cordoned = (node.get("spec") or {}).get("unschedulable")
     taint = {"key": UNSCHEDULABLE, "effect": "NoSchedule"}
@@ -150,7 +152,7 @@ def _taints(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tolerated(taint: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
-    return any(_tolerates(one, taint) for one in pod.get("tolerations") or ())
+    return any(_tolerates(toleration, taint) for toleration in pod.get("tolerations") or ())
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
@@ -192,8 +194,8 @@ def image_nodes(image: str, nodes: Sequence[Document]) -> list[str]:
         for node in nodes
         if any(
             _complete(name) == wanted
-            for one in (node.get("status") or {}).get("images") or ()
-            for name in one.get("names") or ()
+            for entry in (node.get("status") or {}).get("images") or ()
+            for name in entry.get("names") or ()
         )
     ]
 

@@ -31,7 +31,7 @@ RUN = "perdure.io/run"
 MEMBER = "perdure.io/member"
 SCHEDULE_CNT = "perdure.io/schedule-cnt"
 PLACEMENT = "perdure.io/placement"
-STOOD_BY = "perdure.io/stood-by"  # was started before a member needed it
+WAS_SPARE = "perdure.io/stood-by"  # was started before a member needed it
 # A job may not replace these; its section is checked without an engine.
 AGENT = pod_rules.AGENT
 AGENT_CONFIG = pod_rules.AGENT_CONFIG
@@ -66,8 +66,8 @@ def name_of(job: Job) -> str:
 
 def pod_name(job: Job, member: Member, letters: str) -> str:
     """Name of a pod. At most 63 letters and digits, since it is the host's name, too."""
-    whose = "standby" if member.index == NO_MEMBER else f"m{member.index}-s{member.schedule_cnt}"
-    end = f"-{whose}-{letters}"
+    role = "standby" if member.index == NO_MEMBER else f"m{member.index}-s{member.schedule_cnt}"
+    end = f"-{role}-{letters}"
     return name_of(job)[: 63 - len(end)].rstrip("-") + end
 
 
@@ -154,7 +154,7 @@ class PodPlan:
     placement: Placement
 
     @property
-    def stands_by(self) -> bool:
+    def is_spare(self) -> bool:
         """Whether it is no member's yet."""
         return self.member.index == NO_MEMBER
 
@@ -184,8 +184,8 @@ def pod(
         store_secret: Secret with the keys of the store; None: the pod has none.
     """
     labels = run_labels(job) | {PART: AGENT} | member_labels(plan.member, plan.placement)
-    if plan.stands_by:
-        labels[STOOD_BY] = "true"
+    if plan.is_spare:
+        labels[WAS_SPARE] = "true"
     document: Document = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -213,10 +213,10 @@ def member_labels(member: Member, placement: Placement) -> dict[str, str]:
 
 
 def _annotations(job: Job, spec: KubernetesEngineSpec) -> dict[str, str]:
-    found = dict(spec.annotations)
+    annotations = dict(spec.annotations)
     if spec.volcano is not None:
-        found["scheduling.k8s.io/group-name"] = name_of(job)
-    return found
+        annotations["scheduling.k8s.io/group-name"] = name_of(job)
+    return annotations
 
 
 def _pod_spec(
@@ -232,14 +232,14 @@ def _pod_spec(
         "containers": [_container(spec, store_secret)],
         "volumes": _volumes(spec, plan.name),
     }
-    given = {
+    settings = {
         "nodeSelector": spec.node_selector,
         "serviceAccountName": spec.service_account,
         "priorityClassName": spec.priority_class,
         "schedulerName": spec.volcano.scheduler if spec.volcano is not None else None,
         "imagePullSecrets": [{"name": name} for name in spec.image_pull_secrets],
     }
-    document |= {name: value for name, value in given.items() if value}
+    document |= {name: value for name, value in settings.items() if value}
     if spec.host_network:
         document |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return document
@@ -261,8 +261,8 @@ def _affinity(job: Job, plan: PodPlan) -> Document:
         for node in plan.placement.last
     ]
     if plan.member.node != ANY_NODE:
-        own = {"matchFields": [_field("In", plan.member.node)]}
-        preferred.append({"weight": 100, "preference": own})
+        former_node = {"matchFields": [_field("In", plan.member.node)]}
+        preferred.append({"weight": 100, "preference": former_node})
     of_node: Document = {}
     if avoid:
         of_node["requiredDuringSchedulingIgnoredDuringExecution"] = {
@@ -270,14 +270,14 @@ def _affinity(job: Job, plan: PodPlan) -> Document:
         }
     if preferred:
         of_node["preferredDuringSchedulingIgnoredDuringExecution"] = preferred
-    others = {
+    peers = {
         "labelSelector": {"matchLabels": run_labels(job) | {PART: AGENT}},
         "topologyKey": HOSTNAME,
     }
-    found: Document = {
-        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}
+    affinity: Document = {
+        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [peers]}
     }
-    return found | ({"nodeAffinity": of_node} if of_node else {})
+    return affinity | ({"nodeAffinity": of_node} if of_node else {})
 
 
 def _field(operator: str, node: str) -> Document:
@@ -341,16 +341,16 @@ def _volumes(spec: KubernetesEngineSpec, config_secret: str) -> list[Document]:
     if spec.shm_size is not None:
         memory["sizeLimit"] = spec.shm_size
     config = {"secretName": config_secret, "defaultMode": 0o400}
-    found: dict[str, Document] = {
+    sources: dict[str, Document] = {
         "scratch": {"emptyDir": {}},
         AGENT_CONFIG: {"secret": config},
         "shm": {"emptyDir": memory},
     }
     if spec.node_path is not None:
-        found["node-disk"] = {"hostPath": {"path": spec.node_path, "type": "DirectoryOrCreate"}}
+        sources["node-disk"] = {"hostPath": {"path": spec.node_path, "type": "DirectoryOrCreate"}}
     # One volume may be mounted in several places.
-    found |= {volume.name: volume.source for volume in spec.volumes}
-    return [{"name": name, **source} for name, source in found.items()]
+    sources |= {volume.name: volume.source for volume in spec.volumes}
+    return [{"name": name, **source} for name, source in sources.items()]
 
 
 def overlaid(document: Any, overlay: Any) -> Any:
@@ -363,9 +363,11 @@ def overlaid(document: Any, overlay: Any) -> Any:
         merged = {name: overlaid(document.get(name), value) for name, value in overlay.items()}
         return {n: v for n, v in {**document, **merged}.items() if v is not None}
     if _are_named(document) and _are_named(overlay):
-        before = {item["name"]: item for item in document}
-        after = {item["name"]: overlaid(before.get(item["name"], {}), item) for item in overlay}
-        return list({**before, **after}.values())
+        base_items = {item["name"]: item for item in document}
+        overlay_items = {
+            item["name"]: overlaid(base_items.get(item["name"], {}), item) for item in overlay
+        }
+        return list({**base_items, **overlay_items}.values())
     return overlay
 
 

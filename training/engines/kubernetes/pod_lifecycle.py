@@ -130,8 +130,8 @@ class PodCreation:
 
     def _owner(self) -> Owner:
         name = objects.name_of(self._job)
-        made = self._ensure(CONFIG_MAPS, objects.owner(self._job))
-        return Owner(name, made["metadata"]["uid"])
+        config_map = self._ensure(CONFIG_MAPS, objects.owner(self._job))
+        return Owner(name, config_map["metadata"]["uid"])
 
     def _store_secret(self, owner: Owner) -> str | None:
         """Name of the Secret with the keys of the store; None: pods have their own way to it."""
@@ -139,8 +139,8 @@ class PodCreation:
             return self._spec.storage_secret
         name = f"{objects.name_of(self._job)}-{_STORE}"
         document = objects.secret(self._job, owner, name, self._secrets_env, part=_STORE)
-        made = self._ensure(SECRETS, document)
-        if made["data"] != document["data"]:  # the keys were renewed
+        secret = self._ensure(SECRETS, document)
+        if secret["data"] != document["data"]:  # the keys were renewed
             self._api.patch(SECRETS, name, {"data": document["data"]})
         return name
 
@@ -190,7 +190,7 @@ def await_up(
     """
     began_s = time.monotonic()
     deadline_s = began_s + limit_s
-    told: frozenset[str] = frozenset()
+    logged: frozenset[str] = frozenset()
     while waiting := _not_up(_listed(watched, names), names):
         is_late = time.monotonic() > deadline_s
         if wait_s is not None and time.monotonic() > began_s + wait_s:
@@ -199,9 +199,9 @@ def await_up(
             waited_s = time.monotonic() - began_s
             raise _not_placed(waiting, len(names), waited_s, left_out)
         texts = frozenset(why.text for why in waiting)
-        for text in sorted(texts - told) if told else ():  # at first nothing has a node yet
+        for text in sorted(texts - logged) if logged else ():  # at first nothing has a node yet
             _log.info("waiting: %s", text)
-        told |= texts
+        logged |= texts
         watched.wait(partial(_any_is_settled, names), timeout_s=1.0)
 
 
@@ -215,8 +215,8 @@ def _listed(watched: Watched, names: Sequence[str]) -> Mapping[str, Document]:
     return watched.objects
 
 
-def _not_up(found: Mapping[str, Document], names: Sequence[str]) -> list[Refusal]:
-    pods_of = [(name, found.get(name)) for name in names]
+def _not_up(by_name: Mapping[str, Document], names: Sequence[str]) -> list[Refusal]:
+    pods_of = [(name, by_name.get(name)) for name in names]
     return [
         Refusal(f"{name} was taken away", is_room=True, is_final=True)
         if pod is None or pods.is_leaving(pod)
@@ -228,9 +228,9 @@ def _not_up(found: Mapping[str, Document], names: Sequence[str]) -> list[Refusal
 
 def _any_is_settled(names: Sequence[str], now: Mapping[str, Document]) -> bool:
     """Whether there is something new to say of pods that are awaited."""
-    found = [now[name] for name in names if name in now]
-    is_all_up = len(found) == len(names) and all(pods.is_up(pod) for pod in found)
-    return is_all_up or any(pods.is_over(pod) for pod in found)
+    documents = [now[name] for name in names if name in now]
+    is_all_up = len(documents) == len(names) and all(pods.is_up(pod) for pod in documents)
+    return is_all_up or any(pods.is_over(pod) for pod in documents)
 
 
 def _not_placed(
@@ -292,17 +292,17 @@ class PodEnd:
             # Nothing of one that never ran is left; its kubelet would confirm that in a minute.
             grace_s = 1 if pods.has_run(pod) else 0
             self._api.delete(PODS, pods.name_of(pod), grace_s=grace_s, uid=pod["metadata"]["uid"])
-        rest = {pods.name_of(pod): pod for pod in ended}
-        loud = [name for name in rest if name not in silent]
-        self._pods.wait(lambda now: not _left(now, rest, loud), timeout_s=END_TIMEOUT_S)
+        by_name = {pods.name_of(pod): pod for pod in ended}
+        loud = [name for name in by_name if name not in silent]
+        self._pods.wait(lambda now: not _left(now, by_name, loud), timeout_s=END_TIMEOUT_S)
         # Of a node that the cluster itself calls lost, nobody confirms anything soon.
-        nodes = {name: pods.node_of(rest[name]) for name in silent}
+        nodes = {name: pods.node_of(by_name[name]) for name in silent}
         late = [n for n, at in nodes.items()
                 if at not in left and not self._cluster_nodes.problem(at)]  # fmt: skip
         if late:
-            self._pods.wait(lambda now: not _left(now, rest, late), timeout_s=SILENT_END_S)
-        for name in _left(self._pods.objects, rest, list(rest)):
-            pod = rest[name]
+            self._pods.wait(lambda now: not _left(now, by_name, late), timeout_s=SILENT_END_S)
+        for name in _left(self._pods.objects, by_name, list(by_name)):
+            pod = by_name[name]
             if name in loud and not pods.is_over(self._pods.objects.get(name, pod)):
                 raise EngineError(f"pod {name} on {pods.node_of(pod)} does not end")
             _log.warning(

@@ -17,7 +17,7 @@ from perdure.training.engines.kubernetes.objects import (
     AGENT,
     MEMBER,
     SCHEDULE_CNT,
-    STOOD_BY,
+    WAS_SPARE,
     Document,
 )
 from perdure.training.recovery.faults import FaultClass
@@ -72,14 +72,14 @@ def member_of(pod: Document) -> int:
     return int(pod["metadata"]["labels"].get(MEMBER, NO_MEMBER))
 
 
-def stands_by(pod: Document) -> bool:
+def is_spare(pod: Document) -> bool:
     """Whether it is no member's yet."""
     return MEMBER not in pod["metadata"]["labels"]
 
 
-def stood_by(pod: Document) -> bool:
+def was_spare(pod: Document) -> bool:
     """Whether it was started before its member needed it."""
-    return STOOD_BY in pod["metadata"]["labels"]
+    return WAS_SPARE in pod["metadata"]["labels"]
 
 
 def schedule_cnt_of(pod: Document) -> int:
@@ -132,17 +132,17 @@ def _status(pod: Document) -> Mapping[str, Any]:
 
 def _agent_status(pod: Document) -> Mapping[str, Any]:
     statuses = _status(pod).get("containerStatuses") or ()
-    return next((one for one in statuses if one.get("name") == AGENT), {})
+    return next((status for status in statuses if status.get("name") == AGENT), {})
 
 
 def _ended(pod: Document) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = (_agent_status(pod).get("state") or {}).get("terminated")
-    return found
+    state: Mapping[str, Any] | None = (_agent_status(pod).get("state") or {}).get("terminated")
+    return state
 
 
 def _condition(document: Document, kind: str) -> Mapping[str, Any]:
     conditions = (document.get("status") or {}).get("conditions") or ()
-    return next((one for one in conditions if one.get("type") == kind), {})
+    return next((condition for condition in conditions if condition.get("type") == kind), {})
 
 
 def loss_of(pod: Document, notes: Sequence[Document] = ()) -> NodeLoss | None:
@@ -182,11 +182,11 @@ def _disruption(pod: Document, notes: Sequence[Document]) -> tuple[str, str] | N
     status = _status(pod)
     if status.get("reason") == "Evicted":
         return "POD_EVICTED", f"evicted: {status.get('message') or 'no reason given'}"
-    told = _condition(pod, "DisruptionTarget")
-    if told:
-        is_preempted = "Preemption" in str(told.get("reason"))
+    target = _condition(pod, "DisruptionTarget")
+    if target:
+        is_preempted = "Preemption" in str(target.get("reason"))
         code = "POD_PREEMPTED" if is_preempted else "POD_EVICTED"
-        return code, f"{told.get('reason')}: {told.get('message')}"
+        return code, f"{target.get('reason')}: {target.get('message')}"
     for note in reversed(notes):
         if note.get("reason") in _PREEMPTED:
             return "POD_PREEMPTED", f"preempted: {note.get('message')}"
@@ -242,8 +242,8 @@ def why_not_up(pod: Document) -> Refusal:
         return Refusal(text, is_final=is_final)
     if not node_of(pod):
         return Refusal(f"{name} has no node yet: no scheduler has looked at it", is_room=True)
-    what = reason or f"its agent does not listen yet (phase {_status(pod).get('phase')})"
-    return Refusal(f"{name} on {node_of(pod)}: {what}")
+    problem = reason or f"its agent does not listen yet (phase {_status(pod).get('phase')})"
+    return Refusal(f"{name} on {node_of(pod)}: {problem}")
 
 
 def node_problem(node: Document) -> str:

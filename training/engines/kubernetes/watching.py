@@ -94,8 +94,8 @@ class Watched:
             time.sleep(RETRY_S)
             try:
                 self._list(patience_s=0.0)
-            except ApiError as again:
-                self._note_away(str(again), is_away=again.is_unreachable)
+            except ApiError as list_error:
+                self._note_away(str(list_error), is_away=list_error.is_unreachable)
                 return
             self._note_away("the API server answers again", is_away=False)
 
@@ -106,26 +106,26 @@ class Watched:
 
     def _list(self, patience_s: float | None = None) -> None:
         items, version = self._api.list(self._resource, labels=self._labels, patience_s=patience_s)
-        found = {item["metadata"]["name"]: item for item in items}
+        by_name = {item["metadata"]["name"]: item for item in items}
         with self._changed:
-            self._objects, self._version = found, version
+            self._objects, self._version = by_name, version
             self._changed.notify_all()
 
     def _take_changes(self) -> None:
         with self._changed:
             version = self._version
-        for kind, found in self._api.watch(self._resource, version=version, labels=self._labels):
+        for kind, document in self._api.watch(self._resource, version=version, labels=self._labels):
             with self._changed:
-                self._version = found["metadata"]["resourceVersion"]
+                self._version = document["metadata"]["resourceVersion"]
                 if kind == "DELETED":
-                    self._objects.pop(found["metadata"]["name"], None)
+                    self._objects.pop(document["metadata"]["name"], None)
                 elif kind != "BOOKMARK":
-                    self._objects[found["metadata"]["name"]] = found
+                    self._objects[document["metadata"]["name"]] = document
                 self._changed.notify_all()
 
 
 def _follow(watched: weakref.ref[Watched]) -> None:
     """Follow until the objects are no more wanted; a connection lasts a minute at most."""
-    while (one := watched()) is not None:
-        one._follow_once()  # noqa: SLF001 its own thread
-        del one
+    while (cache := watched()) is not None:
+        cache._follow_once()  # noqa: SLF001 its own thread
+        del cache

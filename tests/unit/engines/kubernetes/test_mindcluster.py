@@ -25,11 +25,13 @@ def chip_fault(
 ):
     """A fault of a chip, with the level of each code."""
     level = next(iter(codes.values()))
-    told = {code: {"fault_time": at, "fault_level": own} for code, own in codes.items()}
+    times_and_levels = {
+        code: {"fault_time": at, "fault_level": level} for code, level in codes.items()
+    }
     return {
         "fault_type": kind, "npu_name": chip, "large_model_fault_level": level,
         "fault_level": level, "fault_handling": level, "fault_code": ",".join(codes),
-        "fault_time_and_level_map": told,
+        "fault_time_and_level_map": times_and_levels,
     }  # fmt: skip
 
 
@@ -86,10 +88,10 @@ def test_a_chip_has_each_of_its_codes_with_its_own_level_and_time():
     ],
 )
 def test_a_chip_takes_its_node_out_where_nothing_new_may_be_put_on_it(level, takes_out):
-    found = taken_out({NODE: device_info(chip_fault("Ascend910-4", {"80C98000": level}))})
-    assert bool(found) is takes_out
+    exclusions = taken_out({NODE: device_info(chip_fault("Ascend910-4", {"80C98000": level}))})
+    assert bool(exclusions) is takes_out
     if takes_out:
-        assert found[NODE] == f"Ascend910-4: {level} 80C98000 since 2025-10-09T08:53:20+00:00"
+        assert exclusions[NODE] == f"Ascend910-4: {level} 80C98000 since 2025-10-09T08:53:20+00:00"
 
 
 def test_chips_that_are_listed_without_a_code_take_their_node_out():
@@ -114,8 +116,8 @@ def test_a_public_fault_has_its_time_in_seconds():
     fault = chip_fault(
         "Ascend910-0", {"220001001": "SeparateNPU"}, kind="PublicFault", at=1_760_000_005
     )
-    (found,) = device_info(fault)
-    assert found.since_s == BEGAN_S + 5
+    (reported,) = device_info(fault)
+    assert reported.since_s == BEGAN_S + 5
 
 
 def node_document(status: str, *parts) -> dict[str, object]:
@@ -141,8 +143,8 @@ def node_part(level: str) -> dict[str, object]:
 )
 def test_a_node_is_out_when_its_own_parts_take_it_out(document, why):
     data = {"NodeInfo": json.dumps({"NodeInfo": document, "CheckCode": "0" * 64})}
-    found = taken_out({NODE: mindcluster.node_info(data, "mindx-dl-nodeinfo-n1")})
-    assert found.get(NODE) == why
+    exclusions = taken_out({NODE: mindcluster.node_info(data, "mindx-dl-nodeinfo-n1")})
+    assert exclusions.get(NODE) == why
 
 
 def test_a_fault_of_the_node_began_when_its_document_was_written():
@@ -173,8 +175,8 @@ def switch(level: str, status: str) -> dict[str, object]:
 )
 def test_the_status_of_a_switch_says_whether_its_node_is_out(level, status, is_out):
     data = {"SwitchInfoCfg": json.dumps(switch(level, status))}
-    found = taken_out({NODE: mindcluster.device_info(data, CONFIG_MAP)})
-    assert (NODE in found) is is_out
+    exclusions = taken_out({NODE: mindcluster.device_info(data, CONFIG_MAP)})
+    assert (NODE in exclusions) is is_out
 
 
 def test_documents_of_the_whole_cluster_name_the_nodes():

@@ -99,11 +99,11 @@ def test_how_a_pod_was_lost_has_a_class_and_a_code(document, notes, expected):
     ids=["nobody saw it go", "it is marked"],
 )
 def test_a_pod_that_was_lost_with_its_node_is_a_node_lost(loss):
-    found = pods.lost_with_node(loss, pods.NO_NODE)
-    assert (found.node, found.fault_class, found.code) == (
+    combined = pods.lost_with_node(loss, pods.NO_NODE)
+    assert (combined.node, combined.fault_class, combined.code) == (
         "n1", FaultClass.NODE_LOST, "NODE_DELETED"
     )  # fmt: skip
-    assert found.line == f"{pods.NO_NODE}; {loss.line}"
+    assert combined.line == f"{pods.NO_NODE}; {loss.line}"
 
 
 def test_what_ended_a_pod_before_its_node_was_deleted_stays_the_fault():

@@ -20,7 +20,7 @@ READY_S = 1.0  # for its answer when one is needed: a new container takes longer
 ASSIGN_S = 5.0
 
 
-class StandingBy:
+class SpareContainers:
     """What a supervisor does with them.
 
     Args:
@@ -40,7 +40,7 @@ class StandingBy:
 
     def contacts(self) -> Mapping[str, AgentEndpoint]:
         """The containers, by their names."""
-        return self._engine.standing_by()
+        return self._engine.warm_spares()
 
     def start(self, placement: Placement, node: str) -> None:
         """Start one more, on this node or where the engine chooses; returns at once.
@@ -49,11 +49,11 @@ class StandingBy:
             placement: that they stand by for; its nodes, and those that it avoids, are left out.
             node: ANY_NODE where the engine chooses.
         """
-        self._engine.stand_by(placement, node)
+        self._engine.start_spare(placement, node)
 
     def end(self, names: Collection[str]) -> None:
         """End some of them by force."""
-        self._engine.dismiss(names)
+        self._engine.end_spares(names)
 
     def ask(self, name: str, order: Order, *, timeout_s: float) -> Future[TimedLine]:
         """Send an order to one; `reply` has the answer.
@@ -80,9 +80,13 @@ class StandingBy:
 
     def ready(self) -> frozenset[str]:
         """Names of those whose agent answers now."""
-        up = {name: one for name, one in self.contacts().items() if one.address is not None}
+        up = {
+            name: contact
+            for name, contact in self.contacts().items()
+            if contact.address is not None
+        }
         answers = self._calls.call_all(up, dict.fromkeys(up, StatusQuery()), timeout_s=READY_S)
-        return frozenset(name for name, one in answers.items() if isinstance(one, AgentReply))
+        return frozenset(name for name, answer in answers.items() if isinstance(answer, AgentReply))
 
     def note_checked(self, name: str) -> None:
         """Remember that it has passed the check of its node."""
@@ -91,7 +95,7 @@ class StandingBy:
     def was_checked(self, member: int) -> bool:
         """Whether a member has one of these that had passed its check."""
         contact = self._engine.contacts().get(member)
-        return contact is not None and contact.stood_by and contact.token in self._checked
+        return contact is not None and contact.was_spare and contact.token in self._checked
 
     def kill_one(self) -> bool:
         """Have the node of one be lost, in a drill; whether one was there.
@@ -99,15 +103,17 @@ class StandingBy:
         Raises:
             EngineError: the run is no drill.
         """
-        up = [one for one in self.contacts().values() if one.address is not None][:1]
+        up = [contact for contact in self.contacts().values() if contact.address is not None][:1]
         order = KillOrder(victim=Victim.SPARE)
         answers = self._calls.call_all(
             dict(enumerate(up)), dict.fromkeys(range(len(up)), order), timeout_s=ASSIGN_S
         )
-        refusals = [one for one in answers.values() if isinstance(one, EngineError)]
+        refusals = [answer for answer in answers.values() if isinstance(answer, EngineError)]
         if refusals:
             raise refusals[0]
-        return any(isinstance(one, AgentReply) and one.num_killed for one in answers.values())
+        return any(
+            isinstance(answer, AgentReply) and answer.num_killed for answer in answers.values()
+        )
 
     def assign(self, members: Collection[int]) -> frozenset[int]:
         """Tell the agents of those that these members have taken whose they are.
@@ -117,11 +123,11 @@ class StandingBy:
         contacts = {
             index: contact
             for index, contact in self._engine.contacts().items()
-            if index in members and contact.stood_by
+            if index in members and contact.was_spare
         }
         orders: dict[int, Order] = {
             index: AssignOrder(member=index, schedule_cnt=contact.schedule_cnt)
             for index, contact in contacts.items()
         }
         answers = self._calls.call_all(contacts, orders, timeout_s=ASSIGN_S)
-        return frozenset(i for i, one in answers.items() if not isinstance(one, AgentReply))
+        return frozenset(i for i, answer in answers.items() if not isinstance(answer, AgentReply))
