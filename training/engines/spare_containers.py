@@ -1,7 +1,7 @@
-"""The containers of a run that stand by: started, and no member's yet.
+"""The spare containers of a run: started ahead of time, and no member's yet.
 
-Whoever needs a container takes one of them, if its agent answers then; the engine knows which node
-it is on, its agent learns whose container it is. Times are seconds.
+A member that needs a container takes a spare, if its agent answers then: the engine knows the
+spare's node, and its agent learns whose container it is. Times are seconds.
 """
 
 from __future__ import annotations
@@ -16,109 +16,103 @@ from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import AgentReply, AssignOrder, KillOrder, Order, StatusQuery
 from perdure.training.wire.transport import TimedLine
 
-READY_S = 1.0  # for its answer when one is needed: a new container takes longer than that
+READY_S = 1.0  # for a spare to answer when it is needed: a new container takes longer than that
 ASSIGN_S = 5.0
 
 
 class SpareContainers:
-    """What a supervisor does with them.
+    """The spares, with the orders that a supervisor gives to their agents.
 
     Args:
-        engine: that has them.
-        calls: to their agents.
+        engine: starts and ends them.
+        calls: carries orders to their agents.
     """
 
     def __init__(self, engine: Engine, calls: AgentCalls) -> None:
         self._engine = engine
         self._calls = calls
-        self._checked: set[str] = set()  # tokens of those that have passed their check
+        self._checked: set[str] = set()  # tokens of the spares that passed their check
 
     @property
     def sees_agents(self) -> bool:
-        """Whether the way to their agents works: if it does not, their silence says nothing."""
+        """Whether the agents can be reached; if not, their silence says nothing."""
         return self._engine.sees_agents
 
     def contacts(self) -> Mapping[str, AgentEndpoint]:
-        """The containers, by their names."""
+        """The spares, by their names."""
         return self._engine.warm_spares()
 
     def start(self, placement: Placement, node: str) -> None:
-        """Start one more, on this node or where the engine chooses; returns at once.
+        """Start another spare; returns at once.
 
         Args:
-            placement: that they stand by for; its nodes, and those that it avoids, are left out.
-            node: ANY_NODE where the engine chooses.
+            placement: the members; a spare is on none of their nodes, nor on an avoided node.
+            node: where it starts; ANY_NODE where the engine chooses.
         """
         self._engine.start_spare(placement, node)
 
     def end(self, names: Collection[str]) -> None:
-        """End some of them by force."""
+        """End spares by force."""
         self._engine.end_spares(names)
 
     def ask(self, name: str, order: Order, *, timeout_s: float) -> Future[TimedLine]:
-        """Send an order to one; `reply` has the answer.
+        """Send an order to a spare; `reply` reads the answer from the future.
 
         Raises:
-            AgentUnreachable: it is not up, or gone.
+            AgentUnreachable: the spare is not up, or gone.
         """
         return self._calls.send(self._contact(name), order, timeout_s=timeout_s)
 
     def reply(self, name: str, order: Order, sent: Future[TimedLine]) -> AgentReply:
-        """What it answered.
+        """Read the answer to an order that was sent.
 
         Raises:
-            AgentUnreachable: nothing in time.
-            EngineError: it refused.
+            AgentUnreachable: the spare did not answer in time.
+            EngineError: the spare refused the order.
         """
-        return self._calls.received(self._contact(name), order, sent)
+        return self._calls.receive(self._contact(name), order, sent)
 
     def _contact(self, name: str) -> AgentEndpoint:
         contact = self.contacts().get(name)
         if contact is None:
-            raise AgentUnreachable(f"no container {name} stands by")
+            raise AgentUnreachable(f"there is no spare container {name}")
         return contact
 
     def ready(self) -> frozenset[str]:
-        """Names of those whose agent answers now."""
-        up = {
-            name: contact
-            for name, contact in self.contacts().items()
-            if contact.address is not None
-        }
+        """Names of the spares whose agent answers now."""
+        up = {name: c for name, c in self.contacts().items() if c.address is not None}
         answers = self._calls.call_all(up, dict.fromkeys(up, StatusQuery()), timeout_s=READY_S)
-        return frozenset(name for name, answer in answers.items() if isinstance(answer, AgentReply))
+        return frozenset(name for name in up if isinstance(answers[name], AgentReply))
 
     def note_checked(self, name: str) -> None:
-        """Remember that it has passed the check of its node."""
+        """Remember that a spare has passed the check of its node."""
         self._checked.add(self._contact(name).token)
 
     def was_checked(self, member: int) -> bool:
-        """Whether a member has one of these that had passed its check."""
+        """Whether a member took a spare that had passed its check."""
         contact = self._engine.contacts().get(member)
         return contact is not None and contact.was_spare and contact.token in self._checked
 
-    def kill_one(self) -> bool:
-        """Have the node of one be lost, in a drill; whether one was there.
+    def kill_first(self) -> bool:
+        """Have the first spare lose its node, in a drill. Returns whether there was a spare.
 
         Raises:
             EngineError: the run is no drill.
         """
-        up = [contact for contact in self.contacts().values() if contact.address is not None][:1]
-        order = KillOrder(victim=Victim.SPARE)
-        answers = self._calls.call_all(
-            dict(enumerate(up)), dict.fromkeys(range(len(up)), order), timeout_s=ASSIGN_S
-        )
-        refusals = [answer for answer in answers.values() if isinstance(answer, EngineError)]
-        if refusals:
-            raise refusals[0]
-        return any(
-            isinstance(answer, AgentReply) and answer.num_killed for answer in answers.values()
-        )
+        up = (contact for contact in self.contacts().values() if contact.address is not None)
+        contacts = dict(enumerate([*up][:1]))
+        orders = dict.fromkeys(contacts, KillOrder(victim=Victim.SPARE))
+        num_killed = 0
+        for answer in self._calls.call_all(contacts, orders, timeout_s=ASSIGN_S).values():
+            if isinstance(answer, EngineError):
+                raise answer
+            num_killed += answer.num_killed if isinstance(answer, AgentReply) else 0
+        return num_killed > 0
 
     def assign(self, members: Collection[int]) -> frozenset[int]:
-        """Tell the agents of those that these members have taken whose they are.
+        """Tell the agents of the spares that these members took whose container they are in.
 
-        May be repeated. Returns the members whose agent did not obey.
+        It may be repeated. Returns the members whose agent did not obey.
         """
         contacts = {
             index: contact

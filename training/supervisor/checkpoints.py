@@ -253,7 +253,7 @@ class NewestSave:
             until_s=_ended_s(history),
             is_in_parts=self.job.saves_in_parts,
         )
-        by_node = self.fleet.saved(query)
+        by_node = self.fleet.list_saved(query)
         found = [one for saved in by_node.values() for one in saved]
         try:
             if self.job.saves_in_parts:

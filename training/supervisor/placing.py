@@ -212,7 +212,7 @@ class Placer:
             members: that have new containers; None: all. Another one may be about to move, and
                 its container is still on the node that it leaves.
         """
-        placed = self._fleet.bound(placement, members)
+        placed = self._fleet.resolve_nodes(placement, members)
         if placed.members != placement.members:
             # Of the same number: it takes the place of the record that had no nodes yet.
             before = self._writer.refresh().placement
@@ -308,7 +308,7 @@ class Placer:
             self._record(current, sub_healthy)
         # Not there again, whatever its fault: a node is told by its name.
         current = replace(current, avoid=(*avoid, off), last=tuple(sub_healthy), wait_s=wait_s)
-        moved = self._fleet.misplaced(current) & set(members)
+        moved = self._fleet.misplaced_members(current) & set(members)
         # What is left of the others waits for ranks that have ended, and can save nothing.
         grace_s = max(0.0, float(self._job.restart.failover_grace_s))
         self._fleet.replace(current, moved, grace_s=grace_s)

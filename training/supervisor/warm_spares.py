@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from perdure.training.config.job import Job
+from perdure.training.engines.agent_calls import SILENT_AGENT_S
 from perdure.training.engines.base import ANY_NODE, AgentEndpoint, Placement
-from perdure.training.engines.fleet import SILENT_AGENT_S, Fleet
+from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.node_checks.verdict import verdict_of

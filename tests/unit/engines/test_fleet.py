@@ -13,6 +13,7 @@ import pytest
 
 from perdure.training.agent.control import control_server
 from perdure.training.config.drill import Victim
+from perdure.training.engines import agent_calls
 from perdure.training.engines import fleet as fleet_module
 from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.fleet import Fleet
@@ -38,7 +39,7 @@ from tests.jobs import small_job
 TOKEN = "t" * 32
 NUM_MEMBERS = 200
 BLACK_HOLE = 77
-LOOK_S = 1.0
+POLL_S = 1.0
 HEAL = HealOrder(
     placement=1, attempt=1, rung=Rung.IN_PLACE_RESTART, plan=HealPlan(None), slots_per_node=1,
     variables={}, cwd="/",
@@ -111,7 +112,7 @@ class Containers:
     def replace(
         self, placement: Placement, members: Collection[int], *, ready: Collection[str] = ()
     ) -> None:
-        """They are there; those that are ready are taken."""
+        """They are there; members take those that are ready."""
         self.ready_names.append(tuple(ready))
 
     def start_spare(self, placement: Placement, node: str) -> None:
@@ -168,7 +169,8 @@ def containers(agents, black_hole) -> Containers:
 
 @pytest.fixture
 def fleet(containers, monkeypatch, tmp_path) -> Fleet:
-    monkeypatch.setattr(fleet_module, "LOOK_TIMEOUT_S", LOOK_S)
+    monkeypatch.setattr(agent_calls, "POLL_TIMEOUT_S", POLL_S)
+    monkeypatch.setattr(fleet_module, "POLL_TIMEOUT_S", POLL_S)
     monkeypatch.setattr(fleet_module, "SHUTDOWN_MARGIN_S", 0.0)  # these containers never go
     fleet = Fleet(containers, small_job(tmp_path), epoch=3)
     fleet.adopt(Placement(1, ()))
@@ -179,43 +181,43 @@ def without_black_hole(containers: Containers) -> None:
     del containers.now[BLACK_HOLE]
 
 
-def test_a_node_that_is_cut_off_delays_the_look_at_199_others_by_its_own_deadline_at_most(fleet):
+def test_a_node_that_is_cut_off_delays_the_poll_of_199_others_by_its_own_deadline_at_most(fleet):
     answered: set[int] = set()
-    while len(answered) < NUM_MEMBERS - 1:  # a busy machine needs more than one look
+    while len(answered) < NUM_MEMBERS - 1:  # a busy machine needs more than one poll
         began_s = time.monotonic()
         snapshot = fleet.poll()
-        assert time.monotonic() - began_s < LOOK_S + 2.0
+        assert time.monotonic() - began_s < POLL_S + 2.0
         assert snapshot.lost == ()
         assert f"node-{BLACK_HOLE}" in snapshot.unanswered
         answered |= set(snapshot.agents)
     assert BLACK_HOLE not in answered
 
 
-def test_who_has_not_answered_is_not_asked_again_and_is_lost_after_a_while(
+def test_a_member_that_has_not_answered_is_not_asked_again_and_is_lost_after_a_while(
     fleet, containers, agents, monkeypatch
 ):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     assert fleet.poll().unanswered == (f"node-{BLACK_HOLE}",)
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     snapshot = fleet.poll()
     assert (snapshot.unanswered, snapshot.lost) == ((), (f"node-{BLACK_HOLE}",))
     assert len(agents.received) == 2, "the one that answers was asked twice"
-    assert len(fleet._asked) == 1
+    assert len(fleet._agents._polls) == 1
 
 
-def test_one_that_is_lost_keeps_no_recovery_waiting_for_its_logs(fleet, containers, monkeypatch):
+def test_a_lost_member_keeps_no_recovery_waiting_for_its_logs(fleet, containers, monkeypatch):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     fleet.poll()
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
     began_s = time.monotonic()
     fleet.texts(100, since_s=0.0)
-    assert time.monotonic() - began_s < LOOK_S, "asked, it would have had a minute to answer"
-    assert list(fleet.poll().agents) == [0], "looks go on: it may come back"
-    assert len(fleet._asked) == 1
+    assert time.monotonic() - began_s < POLL_S, "asked, it would have had a minute to answer"
+    assert list(fleet.poll().agents) == [0], "polls go on: it may come back"
+    assert len(fleet._agents._polls) == 1
 
 
-def test_a_first_node_that_is_cut_off_keeps_the_look_at_the_others_not_waiting_for_its_log(
+def test_a_first_node_that_is_cut_off_keeps_the_poll_of_the_others_not_waiting_for_its_log(
     fleet, containers
 ):
     containers.now = {0: containers.now[BLACK_HOLE], 1: containers.now[1]}
@@ -223,7 +225,7 @@ def test_a_first_node_that_is_cut_off_keeps_the_look_at_the_others_not_waiting_f
     for _ in range(3):
         assert fleet.metrics(7) == ("", 7)
         assert list(fleet.poll().agents) == [1]
-    assert time.monotonic() - began_s < 5 * LOOK_S, "three looks, and one try to read the log"
+    assert time.monotonic() - began_s < 5 * POLL_S, "three polls, and one try to read the log"
 
 
 def test_the_log_of_a_command_is_on_the_first_member_that_prints_its_steps(
@@ -243,20 +245,20 @@ def test_the_log_of_a_command_is_on_the_first_member_that_prints_its_steps(
     printing.server.close()
 
 
-def test_who_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_again(
+def test_a_member_that_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_again(
     fleet, containers, monkeypatch
 ):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     fleet.poll()
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
     fleet.adopt(Placement(1, ()))
     began_s = time.monotonic()
     fleet.replace(Placement(1, ()), [BLACK_HOLE])
-    assert time.monotonic() - began_s < LOOK_S, "asked to end, it would have had five seconds"
+    assert time.monotonic() - began_s < POLL_S, "asked to end, it would have had five seconds"
 
 
-def test_members_take_containers_that_stand_by_and_answer_and_learn_whose_they_are(
+def test_members_take_the_spares_that_answer_and_their_agents_learn_whose_they_are(
     fleet, containers, agents
 ):
     good, silent = containers.now[1], containers.now[BLACK_HOLE]
@@ -276,17 +278,17 @@ def test_a_move_asks_nothing_of_members_that_do_not_move(fleet, containers, agen
     assert containers.ready_names == [("good",)], "and the one that hangs keeps its container"
 
 
-def test_who_only_looks_at_a_run_gives_no_orders(fleet, containers, agents):
+def test_a_supervisor_that_only_polls_a_run_gives_no_orders(fleet, containers, agents):
     containers.now = {0: replace(containers.now[0], was_spare=True, schedule_cnt=2)}
     fleet.adopt(Placement(1, ()))
     fleet.poll()
     assert {request.order.op for request in agents.received} == {"status"}
 
 
-def test_a_member_gets_a_new_container_when_the_one_that_stood_by_does_not_obey(fleet, containers):
+def test_a_member_gets_a_new_container_when_its_spare_does_not_obey(fleet, containers):
     containers.now = {0: replace(containers.now[0], address=None, was_spare=True)}
     fleet.replace(Placement(1, ()), [0])
-    assert containers.ready_names == [(), ()], "once more, with none that stands by"
+    assert containers.ready_names == [(), ()], "once more, without a spare"
 
 
 def test_a_silent_agent_is_not_lost_while_nobody_could_have_heard_it(
@@ -295,14 +297,14 @@ def test_a_silent_agent_is_not_lost_while_nobody_could_have_heard_it(
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     containers.sees_agents = False
     fleet.poll()
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == ()
 
 
-def test_an_answer_that_comes_after_the_look_counts_in_the_next_one(fleet, containers, agents):
+def test_an_answer_that_comes_after_the_poll_counts_in_the_next(fleet, containers, agents):
     without_black_hole(containers)
     containers.now = {0: containers.now[0]}
-    agents.delay_s = 1.5 * LOOK_S
+    agents.delay_s = 1.5 * POLL_S
     assert fleet.poll().unanswered == ("node-0",)
     assert list(fleet.poll().agents) == [0]
     assert len(agents.received) == 1
@@ -310,7 +312,7 @@ def test_an_answer_that_comes_after_the_look_counts_in_the_next_one(fleet, conta
 
 def test_an_answer_from_before_a_stop_says_nothing_after_it(fleet, containers, agents):
     containers.now = {0: containers.now[0]}
-    agents.delay_s = 1.5 * LOOK_S
+    agents.delay_s = 1.5 * POLL_S
     fleet.poll()
     agents.delay_s = 0.0
     fleet.stop(5.0)
@@ -356,7 +358,7 @@ def test_a_greeting_shows_the_clock_of_each_member(fleet, containers):
     assert probes[3].doubt_s < 30.0
 
 
-def test_all_are_told_to_stop_though_one_of_them_never_answers(
+def test_all_members_are_ordered_to_stop_though_one_never_answers(
     fleet, containers, agents, monkeypatch
 ):
     monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 2.0)
@@ -365,7 +367,7 @@ def test_all_are_told_to_stop_though_one_of_them_never_answers(
     assert [request.order for request in agents.received] == [StopOrder(grace_s=7.0)] * 9
 
 
-def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
+def test_an_order_that_a_member_refuses_has_reached_all_before_anybody_hears_of_it(
     fleet, containers, agents
 ):
     containers.now = {i: containers.now[i] for i in range(10)}
@@ -384,7 +386,7 @@ def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
         (Victim.COORDINATOR, NUM_MEMBERS - 1),
     ],
 )
-def test_whoever_may_have_a_victim_is_told_to_kill_it(
+def test_every_member_that_may_have_a_victim_is_ordered_to_kill_it(
     fleet, containers, agents, victim, num_asked, monkeypatch
 ):
     monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 60.0)  # a slow machine has 199 to serve

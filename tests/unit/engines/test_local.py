@@ -69,7 +69,7 @@ def test_a_container_that_is_dead_or_frozen_is_replaced_without_a_long_wait(
     assert len(fleet.poll().agents) == 2
 
 
-def test_what_a_run_has_left_over_is_its_processes_until_they_have_ended(fleet):
+def test_the_leftovers_of_a_run_are_its_processes_until_they_have_ended(fleet):
     assert fleet.leftovers() == []
     fleet.submit(plan(fleet.nodes(), 2, previous=None, avoid=()))
     assert len(fleet.leftovers()) >= 2, "an agent on each node, and what it has started"
@@ -78,13 +78,13 @@ def test_what_a_run_has_left_over_is_its_processes_until_they_have_ended(fleet):
 
 
 def start_spare(fleet: Fleet, placement: Placement) -> str:
-    """Have a container stand by. The name that it is known by."""
+    """Start a spare container. Returns its name."""
     fleet.spare_containers.start(placement, "node-2")
     (name,) = fleet.spare_containers.contacts()
     return name
 
 
-def test_a_member_takes_the_container_that_stands_by_with_the_processes_in_it(fleet, tmp_path):
+def test_a_member_takes_the_spare_with_the_processes_in_it(fleet, tmp_path):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
     name = start_spare(fleet, placement)
@@ -96,7 +96,7 @@ def test_a_member_takes_the_container_that_stands_by_with_the_processes_in_it(fl
     )
     fleet.replace(second, moved)
     assert moved == (1,)
-    assert (fleet.spare_containers.contacts(), fleet.misplaced(second)) == ({}, frozenset())
+    assert (fleet.spare_containers.contacts(), fleet.misplaced_members(second)) == ({}, frozenset())
     status = fleet.poll().agents[1]
     assert (status.node, status.member, status.schedule_cnt) == ("node-2", 1, 2)
     following = LocalEngine(fleet._job, home=tmp_path / "home", epoch=2)
@@ -104,7 +104,7 @@ def test_a_member_takes_the_container_that_stands_by_with_the_processes_in_it(fl
     assert following.contacts()[1].address == agent, "also for the next supervisor"
 
 
-def test_a_container_that_is_not_ready_gives_its_node_up_to_a_new_one(fleet, tmp_path):
+def test_a_spare_that_is_not_ready_gives_its_node_up_to_a_new_container(fleet, tmp_path):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
     start_spare(fleet, placement)  # and is not up yet
@@ -116,7 +116,7 @@ def test_a_container_that_is_not_ready_gives_its_node_up_to_a_new_one(fleet, tmp
     assert set(addresses(tmp_path / "home")) == {"p0001-m0-s1", "p0002-m1-s2"}
 
 
-def test_one_that_dies_before_it_was_up_is_known_to_be_gone(fleet):
+def test_a_spare_that_dies_before_it_was_up_is_known_to_be_gone(fleet):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
     name = start_spare(fleet, placement)
@@ -130,7 +130,7 @@ def test_one_that_dies_before_it_was_up_is_known_to_be_gone(fleet):
     assert loss.line == "its agent is gone"
 
 
-def test_the_next_supervisor_finds_what_stands_by_and_the_end_of_the_run_ends_it(fleet, tmp_path):
+def test_the_next_supervisor_finds_the_spare_and_the_end_of_the_run_ends_it(fleet, tmp_path):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
     name = start_spare(fleet, placement)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.engines.local_devices import devices_of_node
+from perdure.training.engines.local import devices_of_node
 from perdure.training.wire.node import VISIBLE
 
 

@@ -97,7 +97,9 @@ class FakeFleet:
     def nodes(self) -> Sequence[str]:
         return ["node-0", "node-1", "node-2"]
 
-    def bound(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
+    def resolve_nodes(
+        self, placement: Placement, members: Collection[int] | None = None
+    ) -> Placement:
         return placement
 
     poll_s = 0.0
