@@ -14,6 +14,7 @@ from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.objects import Owner, PodPlan
 from perdure.training.journal.records import Member
 from tests.jobs import small_job
+from tests.values import not_none
 
 OWNER = Owner("perdure-a", "uid-1")
 
@@ -90,7 +91,8 @@ def test_resources_are_requests_and_limits_in_one_and_the_group_needs_them_all()
     assert amounts["requests"] == amounts["limits"] == {
         "huawei.com/Ascend910": "8", "memory": "700Gi", "cpu": "1.5",
     }  # fmt: skip
-    group = objects.pod_group(gang_job, spec_of(gang_job), OWNER)
+    spec = spec_of(gang_job)
+    group = objects.pod_group(gang_job, spec, not_none(spec.volcano), OWNER)
     assert group["spec"]["minMember"] == 4
     assert group["spec"]["minResources"] == {
         "huawei.com/Ascend910": "32", "memory": "2800Gi", "cpu": "6",
