@@ -9,7 +9,7 @@ import pytest
 
 from perdure.training.drill.driver import RunOutcome
 from perdure.training.drill.evaluation import differences
-from perdure.training.engines.kubernetes.pods import NO_NODE
+from perdure.training.engines.kubernetes.nodes import NO_NODE
 from perdure.training.supervisor.run import Run
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (

@@ -102,7 +102,9 @@ class MemberAgents:
     def __init__(self, engine: Engine, calls: AgentCalls) -> None:
         self._engine = engine
         self._calls = calls
-        self._polls: dict[tuple[str, int], Future[TimedLine]] = {}  # unanswered ones, by address
+        self._polls: dict[
+            tuple[str, int], Future[TimedLine]
+        ] = {}  # polls without an answer, by address
         self._answered_s: dict[int, float] = {}
         self._silent: set[int] = set()  # members that count as lost
 
@@ -219,7 +221,7 @@ class MemberAgents:
         """
         replies: dict[int, AgentReply] = {}
         problems: list[AgentUnreachable | EngineError] = []
-        # All of them are awaited: an order on its way could be overtaken by the one to stop.
+        # All of them are awaited: an order to stop could overtake an order on its way.
         orders = dict.fromkeys(contacts, order)
         for index, answer in self.call_all(contacts, orders, timeout_s=timeout_s):
             if isinstance(answer, AgentReply):

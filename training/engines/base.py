@@ -282,25 +282,19 @@ def plan(
         NoCapacity: fewer than `needed` nodes remain.
     """
     former_members = previous.members[:needed] if previous is not None else ()
-    node_by_member = {
-        member.index: member.node for member in former_members if member.node not in avoid
-    }
+    node_by_member = {m.index: m.node for m in former_members if m.node not in avoid}
     if nodes is not None:
         free = _free_nodes(nodes, last, exclude={*avoid, *node_by_member.values()})
         for index in range(needed):
             if index not in node_by_member:
                 node_by_member[index] = _take_first(free, nodes, avoid)
         _improve(node_by_member, free, last)
-    counts = {member.index: member.schedule_cnt for member in former_members}
+    counts = {m.index: m.schedule_cnt + 1 for m in former_members}
     members = [
-        Member(
-            index=index,
-            node=node_by_member.get(index, ANY_NODE),
-            schedule_cnt=counts.get(index, 0) + 1,
-        )
-        for index in range(needed)
+        Member(index=i, node=node_by_member.get(i, ANY_NODE), schedule_cnt=counts.get(i, 1))
+        for i in range(needed)
     ]
-    number = previous.number + 1 if previous is not None else 1
+    number = 1 if previous is None else previous.number + 1
     return Placement(number, tuple(members), tuple(avoid), tuple(last))
 
 

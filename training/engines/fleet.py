@@ -58,7 +58,7 @@ from perdure.training.wire.logs import (
 )
 from perdure.training.wire.node import Check, HealOrder, HealReply, NodeDevices, unanswered
 
-RENDEZVOUS_TIMEOUT_S = 120.0  # the first one imports torch, which a cold disk makes slow
+RENDEZVOUS_TIMEOUT_S = 120.0  # the first rendezvous imports torch, which a cold disk makes slow
 REJOIN_TIMEOUT_S = 40.0  # an agent itself gives the coordinator 30 s
 SHUTDOWN_MARGIN_S = 10.0
 GREET_TIMEOUT_S = 5.0

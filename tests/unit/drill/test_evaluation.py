@@ -10,7 +10,7 @@ import pytest
 from perdure.training.config.drill import DrillFault, DrillKind
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import Pauser, RunOutcome
-from perdure.training.drill.evaluation import DrillOutcome, differences, judge, recovered
+from perdure.training.drill.evaluation import DrillOutcome, differences, judge, list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.drill.table import Drill, Expected
 from perdure.training.journal.events import CheckpointRestored, LedgerEvent
@@ -128,7 +128,7 @@ def test_a_fault_without_a_recovery_is_a_problem(tmp_path):
 
 def test_a_failed_recovery_does_not_count_and_the_rung_after_it_does():
     history = restarted(BEGAN, end(succeeded=False), to_step=3, from_step=2)
-    (recovery,) = recovered(history)
+    (recovery,) = list_recoveries(history)
     assert recovery.rung is Rung.IN_PLACE_RESTART
     assert (recovery.noticed_at_s, recovery.trains_at_s) == (FAULT_AT_S + 0.5, 108.0)
     assert recovery.steps_lost == 1

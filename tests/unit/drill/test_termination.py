@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from perdure.training.drill.termination import terminated_as_exception
+from perdure.training.drill.termination import raise_on_termination
 
 # The tests themselves may run under nohup, whose ignored SIGHUP is inherited.
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from perdure.training.drill.termination import terminated_as_exception
-with terminated_as_exception():
+from perdure.training.drill.termination import raise_on_termination
+with raise_on_termination():
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -39,7 +39,7 @@ def test_a_signal_ends_the_program_only_when_all_is_taken_down(number):
 def test_a_signal_that_nohup_has_ignored_stays_ignored():
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with terminated_as_exception():
+        with raise_on_termination():
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, previous)
@@ -49,7 +49,7 @@ def test_a_handler_that_is_there_is_left_alone():
     numbers = []
     previous = signal.signal(signal.SIGTERM, lambda number, _frame: numbers.append(number))
     try:
-        with terminated_as_exception():
+        with raise_on_termination():
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -60,7 +60,7 @@ def test_a_thread_changes_nothing():
     handlers = []
 
     def look() -> None:
-        with terminated_as_exception():
+        with raise_on_termination():
             handlers.append(signal.getsignal(signal.SIGHUP))
 
     previous = signal.getsignal(signal.SIGHUP)

@@ -248,7 +248,7 @@ def vanished(node: str) -> NodeLoss:
 
 
 def lost_with_node(loss: NodeLoss, absence: str) -> NodeLoss:
-    """The loss of a pod whose node is not in the cluster any more, as one of the node.
+    """The loss of a pod whose node has left the cluster, as the loss of a node.
 
     The cluster removes such a pod 40 s or more later, from 1.26 on with a DisruptionTarget
     (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-garbage-collection).
