@@ -236,7 +236,7 @@ class LocalEngine:
                     "stood_by": True,
                 }
             )
-        # Before they start: the next supervisor has to find and end the containers of this supervisor.
+        # Before they start: the next supervisor has to find and end these containers.
         self._save(placement.number)
         started = [self._containers[member.index] for member in fresh]
         self._await_agents(started, [self._spawn(container) for container in started])
