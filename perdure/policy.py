@@ -142,7 +142,7 @@ def _general() -> dict[str, Any]:
 def _of_job(run_id: str, terms: Terms, job_outlooks: Sequence[Outlook]) -> dict[str, Any]:
     return {
         "run_id": run_id,
-        "policy": asdict(terms.policy),
+        "policy": terms.policy.model_dump(mode="json"),
         "nodes": terms.nodes,
         "spares": terms.spares,
         "answers_inside_processes": terms.inside is not None,

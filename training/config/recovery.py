@@ -27,7 +27,7 @@ from perdure.training.platforms.settings import (
     shown,
 )
 from perdure.training.platforms.tft import TFT, read_snapshot_steps
-from perdure.training.recovery.rungs import Policy, RestartCount
+from perdure.training.recovery.rungs import JobPolicy, Policy
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
 EPOCH_BELOW_PARAMETERS = 1_000_000_000
@@ -156,31 +156,9 @@ class HealSpec(FrozenModel):
     )  # fmt: skip
 
 
-class RestartSpec(FrozenModel):
+class RestartSpec(JobPolicy):
     """Restart policy, with the value ranges of ModelArts' fault-tolerance annotations."""
 
-    max_restarts: int = Field(
-        3,
-        ge=0,
-        le=128,
-        description="number of reschedulings (job-retry-num), counted as `count` says; 0: no "
-        "rescheduling",
-    )
-    count: RestartCount = Field(
-        RestartCount.WITHOUT_PROGRESS, description="which reschedulings use up max_restarts and "
-        "pod_retries; without_progress: those in a row without a committed checkpoint; ever: all "
-        "since the run started, as on ModelArts"
-    )  # fmt: skip
-    in_place: bool = Field(
-        True, description="restart processes in their containers when that is enough"
-    )
-    in_place_retries: int = Field(
-        3, ge=1, le=128, description="number of in-place restarts in a row without a new checkpoint"
-    )
-    unconditional: bool = Field(
-        True, description="reschedule on any non-zero exit (job-unconditional-retry)"
-    )
-    hang: bool = Field(True, description="detect hangs and restart after them (hang-retry)")
     hang_timeout_s: float | None = Field(
         None, gt=0, description="seconds without a step before the run counts as hung; default: "
         "learned, max(60, 10 x median step)"
@@ -190,17 +168,7 @@ class RestartSpec(FrozenModel):
         gt=0,
         description="seconds from process start to the first step before the run counts as hung",
     )
-    pod_retries: int = Field(
-        0,
-        ge=0,
-        le=128,
-        description="number of times that only the broken node is replaced (pod-retry-num)",
-    )
     spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
-    allow_without_isolation: bool = Field(
-        True,
-        description="if no spare is available, let the job return to nodes that should be isolated",
-    )
     failover_grace_s: int = Field(
         3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
         "that survive another process's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); "
@@ -218,32 +186,6 @@ class RestartSpec(FrozenModel):
     progress_after_s: float = Field(
         600.0, gt=0, description="commands: seconds that an attempt must last to count as progress"
     )
-    pod_before_in_place: bool = Field(
-        False, description="replace a node at fault before restarting processes on it (RSC "
-        "alone); requires pod_retries"
-    )  # fmt: skip
-    memory_retry: bool = Field(
-        True, description="re-execute the step after a device memory error (UCE)"
-    )
-    collective_retry: bool = Field(
-        True, description="re-execute a step whose collective or link failed (HCCE)"
-    )
-    process_replace: bool = Field(
-        True, description="replace the process of a lost rank while the others live on (ARF)"
-    )
-    process_in_place: bool = Field(
-        True, description="allow process_replace also on a chip that had a fault (recover-in-place)"
-    )
-    node_replace: bool = Field(
-        True, description="replace a lost node while the processes of the other nodes live on "
-        "(ARF node by node, recover)"
-    )  # fmt: skip
-    end_of_life_checkpoint: bool = Field(
-        True, description="save the last completed step before processes are ended (TTP)"
-    )
-    numeric_retry: bool = Field(
-        False, description="re-execute a step whose loss or gradient norm is abnormal (TRE)"
-    )
     snapshot_every_steps: int = Field(
         10, ge=1, description="numeric_retry: steps between two snapshots of the state in host "
         "memory, to which an abnormal step returns; requires twice a rank's share of the state"
@@ -255,17 +197,9 @@ class RestartSpec(FrozenModel):
         None, gt=0, description="gradient norm, before clipping, from which a step is abnormal "
         "(global_norm_spike_threshold)"
     )  # fmt: skip
-    data_skipping: bool = Field(
-        False, description="skip batches whose loss or gradient norm is abnormal, permanently "
-        "(use_skip_data_by_global_norm); excludes numeric_retry"
-    )  # fmt: skip
     max_skipped_in_a_row: int = Field(
         MAX_SKIPPED_IN_A_ROW, ge=1, description="data_skipping: number of abnormal batches in a "
         "row that ends the run (global_norm_spike_count_threshold)"
-    )  # fmt: skip
-    mindcluster_frequency: bool = Field(
-        False, description="also isolate a chip's node at MindCluster's own thresholds for each "
-        "fault code (2, 3 or 5 times in 24 h), in addition to 3 in a row"
     )  # fmt: skip
     from_platform: dict[str, str] = Field(
         {}, description="ModelArts annotations, MindCluster labels, MS_ENABLE_TFT or "
@@ -303,10 +237,8 @@ class RestartSpec(FrozenModel):
 
     def policy(self, *, operator_retry: bool) -> Policy:
         """The restart policy as the ladder reads it; the job's comm.op_retry has the switch."""
-        own: dict[str, Any] = {
-            n: getattr(self, n) for n in POLICY_FIELDS & type(self).model_fields.keys()
-        }
-        return Policy(**own, operator_retry=operator_retry)
+        choices: dict[str, Any] = {name: getattr(self, name) for name in JobPolicy.model_fields}
+        return Policy(**choices, operator_retry=operator_retry)
 
     def read_platform(self, given: Sequence[Setting] = ()) -> ImportedSettings:
         """from_platform as fields, beside what the job has elsewhere."""
