@@ -187,7 +187,7 @@ def _variables(
         grace_s=job.engine.grace_s,
         log_path=None,
         variables=own,
-        job="{}",
+        job=job,
         data_manifest_key=None,
     )
     platform = platform_variables(config, order, folder, number)

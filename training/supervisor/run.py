@@ -500,7 +500,7 @@ class Run:
             failover_grace_s=job.restart.failover_grace_s,
             log_path=job.log_path,
             variables={**variables_of(job), **dict(resumed.variables)},
-            job=self._job_of_workers().model_dump_json(),
+            job=self._job_of_workers(),
             data_manifest_key=data_manifest_key,
             past=tuple(recoveries_of(job, self.history)[-MAX_PAST:]),
             rejoin_s=REJOIN_S if replaces_nodes(job, self.fleet) else 0.0,

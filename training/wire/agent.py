@@ -8,7 +8,6 @@ superseded supervisor cannot start or stop anything. Times are seconds since the
 from __future__ import annotations
 
 from enum import StrEnum
-from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_serializer
@@ -103,7 +102,7 @@ class StartOrder(FrozenModel):
     failover_grace_s: int = Field(3, description="for those that a fault has left; -1: no force")
     log_path: str | None
     variables: dict[str, str]
-    job: str = Field(description="the job as JSON, without secrets")
+    job: Job = Field(description="it holds no secrets")
     data_manifest_key: str | None
     past: tuple[Recovery, ...] = Field((), description="recoveries so far, oldest first")
     coordinator: CoordinatorAddress | None = None
@@ -226,7 +225,7 @@ class CheckOrder(FrozenModel):
     """
 
     op: Literal["check"] = "check"
-    job: str
+    job: Job
     num_nodes: int
     slots_per_node: int
     state_bytes: int | None
@@ -590,17 +589,3 @@ class AgentReply(FrozenModel):
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
-
-
-def job_of(order: StartOrder) -> Job:
-    """The job of an order to start; parsed once, for every part of the agent that asks.
-
-    Raises:
-        ValueError: it is no job of this version.
-    """
-    return _parsed(order.job)
-
-
-@lru_cache(maxsize=1)
-def _parsed(text: str) -> Job:
-    return Job.model_validate_json(text)

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.job import Job
 from perdure.training.recovery.protocol import (
     CoordinatorMessage,
     Ending,
@@ -47,7 +48,7 @@ class CoordinatorConfig(FrozenModel):
     """How to coordinate one attempt: a private file, for it has the token.
 
     Attributes:
-        job: as JSON, without secrets.
+        job: it holds no secrets.
         host: address to bind; loopback unless configured otherwise.
         store_port: port of the rendezvous store, 0: any free one.
         placement: of the attempt.
@@ -59,7 +60,7 @@ class CoordinatorConfig(FrozenModel):
         resumes: the recovery that it takes up; the coordinator before it is lost with its node.
     """
 
-    job: str
+    job: Job
     host: str
     store_port: int
     token: str

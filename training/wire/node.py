@@ -18,6 +18,7 @@ from typing import Literal
 from pydantic import Field, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.recovery.healing import HealPlan
@@ -145,7 +146,7 @@ class NodeTask(FrozenModel):
     """What a node is asked to check.
 
     Attributes:
-        job: as JSON, without secrets.
+        job: it holds no secrets.
         folder: of the container.
         node_folder: that outlives its containers; None: there is none.
         first_rank: of the ranks of this node, one for each slot.
@@ -155,7 +156,7 @@ class NodeTask(FrozenModel):
         with_store: whether the keys of the store are there.
     """
 
-    job: str
+    job: Job
     node: str
     folder: str
     node_folder: str | None

@@ -51,7 +51,7 @@ HEAL = HealOrder(
 ORDER = StartOrder(
     placement=1, attempt=1, num_nodes=NUM_MEMBERS, slots_per_node=1, hosts=(), master_addr="",
     master_port=1, command=(), is_command=False, is_launcher=False, cwd="/", grace_s=1.0,
-    log_path=None, variables={}, job="{}", data_manifest_key=None,
+    log_path=None, variables={}, job=small_job(), data_manifest_key=None,
 )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ class Spares:
     # What it asks of the placer.
     def check_order(self) -> CheckOrder:
         return CheckOrder(
-            job="{}", num_nodes=2, slots_per_node=1, state_bytes=None, is_new=True,
+            job=small_job(), num_nodes=2, slots_per_node=1, state_bytes=None, is_new=True,
             gang_host=None, variables={}, timeout_s=60.0,
         )  # fmt: skip
 
