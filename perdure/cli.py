@@ -39,7 +39,8 @@ from perdure.runs import named_job, run_to_observe
 from perdure.schema_page import job_page
 from perdure.status import status
 from perdure.storage.errors import StorageError
-from perdure.training.config.job import Job, load_job, load_template
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import load_job, load_template
 from perdure.training.environment import Variable, check_environment, worker_variables
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.log import start_logging

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, JobFile, Overrides, make_console, print_json, warn
-from perdure.training.config.job import load_job
+from perdure.training.config.job_file import load_job
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import EntryPlace, ExportedPolicy

@@ -60,14 +60,10 @@ from perdure.training.wire.agent import (
     NO_MEMBER,
     AgentConfig,
     AgentReply,
-    AgentState,
-    AgentStatus,
     AssignOrder,
     CheckOrder,
     ClockQuery,
-    CoordinatorEnd,
     EvidenceQuery,
-    HangReport,
     KillOrder,
     MetricsQuery,
     NoticeOrder,
@@ -82,6 +78,7 @@ from perdure.training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentState, AgentStatus, CoordinatorEnd, HangReport
 from perdure.training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
 from perdure.training.wire.node import DevicesQuery, HealOrder, NodeSample
 

@@ -50,7 +50,8 @@ from perdure.training.processes import (
 )
 from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
 from perdure.training.telemetry.hccl_retries import RetryLogs
-from perdure.training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
+from perdure.training.wire.agent import AgentConfig, StartOrder
+from perdure.training.wire.agent_status import RankStatus, WorkerStatus
 from perdure.training.wire.coordinator import CoordinatorAddress
 from perdure.training.wire.logs import WorkerLog
 

@@ -32,7 +32,8 @@ from perdure.training.commands.checkpoint_store import (
 )
 from perdure.training.commands.megatron import can_be_read_alone, make_ready, parts_of, read_record
 from perdure.training.config.command import ProgramCheckpointsSpec
-from perdure.training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder
+from perdure.training.wire.agent import AgentReply, SavedQuery, StartOrder
+from perdure.training.wire.agent_status import SavedCheckpoint
 
 LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.

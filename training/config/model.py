@@ -90,6 +90,19 @@ class BatchSpec(FrozenModel):
         "passes of a step",
     )
 
+    def check_ranks(self, layout: ParallelLayout) -> None:
+        """Check that every data-parallel rank has the same number of whole micro-batches.
+
+        Raises:
+            ValueError: the global batch does not divide that way.
+        """
+        if self.global_batch_size % (layout.dp * self.micro_batch_size):
+            ranks = "world size" if layout.dp == layout.world_size else "data-parallel size"
+            raise ValueError(
+                f"batch.global_batch_size={self.global_batch_size} must be divisible by {ranks} "
+                f"x micro_batch_size = {layout.dp} x {self.micro_batch_size}"
+            )
+
 
 class Precision(StrEnum):
     """Arithmetic of forward and backward; weights and optimizer state stay fp32."""
@@ -159,6 +172,21 @@ class ParallelSpec(FrozenModel):
             raise ValueError(f"order={self.order} changes nothing with pipeline=1, leave it out")
         return self
 
+    def check_session(self, world_size: int, precision: Precision) -> None:
+        """Check that a session of this many ranks can wrap its model so.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self.kind is ParallelKind.DATA_PARALLEL and world_size != 1:
+            raise ValueError(
+                f"parallelism.kind=data_parallel is one process: engine.nodes x slots_per_node = "
+                f"{world_size} must be 1"
+            )
+        is_sharded = self.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
+        if is_sharded and precision is Precision.FP16:
+            raise ValueError(f"precision=fp16 with parallelism.kind={self.kind}: use bf16 or fp32")
+
     @property
     def is_default(self) -> bool:
         """Whether nothing but the wrapping is given."""
@@ -221,6 +249,17 @@ class OptimizerSpec(FrozenModel):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas}: each must be in [0, 1)")
         return self
+
+    def check_steps(self, steps: int) -> None:
+        """Check that the warm-up ends before the run.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.warmup_steps > steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.warmup_steps} must not exceed steps={steps}"
+            )
 
 
 KIB = 1024

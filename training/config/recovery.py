@@ -33,7 +33,6 @@ from perdure.training.recovery.rungs import JobPolicy, Policy
 EPOCH_BELOW_PARAMETERS = 1_000_000_000
 STEPS_500_UP_TO_PARAMETERS = 10_000_000_000
 RECOMMENDED_KEEP_LAST = 5
-PLATFORM_HANG_TIMEOUT_S = 1800.0
 MAX_SKIPPED_IN_A_ROW = 10  # MindFormers' default of global_norm_spike_count_threshold
 
 
@@ -91,6 +90,29 @@ class CheckpointSpec(FrozenModel):
                 "the save in memory"
             )
         return self
+
+    def check_partners(self, *, nodes: int, is_command: bool, pod_retries: int) -> None:
+        """Check that the job has the nodes, the program and the recoveries that copies need.
+
+        Raises:
+            ValueError: it does not.
+        """
+        copies = self.partner_copies
+        if not copies:
+            return
+        name = f"checkpoint.partner_copies={copies}"
+        if is_command:
+            raise ValueError(f"{name} is for sessions: a command saves its checkpoints itself")
+        if copies >= nodes:
+            raise ValueError(
+                f"{name} needs more than {copies} nodes, engine.nodes={nodes}: every "
+                "copy lies on another node"
+            )
+        if not pod_retries:
+            raise ValueError(
+                f"{name} needs restart.pod_retries of 1 or more: without it all containers are "
+                "replaced when a node is lost, and their memory with them"
+            )
 
     @property
     def copy_bytes_per_s(self) -> float | None:

@@ -103,6 +103,17 @@ class InitFromSpec(FrozenModel):
         "reset: start from zero moments",
     )
 
+    def check_run(self, run_id: str, *, is_command: bool) -> None:
+        """Check that a run can begin from this checkpoint.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if is_command:
+            raise ValueError("init_from is for sessions: a command loads its checkpoints itself")
+        if self.run == run_id:
+            raise ValueError(f"init_from.run={self.run} is this run, name another one")
+
     def missing(self, steps: Sequence[int]) -> tuple[str, str]:
         """The field at fault where there is no such checkpoint, and what is wrong with it.
 

@@ -35,7 +35,6 @@ from perdure.training.recovery.rungs import Rung
 from perdure.training.telemetry.device_addresses import query_of
 from perdure.training.wire.agent import (
     AgentReply,
-    AgentStatus,
     CheckOrder,
     ClockQuery,
     EvidenceQuery,
@@ -46,7 +45,6 @@ from perdure.training.wire.agent import (
     Order,
     RejoinOrder,
     RendezvousOrder,
-    SavedCheckpoint,
     SavedQuery,
     ShutdownOrder,
     StacksQuery,
@@ -54,6 +52,7 @@ from perdure.training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentStatus, SavedCheckpoint
 from perdure.training.wire.logs import (
     Collected,
     CollectOrder,

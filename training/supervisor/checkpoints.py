@@ -44,7 +44,8 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.steps import kept_steps
 from perdure.training.processes import is_alive
-from perdure.training.wire.agent import SavedCheckpoint, SavedQuery
+from perdure.training.wire.agent import SavedQuery
+from perdure.training.wire.agent_status import SavedCheckpoint
 
 
 def removals(

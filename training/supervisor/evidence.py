@@ -12,7 +12,7 @@ from perdure.training.journal.time_account import SeenStep
 from perdure.training.liveness.culprit import RankProgress
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.supervisor.exit_zero import CommandExitCheck, bad_end_of_session
-from perdure.training.wire.agent import AgentStatus, HangReport
+from perdure.training.wire.agent_status import AgentStatus, HangReport
 from perdure.training.wire.logs import WorkerLog
 
 LOG_TAIL_BYTES = 64 * 1024

@@ -26,7 +26,7 @@ from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.engines.base import Snapshot
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.wire.agent import AgentStatus, LeftProcess, WorkerStatus
+from perdure.training.wire.agent_status import AgentStatus, LeftProcess, WorkerStatus
 from perdure.training.wire.logs import WorkerLog
 
 UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen

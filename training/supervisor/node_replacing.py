@@ -29,7 +29,8 @@ from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import Decider
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.watch import Progress
-from perdure.training.wire.agent import AgentState, NoticeOrder, StartOrder
+from perdure.training.wire.agent import NoticeOrder, StartOrder
+from perdure.training.wire.agent_status import AgentState
 
 _log = logging.getLogger("perdure.supervisor")
 

@@ -70,7 +70,8 @@ from perdure.training.supervisor.watch import (
     has_failure,
 )
 from perdure.training.trainer.data.prepare import DataOutcome
-from perdure.training.wire.agent import AgentState, SavedCheckpoint, StartOrder
+from perdure.training.wire.agent import StartOrder
+from perdure.training.wire.agent_status import AgentState, SavedCheckpoint
 from perdure.training.wire.requests import clear_requests, is_cancel_wanted
 
 _log = logging.getLogger("perdure.supervisor")

@@ -22,7 +22,7 @@ from perdure.training.liveness.heartbeat import Phase
 from perdure.training.liveness.stalled_rank import LeftBehindDetector, StartingRank
 from perdure.training.supervisor.evidence import progress_of, silent_of
 from perdure.training.telemetry.alerts import AlertCondition
-from perdure.training.wire.agent import AgentState, AgentStatus
+from perdure.training.wire.agent_status import AgentState, AgentStatus
 
 
 @dataclass(slots=True)

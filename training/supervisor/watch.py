@@ -30,10 +30,10 @@ from perdure.training.supervisor.evidence import (
     step_of,
 )
 from perdure.training.supervisor.exit_zero import CommandExitCheck, is_done, was_stopped
-from perdure.training.wire.agent import (
+from perdure.training.wire.agent import NodeLog
+from perdure.training.wire.agent_status import (
     AgentState,
     AgentStatus,
-    NodeLog,
     SavedCheckpoint,
     WorkerStatus,
 )

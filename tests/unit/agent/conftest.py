@@ -23,12 +23,12 @@ from perdure.training.wire.agent import (
     AgentAddress,
     AgentConfig,
     AgentReply,
-    AgentStatus,
     Order,
     StartOrder,
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.logs import LogsQuery
 from tests.jobs import small_job
 from tests.waiting import PATIENCE_S, wait_for

@@ -13,7 +13,8 @@ import pytest
 
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.protocol import GiveUp, NotReplaced, ReplaceWorker, WorkerEnded
-from perdure.training.wire.agent import StopOrder, WorkerStatus
+from perdure.training.wire.agent import StopOrder
+from perdure.training.wire.agent_status import WorkerStatus
 from perdure.training.wire.coordinator import AgentJoined, NodeSampled
 from tests.unit.agent.conftest import Container, agent_job, end_container, start_container
 from tests.unit.agent.coordinator_end import CoordinatorEnd

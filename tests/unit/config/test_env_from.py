@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 import yaml
 
-from perdure.training.config.job import parse_job, refuse_secrets
+from perdure.training.config.job import parse_job
+from perdure.training.config.job_file import refuse_secrets
 from perdure.training.config.secrets import SecretSource, values_on_node
 from perdure.training.errors import InputError
 from perdure.training.node_checks.host import check_secrets

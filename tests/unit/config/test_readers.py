@@ -23,9 +23,7 @@ from tests.unit.config.readers import Product, product, with_reader
 # What only shows settings, to people.
 ADVICE = frozenset(
     {
-        ("perdure.training.config.job", "departures"),
-        ("perdure.training.config.job", "_temporary_places"),
-        ("perdure.training.config.job", "_interval_text"),
+        ("perdure.training.config.recommendations", "*"),
         ("perdure.training.preflight.job", "*"),
         ("perdure.training.platforms.printing", "*"),
         ("perdure.preflight", "*"),

@@ -22,18 +22,16 @@ from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import (
     AgentReply,
-    AgentState,
-    AgentStatus,
     AssignOrder,
     KillOrder,
     NodeLog,
     Order,
     Request,
-    ShownStep,
     StartOrder,
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentState, AgentStatus, ShownStep
 from perdure.training.wire.logs import LogsQuery
 from perdure.training.wire.node import HealOrder
 from tests.jobs import small_job

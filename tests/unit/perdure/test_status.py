@@ -25,7 +25,7 @@ from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.store_outage import StoreOutage
-from perdure.training.wire.agent import (
+from perdure.training.wire.agent_status import (
     AgentState,
     AgentStatus,
     HangReport,

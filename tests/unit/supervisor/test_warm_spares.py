@@ -16,7 +16,8 @@ from perdure.training.journal.history import Isolation, RunHistory
 from perdure.training.journal.records import Member, PlacementCreated
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.warm_spares import CHECK_AGAIN_S, RETRY_S, UP_S, WarmSpares
-from perdure.training.wire.agent import AgentReply, AgentState, AgentStatus, CheckOrder, Order
+from perdure.training.wire.agent import AgentReply, CheckOrder, Order
+from perdure.training.wire.agent_status import AgentState, AgentStatus
 from perdure.training.wire.node import Check, CheckOutcome
 from perdure.training.wire.transport import TimedLine
 from tests.jobs import small_job
