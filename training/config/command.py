@@ -61,10 +61,10 @@ class ProgressSpec(FrozenModel):
     @field_validator("patterns")
     @classmethod
     def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        found: set[str] = set()
+        names: set[str] = set()
         for pattern in value:
-            found |= groups_of(pattern)
-        if value and "step" not in found and not found >= _OF_EPOCH:
+            names |= groups_of(pattern)
+        if value and "step" not in names and not names >= _OF_EPOCH:
             raise ValueError(
                 f"{', '.join(map(repr, value))}: none has a group (?P<step>...), nor have they "
                 "(?P<epoch>...), (?P<batch>...) and (?P<batches>...)"

@@ -157,9 +157,9 @@ class Job(FrozenModel):
 
     @model_validator(mode="after")
     def _check_secrets(self) -> Self:
-        both = sorted(self.env.keys() & self.env_from.keys())
-        if both:
-            raise ValueError(f"{both[0]} is in env and in env_from, leave one out")
+        duplicates = sorted(self.env.keys() & self.env_from.keys())
+        if duplicates:
+            raise ValueError(f"{duplicates[0]} is in env and in env_from, leave one out")
         for part in self.worker.command or ():
             for name in self.env_from:
                 if re.search(rf"(?<!\$)\$(?:{name}\b|\{{{name}\}})", part):
@@ -269,8 +269,8 @@ class Job(FrozenModel):
     @property
     def recipe(self) -> str:
         """The session recipe in effect, as module:function."""
-        own = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
-        return own or DEFAULT_RECIPE
+        recipe = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
+        return recipe or DEFAULT_RECIPE
 
     @property
     def is_reference(self) -> bool:

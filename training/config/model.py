@@ -299,9 +299,9 @@ class DataSpec(FrozenModel):
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
         if self.persistent_workers is not None and not self.num_workers:
-            given = str(self.persistent_workers).lower()
+            value = str(self.persistent_workers).lower()
             raise ValueError(
-                f"persistent_workers={given} with num_workers=0: there are no loader processes, "
+                f"persistent_workers={value} with num_workers=0: there are no loader processes, "
                 "leave it out"
             )
         return self

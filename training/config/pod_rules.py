@@ -33,12 +33,12 @@ def amount_of(text: str) -> Decimal:
     Raises:
         ValueError: it is none.
     """
-    found = _FORM.match(text)
-    if found is None:
+    match = _FORM.match(text)
+    if match is None:
         raise ValueError(f"{text!r} is no quantity such as 8, 500m or 700Gi")
-    unit = found["unit"] or ""
+    unit = match["unit"] or ""
     scale = _UNITS[unit] if unit in _UNITS else Decimal(f"1{unit}")
-    return Decimal(found["number"]) * scale
+    return Decimal(match["number"]) * scale
 
 
 # What the engine itself has in each pod.
@@ -166,17 +166,17 @@ def check_resources(resources: Mapping[str, str | int]) -> None:
 
 def check_tolerations(tolerations: Iterable[Mapping[str, Any]]) -> None:
     """Tolerations as in a pod; raises ValueError."""
-    for one in tolerations:
-        unknown = sorted(one.keys() - _TOLERATION)
+    for toleration in tolerations:
+        unknown = sorted(toleration.keys() - _TOLERATION)
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no field of a toleration: {sorted(_TOLERATION)}")
-        if one.get("operator", "Equal") not in ("Equal", "Exists"):
-            raise ValueError(f"operator {one['operator']!r} must be Equal or Exists")
-        if one.get("effect") not in (None, *_EFFECTS):
-            raise ValueError(f"effect {one['effect']!r} must be one of {sorted(_EFFECTS)}")
-        if one.get("operator") == "Exists" and one.get("value"):
-            raise ValueError(f"value {one['value']!r} has no meaning with operator Exists")
-        if not one.get("key") and one.get("operator") != "Exists":
+        if toleration.get("operator", "Equal") not in ("Equal", "Exists"):
+            raise ValueError(f"operator {toleration['operator']!r} must be Equal or Exists")
+        if toleration.get("effect") not in (None, *_EFFECTS):
+            raise ValueError(f"effect {toleration['effect']!r} must be one of {sorted(_EFFECTS)}")
+        if toleration.get("operator") == "Exists" and toleration.get("value"):
+            raise ValueError(f"value {toleration['value']!r} has no meaning with operator Exists")
+        if not toleration.get("key") and toleration.get("operator") != "Exists":
             raise ValueError("without a key the operator must be Exists")
 
 
@@ -212,13 +212,13 @@ def _containers(containers: Any) -> Iterator[tuple[str, str]]:
     if not _are_named(containers):
         yield "spec.containers", "each needs a name, or they take the place of the agent's"
         return
-    for one in containers:
+    for container in containers:
         for field, why in _REFUSED_OF_AGENT.items():
-            if one["name"] == AGENT and field in one:
+            if container["name"] == AGENT and field in container:
                 yield f"{field} of container {AGENT}", why
-        if one["name"] == AGENT and "volumeMounts" in one:
-            yield from _named(one["volumeMounts"], f"volumeMounts of container {AGENT}")
-        if one["name"] == AGENT and "env" in one and not _are_named(one["env"]):
+        if container["name"] == AGENT and "volumeMounts" in container:
+            yield from _named(container["volumeMounts"], f"volumeMounts of container {AGENT}")
+        if container["name"] == AGENT and "env" in container and not _are_named(container["env"]):
             yield f"env of container {AGENT}", "each variable needs a name"
 
 
@@ -230,9 +230,9 @@ def _named(items: Any, where: str) -> Iterator[tuple[str, str]]:
     if not _are_named(items):
         yield where, "each needs a name, or they take the place of the engine's"
         return
-    for one in items:
-        if one["name"] in OWN_VOLUMES:
-            yield f"{one['name']} in {where}", "the engine has a volume of that name"
+    for item in items:
+        if item["name"] in OWN_VOLUMES:
+            yield f"{item['name']} in {where}", "the engine has a volume of that name"
 
 
 def _are_named(items: Any) -> bool:

@@ -32,7 +32,7 @@ def field_of(location: tuple[int | str, ...]) -> str:
     """The field of a problem, with dots between sections; no value from where secrets may be."""
     if location[:1] in SECRET_SECTIONS and len(location) > 1:
         # Of `env: {TOKEN=value}` the text is the name of a variable that has no value.
-        location = (location[0], *(one for one in location[1:] if _VARIABLE.fullmatch(str(one))))
+        location = (location[0], *(part for part in location[1:] if _VARIABLE.fullmatch(str(part))))
     return ".".join(str(part) for part in location)
 
 
@@ -78,8 +78,8 @@ def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
         case _ if is_secret:
             message = str(error["msg"])
         case shape:
-            given = json.dumps(error["input"], default=str)[:120]
-            message = f"{given}: {_SHAPES.get(shape, error['msg'])}"
+            value = json.dumps(error["input"], default=str)[:120]
+            message = f"{value}: {_SHAPES.get(shape, error['msg'])}"
     return message
 
 
@@ -97,18 +97,18 @@ def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[
     """
     *parents, last = location
     name = str(last)
-    own = {field for one in _sections_at([model], parents) for field in one.model_fields}
-    close = difflib.get_close_matches(name, own, n=1)
+    fields = {field for section in _sections_at([model], parents) for field in section.model_fields}
+    close = difflib.get_close_matches(name, fields, n=1)
     if close:
         return tuple(close)
     places = sorted(set(_places(model)))  # sections of a union share names
     leaves = {place.rpartition(".")[2] for place in places}
     near = difflib.get_close_matches(name, leaves, n=1, cutoff=OTHER_SECTION)
-    found = tuple(place for place in places if place.rpartition(".")[2] in near)
-    if len(found) > MAX_NAMES:
-        depth = min(place.count(".") for place in found)
-        found = tuple(place for place in found if place.count(".") == depth)
-    return found if len(found) <= MAX_NAMES else ()
+    matches = tuple(place for place in places if place.rpartition(".")[2] in near)
+    if len(matches) > MAX_NAMES:
+        depth = min(place.count(".") for place in matches)
+        matches = tuple(place for place in matches if place.count(".") == depth)
+    return matches if len(matches) <= MAX_NAMES else ()
 
 
 def _sections_at(
@@ -121,8 +121,8 @@ def _sections_at(
             skips_key = False
             continue
         types = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        skips_key = any(get_origin(one) in (dict, Mapping) for one in types)
-        models = [section for one in types for section in _sections_of(one)]
+        skips_key = any(get_origin(kind) in (dict, Mapping) for kind in types)
+        models = [section for kind in types for section in _sections_of(kind)]
     return models
 
 
@@ -130,8 +130,8 @@ def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
     """The classes in a type, such as those of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for one in get_args(annotation):
-        yield from _sections_of(one)
+    for argument in get_args(annotation):
+        yield from _sections_of(argument)
 
 
 def _places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -199,14 +199,14 @@ def read_document(text: str, *, where: str) -> Any:
 
 def _repeated(root: yaml.Node | None) -> Iterator[tuple[str, tuple[int, int]]]:
     """Fields that a mapping gives twice, with the lines: of two values the second would count."""
-    open_nodes, seen = [("", root)], set[int]()
+    open_nodes, visited = [("", root)], set[int]()
     while open_nodes:
         path, node = open_nodes.pop(0)
-        if id(node) in seen:  # an alias
+        if id(node) in visited:  # an alias
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            open_nodes += [(f"{path}{index}.", one) for index, one in enumerate(node.value)]
+            open_nodes += [(f"{path}{index}.", child) for index, child in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             continue
         lines: dict[tuple[str, str], int] = {}

@@ -262,9 +262,9 @@ class RestartSpec(JobPolicy):
         choices: dict[str, Any] = {name: getattr(self, name) for name in JobPolicy.model_fields}
         return Policy(**choices, operator_retry=operator_retry)
 
-    def read_platform(self, given: Sequence[Setting] = ()) -> ImportedSettings:
+    def read_platform(self, settings: Sequence[Setting] = ()) -> ImportedSettings:
         """from_platform as fields, beside what the job has elsewhere."""
-        return read_platform(self.from_platform, given=given)
+        return read_platform(self.from_platform, given=settings)
 
 
 def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, int]:
@@ -272,11 +272,11 @@ def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) 
     steps = read_snapshot_steps(TFT, entries[TFT]) if TFT in entries else None
     if steps is None:
         return {}
-    own = document.get("snapshot_every_steps", steps)
-    if own != steps:
+    interval = document.get("snapshot_every_steps", steps)
+    if interval != steps:
         raise InputError(
             "",
-            f"{TFT} TRE_SNAPSHOT_STEPS:{steps} and snapshot_every_steps={own} contradict each "
+            f"{TFT} TRE_SNAPSHOT_STEPS:{steps} and snapshot_every_steps={interval} contradict each "
             "other, keep one of them",
         )
     return {"snapshot_every_steps": steps}
@@ -402,8 +402,8 @@ class CommSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        both = self.connect_timeout_s, self.exec_timeout_s
-        if self.timeouts != "standard" and None not in both:
+        timeouts = self.connect_timeout_s, self.exec_timeout_s
+        if self.timeouts != "standard" and None not in timeouts:
             raise ValueError(
                 f"timeouts={self.timeouts} changes nothing beside connect_timeout_s and "
                 "exec_timeout_s, leave one of them out"

@@ -46,7 +46,7 @@ def is_of(template: str, name: str) -> bool:
     return _pattern(template).fullmatch(name) is not None
 
 
-def name_of(template: str, *, due: datetime, known: Sequence[str], now_named: str) -> str:
+def name_of(template: str, *, due: datetime, run_names: Sequence[str], now_named: str) -> str:
     """The run that a flow run is for.
 
     A flow run is given the name of its run. Started again, it is found to have one, so whatever
@@ -55,26 +55,26 @@ def name_of(template: str, *, due: datetime, known: Sequence[str], now_named: st
     Args:
         template: run_id of the job; one without fields is the name itself.
         due: when the flow run was to start, in the time zone of its schedule.
-        known: names of the runs that there are.
+        run_names: names of the runs that there are.
         now_named: the name that the flow run has by now.
     """
     if is_of(template, now_named):
         return now_named
     dated = template.replace("{date}", f"{due:%Y-%m-%d}").replace("{time}", f"{due:%H%M}")
-    found = (_pattern(dated).fullmatch(name) for name in known)
-    last = max((int(match["n"]) for match in found if match and "{n}" in dated), default=0)
+    matches = (_pattern(dated).fullmatch(name) for name in run_names)
+    last = max((int(match["n"]) for match in matches if match and "{n}" in dated), default=0)
     return dated.replace("{n}", str(last + 1))
 
 
 def _pattern(template: str) -> re.Pattern[str]:
     """What the names of a template look like; a field that occurs again has the same value."""
-    seen: set[str] = set()
+    fields: set[str] = set()
 
     def value(match: re.Match[str]) -> str:
         field = match[1]
-        if field in seen:
+        if field in fields:
             return f"(?P={field})"
-        seen.add(field)
+        fields.add(field)
         return f"(?P<{field}>{_VALUES[field]})"
 
     return re.compile(_FIELD.sub(value, template))
@@ -122,6 +122,6 @@ class InitFromSpec(FrozenModel):
         """
         if not steps:
             return "init_from.run", f"{self.run!r}: the job's storage has no checkpoint of it"
-        there = ", ".join(str(step) for step in steps[-NAMED_STEPS:])
-        text = f"{self.step}: run {self.run} has no such checkpoint; it has {there}"
+        known_steps = ", ".join(str(step) for step in steps[-NAMED_STEPS:])
+        text = f"{self.step}: run {self.run} has no such checkpoint; it has {known_steps}"
         return "init_from.step", text

@@ -54,10 +54,10 @@ class SecretSource(FrozenModel):
 
     @model_validator(mode="after")
     def _is_one_reference(self) -> Self:
-        given = [self.block, self.file, self.secret]
-        if len([one for one in given if one]) != 1:
+        references = [self.block, self.file, self.secret]
+        if len([reference for reference in references if reference]) != 1:
             raise ValueError("needs exactly one of block, file and secret")
-        if any(one and has_key(one) for one in given):
+        if any(reference and has_key(reference) for reference in references):
             raise ValueError("holds a secret itself; it names where the secret is kept")
         if self.field is not None and self.block is None:
             raise ValueError("field is of a block, and there is none")
@@ -188,7 +188,7 @@ def is_random(word: str) -> bool:
     kinds = [_kind(character) for character in word]
     if len(word) < MIN_RANDOM_LENGTH or not {"A", "a", "0"} <= set(kinds):
         return False
-    changes = sum(one != other for one, other in pairwise(kinds)) / (len(word) - 1)
+    changes = sum(kind != other for kind, other in pairwise(kinds)) / (len(word) - 1)
     return changes >= MIN_CHANGES and entropy_bits(word) >= MIN_ENTROPY_BITS
 
 

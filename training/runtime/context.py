@@ -79,7 +79,7 @@ def check_layout(model: nn.Module, context: WorkerContext, *, clips_itself: bool
     if layout.is_split and not clips_itself:
         _check_parts_are_known(model, layout)
     rank = dist.get_rank()
-    group = next((one for one in layout.replica_groups() if rank in one), (rank,))
+    group = next((ranks for ranks in layout.replica_groups() if rank in ranks), (rank,))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and not _holds_alike(parameter, group):
             raise InputError(
@@ -92,7 +92,9 @@ def check_layout(model: nn.Module, context: WorkerContext, *, clips_itself: bool
 
 
 def _check_parts_are_known(model: nn.Module, layout: ParallelLayout) -> None:
-    names = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+    names = [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     if not names and layout.pp * layout.ep == 1:
         return
     why = f"{names[0]} is no DTensor" if names else f"pp={layout.pp}, ep={layout.ep}"
@@ -112,8 +114,8 @@ def _holds_alike(parameter: DTensor, group: Sequence[int]) -> bool:
     alike = tuple(slice(None) if isinstance(p, Replicate) else at for at, p in placed)
     # Of a mesh that is a part of all ranks, such as one tensor-parallel group, the others have one
     # of their own.
-    there = set(group) & set(mesh.mesh.flatten().tolist())
-    return there <= set(mesh.mesh[alike].flatten().tolist())
+    mesh_ranks = set(group) & set(mesh.mesh.flatten().tolist())
+    return mesh_ranks <= set(mesh.mesh[alike].flatten().tolist())
 
 
 def _named(group: Sequence[int]) -> str:

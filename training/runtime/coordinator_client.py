@@ -146,11 +146,11 @@ class CoordinatorClient(Connection):
             GivenUp: the attempt ends.
         """
         with self._news:
-            before = self._num_pause_requests
+            num_previous = self._num_pause_requests
         self.send(Paused(step=step, is_paused=True))
         self._wait(
             lambda: (
-                (self._num_pause_requests > before and not self.pause_wanted)
+                (self._num_pause_requests > num_previous and not self.pause_wanted)
                 or self._generation > generation
                 or until()
             )

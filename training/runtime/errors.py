@@ -148,9 +148,9 @@ def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError 
     for pattern, kind, code in ERROR_PATTERNS:
         if pattern.search(text):
             is_memory = kind is WorkerFaultKind.MEMORY
-            found = None if is_interrupted and not is_memory else kind
+            classified = None if is_interrupted and not is_memory else kind
             is_of_device = is_memory and IMITATED not in text
-            return RecoverableError(found, first, code, is_of_device)
+            return RecoverableError(classified, first, code, is_of_device)
     # What was raised under C++ comes back as another type, with the text that it had.
     if is_interrupted and Interrupted.__name__ in text:
         return RecoverableError(None, first)

@@ -86,7 +86,7 @@ class Training:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Of all optimizers."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def lr(self) -> float:
@@ -96,15 +96,15 @@ class Training:
     @property
     def has_optimizer_state(self) -> bool:
         """Whether any optimizer keeps something; none does before the first step."""
-        return any(one.state for one in self.optimizers)
+        return any(optimizer.state for optimizer in self.optimizers)
 
     def kept_tensors(self) -> Iterator[Tensor]:
         """What the optimizers keep."""
-        states = chain.from_iterable(one.state.values() for one in self.optimizers)
+        states = chain.from_iterable(optimizer.state.values() for optimizer in self.optimizers)
         values = chain.from_iterable(state.values() for state in states)
         return (value for value in values if isinstance(value, Tensor))
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for one in self.optimizers:
-            one.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)

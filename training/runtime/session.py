@@ -336,7 +336,7 @@ def _as_tuple(scheduler: Scheduler | None) -> tuple[Scheduler, ...]:
 
 
 def _optimizers(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer_or_list: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of a training.
 
@@ -344,11 +344,19 @@ def _optimizers(
         InputError: there is none, something else, or two have a parameter in common.
     """
     field = "session.register(optimizer=...)"
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
-    odd = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    optimizers = (
+        (optimizer_or_list,)
+        if isinstance(optimizer_or_list, torch.optim.Optimizer)
+        else tuple(optimizer_or_list)
+    )
+    odd = [
+        type(optimizer).__name__
+        for optimizer in optimizers
+        if not isinstance(optimizer, torch.optim.Optimizer)
+    ]
     if odd or not optimizers:
         raise InputError(field, f"{odd[0] if odd else 'nothing'} is no torch.optim.Optimizer")
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [id(parameter) for group in groups for parameter in group["params"]]
     if len(set(parameters)) < len(parameters):
         raise InputError(field, "a parameter is in two of the optimizers, leave it out of one")

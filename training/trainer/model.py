@@ -123,8 +123,8 @@ def rotary_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
     angles = torch.outer(
         torch.arange(spec.seq_len, dtype=torch.float64), spec.rope_theta**-exponents
     )
-    both = torch.cat((angles, angles), dim=-1)
-    return both.cos().float(), both.sin().float()
+    doubled = torch.cat((angles, angles), dim=-1)
+    return doubled.cos().float(), doubled.sin().float()
 
 
 def rotate(x: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:

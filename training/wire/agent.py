@@ -129,12 +129,15 @@ class StartOrder(FrozenModel):
     ) -> dict[str, str]:
         """In clear text on the way to an agent alone: whatever else writes an order has a mask."""
         is_shown = info.context == INTO_A_CONNECTION
-        return {n: one.get_secret_value() if is_shown else str(one) for n, one in secrets.items()}
+        return {
+            n: secret.get_secret_value() if is_shown else str(secret)
+            for n, secret in secrets.items()
+        }
 
     @property
     def delivered(self) -> dict[str, str]:
         """The secrets in clear text."""
-        return {name: one.get_secret_value() for name, one in self.secrets.items()}
+        return {name: secret.get_secret_value() for name, secret in self.secrets.items()}
 
     def without_secrets(self) -> StartOrder:
         """The same order for those that start no worker."""

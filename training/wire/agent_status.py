@@ -226,7 +226,7 @@ class AgentStatus(FrozenModel):
     @property
     def steps(self) -> tuple[int, ...]:
         """Completed steps, by every sign that there is of them: heartbeats and output."""
-        beats = (one.step for one in self.known_ranks)
+        beats = (rank.step for rank in self.known_ranks)
         shown = (self.shown.step,) if self.shown is not None else ()
         return (*(step for step in beats if step is not None and step >= 0), *shown)
 

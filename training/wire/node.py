@@ -72,12 +72,12 @@ def device_ids(slots: int, visible: str) -> Sequence[int]:
     parts = [part.strip() for part in visible.split(",")]
     if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
         raise ValueError(f"{VISIBLE}={visible} is no list of device numbers, as 0,1,2,3")
-    seen = [int(part) for part in parts]
-    if len(set(seen)) < len(seen):
+    devices = [int(part) for part in parts]
+    if len(set(devices)) < len(devices):
         raise ValueError(f"{VISIBLE}={visible} names a device twice")
-    if len(seen) < slots:
+    if len(devices) < slots:
         raise ValueError(f"{VISIBLE}={visible} has fewer than {slots} devices")
-    return seen[:slots]
+    return devices[:slots]
 
 
 class HealOrder(FrozenModel):

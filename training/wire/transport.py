@@ -81,10 +81,10 @@ async def next_line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def is_authentic(given: SecretStr | None, token: str) -> bool:
+def is_authentic(received: SecretStr | None, token: str) -> bool:
     """Whether a message's token is the right one; compared in constant time."""
     # As bytes: of text, compare_digest takes ASCII alone.
-    secret = given.get_secret_value() if given is not None else ""
+    secret = received.get_secret_value() if received is not None else ""
     return hmac.compare_digest(secret.encode(), token.encode())
 
 
@@ -195,8 +195,8 @@ class Connection(ABC):
             connected.close()
             raise
         with self._sending:
-            before, self._socket, self._is_open = self._socket, connected, True
-        _shut_down(before)
+            previous, self._socket, self._is_open = self._socket, connected, True
+        _shut_down(previous)
         threading.Thread(
             target=self._listen, args=(connected,), daemon=True, name="connection"
         ).start()

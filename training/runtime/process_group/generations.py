@@ -40,18 +40,18 @@ Sockets = Mapping[int, str]  # descriptor: what /proc says it is
 
 def open_sockets() -> Sockets:
     """The sockets that this process has."""
-    found: dict[int, str] = {}
+    sockets: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 the names alone, and fast
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 likewise
             if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
+                sockets[int(name)] = target
+    return sockets
 
 
-def new_sockets(before: Sockets) -> Sockets:
-    """The sockets that were opened since `before`."""
-    return {fd: target for fd, target in open_sockets().items() if before.get(fd) != target}
+def new_sockets(previous: Sockets) -> Sockets:
+    """The sockets that were opened since `previous`."""
+    return {fd: target for fd, target in open_sockets().items() if previous.get(fd) != target}
 
 
 def shut_down(sockets: Sockets) -> int:
@@ -61,16 +61,16 @@ def shut_down(sockets: Sockets) -> int:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") != target:  # noqa: PTH115
                 continue  # closed, and another file has its number
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    one.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class GroupMembership:
     """The place of this process in a group.
 
     Attributes:
@@ -128,7 +128,7 @@ class GroupConnection:
         self._backend = backend
         self._device = device
         self._lock = threading.Lock()
-        self._before: Sockets = {}
+        self._previous_sockets: Sockets = {}
         self._sockets: Sockets = {}
         self._is_aborted = False
         self._is_connecting = False
@@ -137,7 +137,9 @@ class GroupConnection:
         self._outcomes: SimpleQueue[dist.ProcessGroup | Exception] = SimpleQueue()
         self.group: dist.ProcessGroup | None = None
 
-    def connect(self, store: Store, seat: Seat, *, timeout_s: float) -> dist.ProcessGroup:
+    def connect(
+        self, store: Store, membership: GroupMembership, *, timeout_s: float
+    ) -> dist.ProcessGroup:
         """Connect to the other ranks; collective.
 
         Raises:
@@ -146,8 +148,8 @@ class GroupConnection:
         with self._lock:
             if self._is_aborted:
                 raise RuntimeError(_ABORTED)
-            self._before, self._is_connecting = open_sockets(), True
-        make = partial(_make, self._backend, self._device, store, seat, timeout_s)
+            self._previous_sockets, self._is_connecting = open_sockets(), True
+        make = partial(_make, self._backend, self._device, store, membership, timeout_s)
         if self._is_left_behind:
             # Gloo's constructor waits for the connection of a peer that may have died since it
             # published its address: there is no socket yet that could be shut down. So does
@@ -175,7 +177,7 @@ class GroupConnection:
         with self._lock:
             self._is_connecting = False
             if not self._is_aborted:
-                self._sockets = new_sockets(self._before)
+                self._sockets = new_sockets(self._previous_sockets)
         self._outcomes.put(outcome)
 
     @property
@@ -191,7 +193,7 @@ class GroupConnection:
         with self._lock:
             self._is_aborted = True
             if self._is_connecting:
-                self._sockets = new_sockets(self._before)
+                self._sockets = new_sockets(self._previous_sockets)
             sockets = self._sockets
         if self._backend == GLOO:
             shut_down(sockets)
@@ -215,7 +217,7 @@ class StoreClient:
     """A client of the rendezvous store that can be aborted."""
 
     def __init__(self, host: str, port: int) -> None:
-        before = open_sockets()
+        previous_sockets = open_sockets()
         self.store: Store = TCPStore(
             host,
             port,
@@ -223,7 +225,7 @@ class StoreClient:
             wait_for_workers=False,
             timeout=dt.timedelta(seconds=STORE_TIMEOUT_S),
         )
-        self._sockets = new_sockets(before)
+        self._sockets = new_sockets(previous_sockets)
 
     def abort(self) -> None:
         """Make every call on it fail; from any thread."""
@@ -231,10 +233,10 @@ class StoreClient:
 
 
 def _make(
-    backend: str, device: torch.device, store: Store, seat: Seat, timeout_s: float
+    backend: str, device: torch.device, store: Store, membership: GroupMembership, timeout_s: float
 ) -> tuple[dist.ProcessGroup, Any]:
     timeout = dt.timedelta(seconds=timeout_s)
-    rank, size = seat.rank, seat.size
+    rank, size = membership.rank, membership.size
     group = dist.ProcessGroup(store, rank, size)
     if backend == GLOO:
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -248,7 +250,7 @@ def _make(
         collectives._set_sequence_number_for_group()  # noqa: SLF001
     else:
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        collectives = _plugin(backend, store, seat, timeout)
+        collectives = _plugin(backend, store, membership, timeout)
     group._set_default_backend(kind)  # noqa: SLF001
     group._register_backend(torch.device(device.type), kind, collectives)  # noqa: SLF001
     if backend in ENDED_BY_THE_DEVICE:
@@ -256,17 +258,17 @@ def _make(
     return group, collectives
 
 
-def _plugin(backend: str, store: Store, seat: Seat, timeout: dt.timedelta) -> Any:
+def _plugin(backend: str, store: Store, membership: GroupMembership, timeout: dt.timedelta) -> Any:
     """A backend that another library registered: HCCL of torch_npu."""
     plugin = dist.Backend._plugins[backend.upper()]  # noqa: SLF001 there is no public way
     if not plugin.extended_api:
-        return plugin.creator_fn(store, seat.rank, seat.size, timeout)
+        return plugin.creator_fn(store, membership.rank, membership.size, timeout)
     options = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
     options.store, options.timeout = store, timeout
-    options.group_rank, options.group_size = seat.rank, seat.size
+    options.group_rank, options.group_size = membership.rank, membership.size
     # Without ranks ProcessGroupHCCL takes a group for that of all, and its rank for the one in a
     # rank table (createHCCLCommEx).
-    options.group_id, options.global_ranks_in_group = seat.name, list(seat.ranks)
+    options.group_id, options.global_ranks_in_group = membership.name, list(membership.ranks)
     return plugin.creator_fn(options, None)
 
 
@@ -291,13 +293,13 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     """
     if not operation.startswith("reduce_scatter"):
         return getattr(group, operation)(*arguments), lambda: None
-    outputs, inputs, given = arguments
+    outputs, inputs, reduce_options = arguments
     if operation == "reduce_scatter_single":
         outputs, inputs = [outputs], [inputs]
-    wholes = [_copy(one) for one in inputs]
+    wholes = [_copy(tensors) for tensors in inputs]
     options = dist.AllreduceCoalescedOptions()
-    if given is not None:
-        options.reduceOp = given.reduceOp
+    if reduce_options is not None:
+        options.reduceOp = reduce_options.reduceOp
 
     def take_part() -> None:
         for output, whole in zip(outputs, wholes, strict=True):
@@ -306,9 +308,9 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     return group.allreduce_coalesced(wholes, options), take_part
 
 
-def _copy(given: Tensor | Sequence[Tensor]) -> Tensor:
+def _copy(source: Tensor | Sequence[Tensor]) -> Tensor:
     """One flat tensor, from one part per rank or from the whole."""
-    parts = [given] if isinstance(given, Tensor) else given
+    parts = [source] if isinstance(source, Tensor) else source
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
@@ -416,17 +418,17 @@ class Generations:
         connections are kept.
         """
         with self._lock:
-            before = self._retired
-            self._retired = [one for one in before if not one.is_idle]
+            retired = self._retired
+            self._retired = [connection for connection in retired if not connection.is_idle]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let collectives return at once, without the other ranks."""
-        before, self.is_alone = self.is_alone, True
+        was_alone, self.is_alone = self.is_alone, True
         try:
             yield
         finally:
-            self.is_alone = before
+            self.is_alone = was_alone
 
     def check(self) -> None:
         """Raise when a newer generation is announced.
@@ -452,7 +454,7 @@ class Generations:
             return Interrupted("the attempt is given up")
         return Interrupted(f"generation {self.announced} is announced")
 
-    def connection(self, seat: Seat) -> GroupConnection:
+    def connection(self, membership: GroupMembership) -> GroupConnection:
         """The connection of a group, made when there is none yet; collective in that case.
 
         Raises:
@@ -461,15 +463,15 @@ class Generations:
         """
         self.check()
         with self._lock:
-            connection, client = self._connections.get(seat.name), self._client
+            connection, client = self._connections.get(membership.name), self._client
             if connection is None:
                 connection = GroupConnection(self.backend, self.device)
-                self._connections[seat.name] = connection
+                self._connections[membership.name] = connection
         if connection.group is not None:
             return connection
         assert client is not None  # noqa: S101 enter() comes first
-        store = PrefixStore(f"g{self.current}/{seat.name}", client.store)
-        connection.connect(store, seat, timeout_s=self.op_timeout_s)
+        store = PrefixStore(f"g{self.current}/{membership.name}", client.store)
+        connection.connect(store, membership, timeout_s=self.op_timeout_s)
         if self.announced > self.current:
             connection.abort()
         self.check()

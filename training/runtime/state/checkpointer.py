@@ -259,30 +259,32 @@ class Checkpointer:
         """Fill the training with what `read` fills tensors with; None when it gave up."""
         tensors, _ = self.live.tensors()
         saved = self._names.tensors(tensors)
-        own: dict[str, Tensor] = {}
+        local_tensors: dict[str, Tensor] = {}
 
         def state_of(manifest: Manifest) -> dict[str, Tensor]:
             self._names.check(manifest.tensors, step=manifest.step)
-            own.clear()  # an older checkpoint than the one tried before
+            local_tensors.clear()  # an older checkpoint than the one tried before
             own_bytes = {n for n in manifest.tensors if n.startswith(self._random_prefix)}
             if self._names.settings is not None:
                 own_bytes.add(self._names.settings)
             for name in own_bytes:
                 shape = manifest.tensors[name].shape
-                own[name] = torch.empty(shape, dtype=torch.uint8)
-            return {**saved, **own}
+                local_tensors[name] = torch.empty(shape, dtype=torch.uint8)
+            return {**saved, **local_tensors}
 
         manifest = read(state_of)
         if manifest is None:
             return None
         extra: dict[str, Any] = dict(manifest.extra)
         if self._names.settings is not None:
-            extra["optimizer"] = _json_of(own.pop(self._names.settings))
+            extra["optimizer"] = _json_of(local_tensors.pop(self._names.settings))
         self.live.put(tensors, extra)
         self._loader.load_state_dict(extra["data"])
         # A rank that the saved world did not have keeps the state its seed gave it.
         prefix = self._random_prefix
-        set_random_states({n.removeprefix(prefix): s for n, s in own.items()}, self._device)
+        set_random_states(
+            {n.removeprefix(prefix): s for n, s in local_tensors.items()}, self._device
+        )
         self._newest_saved = manifest.step
         return manifest
 

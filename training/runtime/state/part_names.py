@@ -70,11 +70,11 @@ class PartNames:
         Raises:
             InputError: it was not.
         """
-        found = {tag for tag in map(_tag_of, names) if tag is not None and tag.startswith("part")}
-        if found != {_part_tag(number) for number in range(self.num_parts)}:
+        tags = {tag for tag in map(_tag_of, names) if tag is not None and tag.startswith("part")}
+        if tags != {_part_tag(number) for number in range(self.num_parts)}:
             raise InputError(
                 "parallelism",
-                f"the checkpoint of step {step} is of a model in {len(found) or 'no'} parts, and "
+                f"the checkpoint of step {step} is of a model in {len(tags) or 'no'} parts, and "
                 f"the layout has {self.num_parts or 'none'}: go on with the sizes of tensor, "
                 "pipeline and expert parallelism that it was saved with",
             )
@@ -109,5 +109,5 @@ def _prefix_of(name: str) -> str:
 
 
 def _tag_of(name: str) -> str | None:
-    found = _TAG.match(name, len(_prefix_of(name)))
-    return found.group() if found is not None else None
+    match = _TAG.match(name, len(_prefix_of(name)))
+    return match.group() if match is not None else None

@@ -33,14 +33,14 @@ def seed_of(seed: int, *, rank: int, step: int) -> int:
 
 def seed_step(seed: int, *, rank: int, step: int) -> None:
     """Seed Python's, numpy's and torch's generators, those of devices included."""
-    own = seed_of(seed, rank=rank, step=step)
+    rank_seed = seed_of(seed, rank=rank, step=step)
     if _has_device():
-        torch.manual_seed(own)
+        torch.manual_seed(rank_seed)
     else:
         # The other keeps a stack trace for every kind of device that is not in use (torch 2.13).
-        torch.default_generator.manual_seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002 the generator that libraries use
-    random.seed(own)
+        torch.default_generator.manual_seed(rank_seed)
+    np.random.seed(rank_seed % 2**32)  # noqa: NPY002 the generator that libraries use
+    random.seed(rank_seed)
 
 
 def seed_epoch(seed: int, *, epoch: int) -> int:
@@ -133,8 +133,8 @@ def seeded_after() -> Iterator[None]:
     Torch's generators, of the host and of devices, are seeded at the end with a number that
     follows from the host's at the beginning.
     """
-    before = torch.Generator()
-    before.set_state(torch.get_rng_state())
-    seed = int(torch.randint(2**63 - 1, (), generator=before))
+    previous = torch.Generator()
+    previous.set_state(torch.get_rng_state())
+    seed = int(torch.randint(2**63 - 1, (), generator=previous))
     yield
     torch.manual_seed(seed)

@@ -170,10 +170,10 @@ class Restorer:
     def _publish(self, nodes: NodeRestore, chosen: RestorableSave) -> None:
         """Copy to the store what so far only the nodes have."""
         context = self._context
-        given = tuple(r for r, holder in chosen.holders.items() if holder == context.rank)
+        ranks = tuple(r for r, holder in chosen.holders.items() if holder == context.rank)
         nodes.node.client.republish(
             chosen.save,
-            ranks=given if nodes.name is not None else None,
+            ranks=ranks if nodes.name is not None else None,
             owner=(context.placement, context.attempt),
             commit=context.rank == 0,
             announce=str(context.metrics_path),
@@ -275,12 +275,12 @@ class Restorer:
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
         """What is wrong with which shard; every rank hashes its part of them."""
-        own = sorted(manifest.shards)[self._context.rank :: self._context.world_size]
+        shards = sorted(manifest.shards)[self._context.rank :: self._context.world_size]
         damages = self._checkpoints.verify_shards(
-            manifest.step, {name: manifest.shards[name] for name in own}
+            manifest.step, {name: manifest.shards[name] for name in shards}
         )
         self._on_wait()
-        lines = [f"{one.file} {one.kind}: {one.detail}" for one in damages]
+        lines = [f"{damage.file} {damage.kind}: {damage.detail}" for damage in damages]
         return [line for of_rank in gather_json(lines, self._device) for line in of_rank]
 
     def _log_damage(self, step: int, text: str, *, is_repaired: bool) -> None:
@@ -329,12 +329,12 @@ def places_of(
         is_copy = rank in brought or (is_elsewhere and tier is Tier.MEMORY)
         return PARTNER_MEMORY if is_copy else tier.value
 
-    return dict(sorted(Counter(place(*one) for one in chosen.holders.items()).items()))
+    return dict(sorted(Counter(place(*item) for item in chosen.holders.items()).items()))
 
 
 def joined(*reasons: str) -> str:
     """Reasons in one line; those that are empty are none."""
-    return "; ".join(one for one in reasons if one)
+    return "; ".join(reason for reason in reasons if reason)
 
 
 def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:

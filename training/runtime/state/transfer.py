@@ -125,11 +125,11 @@ def receive_tensors(
     transfers = _Transfers()
     with torch.no_grad():
         for name in names:
-            own = local_part(tensors[name])
-            is_fit = own.is_contiguous() and own.device.type == device.type
-            fresh = partial(torch.empty, own.numel(), dtype=own.dtype, device=device)
-            flat = own.reshape(-1) if is_fit else fresh()
-            transfers.add(dist.irecv(flat, source), partial(_fill, own, flat))
+            local = local_part(tensors[name])
+            is_fit = local.is_contiguous() and local.device.type == device.type
+            fresh = partial(torch.empty, local.numel(), dtype=local.dtype, device=device)
+            flat = local.reshape(-1) if is_fit else fresh()
+            transfers.add(dist.irecv(flat, source), partial(_fill, local, flat))
         transfers.finish_all()
 
 
@@ -138,9 +138,9 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _fill(own: Tensor, flat: Tensor) -> None:
-    if flat.data_ptr() != own.data_ptr():
-        own.copy_(flat.view_as(own))
+def _fill(target: Tensor, flat: Tensor) -> None:
+    if flat.data_ptr() != target.data_ptr():
+        target.copy_(flat.view_as(target))
 
 
 def _send_json(document: Any, *, to: int, device: torch.device) -> None:

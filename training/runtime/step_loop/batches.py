@@ -22,23 +22,23 @@ from perdure.training.errors import InputError
 from perdure.training.runtime.program import MicroBatch
 
 
-def checked(given: Any) -> Sequence[MicroBatch]:
+def checked(batches: Any) -> Sequence[MicroBatch]:
     """What a loader returned for a step, if it is a list of micro-batches.
 
     Raises:
         InputError: it is one batch, whose parts would be taken for micro-batches, or nothing.
     """
-    is_pair = isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given)
-    if isinstance(given, (list, tuple)) and given and not is_pair:
-        return given
-    what = "nothing" if given is None else f"an empty {type(given).__name__}"
-    if is_pair and given:
-        what = "a tuple of tensors"
-    elif not isinstance(given, (list, tuple, type(None))):
-        what = f"a {type(given).__name__}"
+    is_pair = isinstance(batches, tuple) and all(isinstance(item, Tensor) for item in batches)
+    if isinstance(batches, (list, tuple)) and batches and not is_pair:
+        return batches
+    kind = "nothing" if batches is None else f"an empty {type(batches).__name__}"
+    if is_pair and batches:
+        kind = "a tuple of tensors"
+    elif not isinstance(batches, (list, tuple, type(None))):
+        kind = f"a {type(batches).__name__}"
     raise InputError(
         "session.register(data=...)",
-        f"next_step() returned {what}: it returns the list of this rank's micro-batches of a "
+        f"next_step() returned {kind}: it returns the list of this rank's micro-batches of a "
         "step, [(inputs, targets)] for one",
     )
 
@@ -58,7 +58,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
         moved.update((key, on_device(value, device)) for key, value in batch.items())
         return moved
     if isinstance(batch, (list, tuple)):
-        parts = [on_device(one, device) for one in batch]
+        parts = [on_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = (field.name for field in dataclasses.fields(batch) if field.init)
@@ -85,7 +85,7 @@ class DivisionCheck:
         self._notice = notice
         self._left = MAX_LOOKS
 
-    def look(self, loss: Tensor, num_micro_batches: int) -> None:
+    def check(self, loss: Tensor, num_micro_batches: int) -> None:
         """Warn if the last thing that was done to the loss is the division."""
         if self._left == 0 or num_micro_batches == 1:
             return

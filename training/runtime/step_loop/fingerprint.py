@@ -41,25 +41,25 @@ def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = Fals
         plain, shards = [], [p for n, p in model.named_parameters() if n not in _ignored(model)]
     sums = [
         _sum_of(plain, device),
-        _sum_of((one.grad for one in plain), device),
-        _sum_of((one.grad for one in shards), device),
+        _sum_of((parameter.grad for parameter in plain), device),
+        _sum_of((parameter.grad for parameter in shards), device),
     ]
-    halves = [(one >> shift) & (_HALF - 1) for one in sums for shift in (0, _HALF_BITS)]
+    halves = [(bits >> shift) & (_HALF - 1) for bits in sums for shift in (0, _HALF_BITS)]
     return torch.stack(halves).float()
 
 
-def slots(own: Tensor, *, rank: int, world_size: int, is_finite: bool = True) -> Tensor:
+def slots(hashes: Tensor, *, rank: int, world_size: int, is_finite: bool = True) -> Tensor:
     """What a rank adds to a vote: its hashes in its own place, [world_size * WIDTH].
 
     Args:
-        own: its hashes.
+        hashes: its hashes.
         rank: this one.
         world_size: number of ranks.
         is_finite: whether its gradients are. What is not a number has many forms, and no rank is
             wrong that has another one.
     """
-    filled = own.new_zeros(world_size, WIDTH)
-    filled[rank] = own
+    filled = hashes.new_zeros(world_size, WIDTH)
+    filled[rank] = hashes
     if not is_finite:
         filled[rank, 2:] = NOT_FINITE
     return filled.flatten()
@@ -95,20 +95,20 @@ def _are_alike(model: nn.Module, shards: Iterable[nn.Parameter]) -> bool:
     if isinstance(model, DistributedDataParallel):
         return dist.get_world_size(model.process_group) == world_size
     return all(
-        one.device_mesh.size() == world_size
-        and sum(not isinstance(p, Replicate) for p in one.placements) <= 1
-        for one in shards
-        if isinstance(one, DTensor)
+        tensor.device_mesh.size() == world_size
+        and sum(not isinstance(p, Replicate) for p in tensor.placements) <= 1
+        for tensor in shards
+        if isinstance(tensor, DTensor)
     )
 
 
 def _sum_of(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
     """Of all bits, int64; odd factors make it depend on the tensor that an element belongs to."""
-    parts = [(2 * n + 1, one) for n, one in enumerate(tensors) if one is not None]
+    parts = [(2 * n + 1, tensor) for n, tensor in enumerate(tensors) if tensor is not None]
     sums = [
-        _bits_of(local_part(one)).to(device).long() * factor
-        for factor, one in parts
-        if not one.is_sparse
+        _bits_of(local_part(tensor)).to(device).long() * factor
+        for factor, tensor in parts
+        if not tensor.is_sparse
     ]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
 

@@ -141,13 +141,13 @@ class StepLoop:
         if self.context.generation is not None:
             self.state.is_fresh = True
             if self.skipping is not None:  # nobody writes to it: the others wait for this rank
-                self.skipping.know(self.skipping.on_record())
+                self.skipping.add(self.skipping.read_stored())
             self.recover(None)
         else:
             self.state.step = self.checkpointer.restore()
             self.state.data = self.training.loader.state_dict()
             if self.skipping is not None:
-                self.skipping.know(self._skipped_before(self.skipping))
+                self.skipping.add(self._skipped_before(self.skipping))
             if self.recovery is not None:
                 self.recovery.snapshot(self.state)
                 self.recovery.report_training(self.state.step)
@@ -161,8 +161,10 @@ class StepLoop:
 
     def _skipped_before(self, skipping: SkippedData) -> list[SkippedBatch]:
         """The record, the same on every rank. Collective."""
-        found = from_first(lambda: [one.model_dump() for one in skipping.on_record()], self.device)
-        return [SkippedBatch.model_validate(one) for one in found]
+        documents = from_first(
+            lambda: [batch.model_dump() for batch in skipping.read_stored()], self.device
+        )
+        return [SkippedBatch.model_validate(document) for document in documents]
 
     def _at_step(self, phase: Phase | None = None) -> None:
         self.heartbeat.beat(phase=phase, step=self.state.step)
@@ -241,7 +243,7 @@ class StepLoop:
         self._is_first = False  # on every rank alike; the next save prepares
         if plan.applies or plan.moves or plan.pending:
             # A rank that took a state has not done yet what the others have.
-            state.pending = self._after(state.vote)
+            state.pending = self._list_pending(state.vote)
         self._at_step()
         self._record(state.vote)
         for batch in state.skipped:  # a first rank that died may not have put it on record
@@ -274,7 +276,7 @@ class StepLoop:
         state.step, state.vote, state.in_flight = step.number, step.vote, None
         state.skipped = ()
         state.data = self.training.loader.state_dict()
-        state.pending = self._after(step.vote)
+        state.pending = self._list_pending(step.vote)
         self._record(step.vote)
         self._at_step()
         every = self.context.job.restart.snapshot_every_steps
@@ -299,10 +301,10 @@ class StepLoop:
         """Put it on record, once, on the first rank."""
         if self.skipping is None or self.context.rank != 0:
             return
-        is_new = self.skipping.known(batch.start, batch.stop) is None
+        is_new = self.skipping.find_skipped(batch.start, batch.stop) is None
         if is_new:
             self.skipping.record(batch)
-            self.skipping.know([batch])
+            self.skipping.add([batch])
         if is_new or is_known:
             self.records.skipped(batch, is_known=is_known)
 
@@ -323,7 +325,7 @@ class StepLoop:
                 f"the learning rate; restart.max_skipped_in_a_row={limit}"
             )
 
-    def _after(self, vote: Vote | None) -> tuple[str, ...]:
+    def _list_pending(self, vote: Vote | None) -> tuple[str, ...]:
         """What is to be done, by the vote of a step, before the next one."""
         pending: list[str] = ["prepare"] if self._is_first else []
         is_last = self.state.step >= self.until or (vote is not None and vote.stop)
@@ -415,12 +417,12 @@ class StepLoop:
             batch = checked(loader.next_step())
             self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
             state.span = (start, loader.position)
-            known = self.skipping.known(*state.span) if self.skipping is not None else None
-            if known is None:
+            skipped = self.skipping.find_skipped(*state.span) if self.skipping is not None else None
+            if skipped is None:
                 return batch
             self.heartbeat.beat(phase=Phase.DATA)
-            self._pass_over(known)
-            self._record_skipped(known, is_known=True)
+            self._pass_over(skipped)
+            self._record_skipped(skipped, is_known=True)
 
     def _end(self) -> None:
         """The target is reached."""

@@ -212,47 +212,47 @@ class RankRecovery:
 
     def _leave(self, error: BaseException | None, given_up: GivenUp) -> NoReturn:
         """End this process with what it knows: its traceback, if the fault was here."""
-        found = self.classify(error) if error is not None else None
-        if error is not None and (found is None or found.kind is not None):
+        fault = self.classify(error) if error is not None else None
+        if error is not None and (fault is None or fault.kind is not None):
             raise error from None
-        reason = f"{given_up}; it ran into: {found.text}" if found is not None else str(given_up)
+        reason = f"{given_up}; it ran into: {fault.text}" if fault is not None else str(given_up)
         _log.info(f"rank {self.context.rank} ends: {reason}")
         raise SystemExit(EXIT_RESTART_ME) from None
 
     def _report(self, error: BaseException, state: RankState) -> None:
-        found = self.classify(error)
-        if found is None or found.kind is None:
+        fault = self.classify(error)
+        if fault is None or fault.kind is None:
             return
-        self._note_damage(found, state)
+        self._note_damage(fault, state)
         vote = state.in_flight.vote if state.in_flight is not None else None
-        self._send_fault(found.kind, found, state.step, vote)
+        self._send_fault(fault.kind, fault, state.step, vote)
 
-    def _note_damage(self, found: RecoverableError, state: RankState) -> None:
-        if found.is_of_device:
+    def _note_damage(self, fault: RecoverableError, state: RankState) -> None:
+        if fault.is_of_device:
             state.is_damaged = True  # how far, the device is asked
-        elif found.kind is WorkerFaultKind.MEMORY:
+        elif fault.kind is WorkerFaultKind.MEMORY:
             state.is_dirty = True
 
     def _report_failed_recovery(self, error: BaseException, state: RankState) -> None:
         """Have the coordinator begin another generation, unless there is one already."""
-        found = self.classify(error)
-        if found is None:
+        fault = self.classify(error)
+        if fault is None:
             raise error
-        self._note_damage(found, state)
+        self._note_damage(fault, state)
         if not self._is_interrupted:
-            self._send_fault(WorkerFaultKind.REPAIR, found, state.step)
+            self._send_fault(WorkerFaultKind.REPAIR, fault, state.step)
 
     def _send_fault(
-        self, kind: WorkerFaultKind, found: RecoverableError, step: int, vote: Vote | None = None
+        self, kind: WorkerFaultKind, fault: RecoverableError, step: int, vote: Vote | None = None
     ) -> None:
         self.groups.client.send(
             WorkerFault(
                 generation=self.groups.generations.current,
                 kind=kind,
-                text=masked_text(found.text, secret_values(os.environ))[:500],
+                text=masked_text(fault.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),
-                code=found.code,
+                code=fault.code,
                 grad_norm=vote.grad_norm if vote is not None else None,
                 culprit=vote.culprit if vote is not None else None,
                 is_finite=vote is None
@@ -304,8 +304,8 @@ class RankRecovery:
         tensors = chain(
             training.model.parameters(), training.model.buffers(), training.kept_tensors()
         )
-        own = [local_part(one) for one in tensors]
-        is_whole = self.healing.clean(own, is_damaged=state.is_damaged)
+        local_tensors = [local_part(tensor) for tensor in tensors]
+        is_whole = self.healing.clean(local_tensors, is_damaged=state.is_damaged)
         state.is_dirty = state.is_dirty or not is_whole
         state.is_damaged = False
 

@@ -70,35 +70,39 @@ class SkippedData:
         self._prefix = skipped_prefix(run_id)
         self._limits = limits
         self.max_in_a_row = max_in_a_row
-        self._known: dict[int, SkippedBatch] = {}
+        self._skipped: dict[int, SkippedBatch] = {}
 
-    def on_record(self) -> list[SkippedBatch]:
+    def read_stored(self) -> list[SkippedBatch]:
         """What the store has.
 
         Raises:
             StorageError: it does not answer.
         """
-        found = []
+        batches = []
         for info in self._store.list(self._prefix):
             try:
-                found.append(SkippedBatch.model_validate_json(self._store.get(info.key)))
+                batches.append(SkippedBatch.model_validate_json(self._store.get(info.key)))
             except ValidationError:
                 _log.error(f"{info.key} is not the record of a skipped batch: it is left out")
-        return sorted(found, key=lambda one: one.start)
+        return sorted(batches, key=lambda batch: batch.start)
 
-    def know(self, batches: Iterable[SkippedBatch]) -> None:
+    def add(self, batches: Iterable[SkippedBatch]) -> None:
         """Pass over these as well, as far as they are abnormal by the limits of today."""
-        self._known |= {one.start: one for one in batches if is_abnormal_still(one, self._limits)}
+        self._skipped |= {
+            batch.start: batch for batch in batches if is_abnormal_still(batch, self._limits)
+        }
 
-    def known(self, start: int, stop: int) -> SkippedBatch | None:
+    def find_skipped(self, start: int, stop: int) -> SkippedBatch | None:
         """The batch that was skipped with any of these samples, None without one.
 
         The job may have another batch size than when it was.
         """
-        if start in self._known:
-            return self._known[start]
-        found = (one for one in self._known.values() if one.start < stop and start < one.stop)
-        return next(found, None)
+        if start in self._skipped:
+            return self._skipped[start]
+        overlapping = (
+            batch for batch in self._skipped.values() if batch.start < stop and start < batch.stop
+        )
+        return next(overlapping, None)
 
     def record(self, batch: SkippedBatch) -> None:
         """Write it down for later starts; without the store, training goes on all the same."""

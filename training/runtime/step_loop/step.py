@@ -101,14 +101,14 @@ class Comparison:
             RanksDiffer: the program trains differently on each rank.
             SilentCorruption: values have changed on a rank.
         """
-        found = find_difference(
+        difference = find_difference(
             hashes_of(voted), self.groups, step=step, aligned_at=self.aligned_at
         )
-        if found is None:
+        if difference is None:
             return
-        if found.cause is Cause.PROGRAM:
-            raise RanksDiffer(found.text)
-        raise SilentCorruption(found.text, culprits=found.culprits)
+        if difference.cause is Cause.PROGRAM:
+            raise RanksDiffer(difference.text)
+        raise SilentCorruption(difference.text, culprits=difference.culprits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ class Step:
     def backward(self, loss: Tensor) -> None:
         """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
         self._reached("backward")
-        self._context.division.look(loss, len(self.data))
+        self._context.division.check(loss, len(self.data))
         share = self.drilled(loss / len(self.data))
         self._count(share)
         scaler = self._training.scaler
@@ -328,10 +328,10 @@ class Step:
         flags.append(float(self._has_loss))
         # One copy to the device for everything from the host. The number of ranks whose loss is
         # abnormal, and the sum of those ranks, name the culprit where it is the only one.
-        others = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
+        peer_sums = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
         own_loss = self._loss_sum.float().reshape(1)
-        others[len(flags) :] *= self._is_abnormal(own_loss)
-        vote = torch.cat([own_loss, others, *self._slots(norm, hashes)])
+        peer_sums[len(flags) :] *= self._is_abnormal(own_loss)
+        vote = torch.cat([own_loss, peer_sums, *self._slots(norm, hashes)])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
         loss_sum, stop, save, pause, norm, num_losses, *others_found = vote.tolist()

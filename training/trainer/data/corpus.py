@@ -61,10 +61,10 @@ def find_sources(spec: DataSpec) -> tuple[SourceFile, ...]:
         CorpusError: a source names nothing usable, a file cannot be read, or all are empty.
     """
     paths = sorted({path for source in spec.sources for path in _expand(source)})
-    found = tuple(file for path in paths if (file := _inspect(path)).size_bytes > 0)
-    if not found:
+    sources = tuple(file for path in paths if (file := _inspect(path)).size_bytes > 0)
+    if not sources:
         raise CorpusError(f"data.sources={list(spec.sources)}: all {len(paths)} files are empty")
-    return found
+    return sources
 
 
 def iterate_documents(
@@ -120,12 +120,12 @@ def _expand(source: str) -> list[Path]:
             candidates.extend(_walk(folder, source))
     else:
         raise CorpusError(f"source {source!r}: no such file or folder")
-    found = [path for path in candidates if _kind(path.name)[0] is not None]
-    if not found:
+    files = [path for path in candidates if _kind(path.name)[0] is not None]
+    if not files:
         raise CorpusError(
             f"source {source!r}: nothing usable among {len(candidates)} files; known are {KNOWN}"
         )
-    return found
+    return files
 
 
 def _walk(folder: Path, source: str) -> Iterator[Path]:

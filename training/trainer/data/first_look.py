@@ -76,14 +76,14 @@ def check_enough(
         CorpusError: a file is damaged.
     """
     block_chars = min(BLOCK_CHARS, spec.shard_size_bytes)  # each block is a document
-    found = 0
+    num_found = 0
     for source in sources:
         for text in _documents(source, spec, block_chars):
             (ids,) = tokenizer.encode_batch([text])
-            found += ids.size + 1  # its end
-            if found >= num_tokens:
+            num_found += ids.size + 1  # its end
+            if num_found >= num_tokens:
                 return
-    raise TooFewTokens(f"needs at least {num_tokens:,} tokens, the corpus has {found:,}")
+    raise TooFewTokens(f"needs at least {num_tokens:,} tokens, the corpus has {num_found:,}")
 
 
 def _documents(source: SourceFile, spec: DataSpec, block_chars: int) -> Iterator[str]:

@@ -93,9 +93,9 @@ class TokenDataset(Dataset[Pair]):
         while filled < out.size:
             tokens = self._shard(shard)
             offset = start + filled - (int(self._ends[shard]) - tokens.size)
-            taken = min(out.size - filled, tokens.size - offset)
-            out[filled : filled + taken] = tokens[offset : offset + taken]
-            filled += taken
+            count = min(out.size - filled, tokens.size - offset)
+            out[filled : filled + count] = tokens[offset : offset + count]
+            filled += count
             shard += 1
         return out
 
@@ -363,10 +363,10 @@ class ResumableLoader:
             # Without one of its own the iterator would draw from the trainer's random state.
             generator=torch.Generator(),
         )
-        before = set(multiprocessing.active_children())
+        previous = set(multiprocessing.active_children())
         iterator: Iterator[Pair] = iter(loader)
         if self._num_workers:
-            workers = set(multiprocessing.active_children()) - before
+            workers = set(multiprocessing.active_children()) - previous
             self._end_workers = functools.partial(_kill, workers)
             # At exit multiprocessing sends SIGTERM, which ours ignore, and waits for them; what is
             # registered last runs first.

@@ -178,9 +178,9 @@ def prepare(
         ValueError: the prefix is not a key, or the tokenizer gives ids beyond its vocabulary.
     """
     inputs = inputs_of(spec, tokenizer)
-    found = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
-    if found is not None:
-        return found
+    prepared = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
+    if prepared is not None:
+        return prepared
     log = log or _ignore
     return _Preparation(spec, tokenizer, store, prefix, log, warn or log).run()
 
@@ -403,12 +403,12 @@ def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | 
     recorded = {source.path: source for source in receipt.sources}
     touched = False
     for source in group:
-        known = recorded.get(str(source.path))
-        if known is None or known.size_bytes != source.size_bytes:
+        recorded_look = recorded.get(str(source.path))
+        if recorded_look is None or recorded_look.size_bytes != source.size_bytes:
             return None, False
-        if known.mtime_ns != source.mtime_ns:
+        if recorded_look.mtime_ns != source.mtime_ns:
             touched = True
-            if known.xxh3_128 != hash_file(source.path):
+            if recorded_look.xxh3_128 != hash_file(source.path):
                 return None, False
     return _touched(receipt, group) if touched else receipt, touched
 

@@ -54,7 +54,7 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""
         data = (text.encode("utf-8", "replace") for text in texts)
-        return [np.frombuffer(one, dtype=np.uint8).astype(np.uint32) for one in data]
+        return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in data]
 
 
 class FileTokenizer:
