@@ -82,7 +82,7 @@ class ProgressSpec(FrozenModel):
 
 
 def groups_of(pattern: str) -> set[str]:
-    """The named groups of a pattern.
+    """Read the named groups of a pattern.
 
     Raises:
         ValueError: it is no regular expression, or has a group that is not known.

@@ -1,4 +1,4 @@
-"""Where a run is placed and what its worker processes are. Times are seconds."""
+"""Placement of a run, and its worker processes. Times are seconds."""
 
 from __future__ import annotations
 

@@ -317,11 +317,11 @@ class JobTemplate(Job):
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """A job that has its name already."""
+        """Make a template of a job that has its name already."""
         return cls.model_validate(job.model_dump())
 
     def named(self, run_id: str) -> Job:
-        """The job of one run.
+        """Fill the name into the job of a run.
 
         Raises:
             InputError: no run can have this name.
@@ -358,6 +358,6 @@ def _validated(kind: type[AnyJob], document: Mapping[str, Any]) -> AnyJob:
 
 
 def input_error(error: ValidationError) -> InputError:
-    """The first problem of a job, on one line; no values from where secrets may be."""
+    """Describe the first problem of a job on a line; no values from where secrets may be."""
     first = error.errors(include_url=False)[0]
     return InputError(field_of(first["loc"]), message_of(first, Job))

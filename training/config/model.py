@@ -1,4 +1,4 @@
-"""What is trained and how: the sections of a job file that the reference trainer reads.
+"""Model, batch, layout and corpus: the sections of a job file that the reference trainer reads.
 
 Sizes are counts of elements, steps are completed optimizer steps.
 
@@ -194,7 +194,7 @@ class ParallelSpec(FrozenModel):
         return max(*model, self.optimizer_weight_shard_size) == 1
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """The layout on a number of ranks.
+        """Lay out a number of ranks.
 
         Raises:
             ValueError: the sizes do not fit together, or not the number of ranks.

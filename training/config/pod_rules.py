@@ -28,7 +28,7 @@ _UNITS: Mapping[str, Decimal] = {
 
 
 def amount_of(text: str) -> Decimal:
-    """The number that a quantity stands for.
+    """Parse a quantity.
 
     Raises:
         ValueError: it is none.
@@ -92,7 +92,7 @@ _REFUSED_OF_AGENT: Mapping[str, str] = {
 
 
 def check_name(name: str) -> str:
-    """A name of an object, as it is.
+    """Check the name of an object.
 
     Raises:
         ValueError: it can be none.
@@ -103,14 +103,14 @@ def check_name(name: str) -> str:
 
 
 def check_namespace(name: str) -> str:
-    """Likewise of a namespace."""
+    """Check the name of a namespace."""
     if not re.fullmatch(_LABEL, name):
         raise ValueError(f"{name!r} is no namespace: up to 63 lower-case letters, digits and '-'")
     return name
 
 
 def check_label_name(name: str) -> str:
-    """The name of a label or annotation, such as topology.kubernetes.io/zone; raises likewise."""
+    """Check the name of a label or annotation, such as topology.kubernetes.io/zone."""
     prefix, slash, plain = name.rpartition("/")
     is_prefix = not slash or (len(prefix) <= 253 and _NAME.fullmatch(prefix) is not None)
     if not is_prefix or not _PLAIN.fullmatch(plain):
@@ -119,7 +119,7 @@ def check_label_name(name: str) -> str:
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
-    """Labels; raises likewise."""
+    """Check labels; raises ValueError."""
     for name, value in labels.items():
         check_label_name(name)
         if value and not _PLAIN.fullmatch(value):
@@ -128,7 +128,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 
 def check_own_labels(labels: Mapping[str, str]) -> None:
-    """Further labels of pods; raises ValueError for those that are the engine's."""
+    """Check further labels of pods; raises ValueError for the engine's own."""
     check_labels(labels)
     for name in labels:
         if name in OWN_LABELS or name.startswith(OWN_PREFIX):
@@ -136,19 +136,19 @@ def check_own_labels(labels: Mapping[str, str]) -> None:
 
 
 def check_annotations(annotations: Mapping[str, str]) -> None:
-    """Annotations; raises likewise."""
+    """Check annotations; raises ValueError."""
     for name in annotations:
         check_label_name(name)
 
 
 def check_quantity(text: str) -> None:
-    """An amount above 0; raises ValueError."""
+    """Check that an amount is above 0; raises ValueError."""
     if amount_of(text) <= 0:
         raise ValueError(f"{text!r} must be more than 0")
 
 
 def check_resources(resources: Mapping[str, str | int]) -> None:
-    """Amounts by the name of the resource; raises ValueError."""
+    """Check amounts by the name of the resource; raises ValueError."""
     for name, amount in resources.items():
         check_label_name(name)
         is_native = name in _NATIVE or name.startswith("hugepages-")
@@ -165,7 +165,7 @@ def check_resources(resources: Mapping[str, str | int]) -> None:
 
 
 def check_tolerations(tolerations: Iterable[Mapping[str, Any]]) -> None:
-    """Tolerations as in a pod; raises ValueError."""
+    """Check tolerations as in a pod; raises ValueError."""
     for toleration in tolerations:
         unknown = sorted(toleration.keys() - _TOLERATION)
         if unknown:
@@ -181,7 +181,7 @@ def check_tolerations(tolerations: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_overlay(overlay: Mapping[str, Any]) -> None:
-    """What is merged into each pod; raises ValueError where it replaces what the engine needs."""
+    """Check the overlay of pods; raises ValueError where it replaces fields of the engine."""
     for path, why in _overlaid(overlay):
         raise ValueError(f"{path} cannot be replaced: {why}")
 
@@ -240,7 +240,7 @@ def _are_named(items: Any) -> bool:
 
 
 def literal_variables(overlay: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values of the variables that an overlay gives containers in clear text."""
+    """Yield the variables that an overlay gives containers in clear text, with their values."""
     spec = overlay.get("spec")
     for part in ("initContainers", "containers"):
         for container in (spec.get(part) if isinstance(spec, Mapping) else None) or ():

@@ -1,4 +1,4 @@
-"""What is wrong with a job, in words: the field, the value that was given and what is allowed.
+"""Problems of a job, in words: the field, its value and what is allowed.
 
 What a name that is no field of a job may stand for: pure.
 
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def field_of(location: tuple[int | str, ...]) -> str:
-    """The field of a problem, with dots between sections; no value from where secrets may be."""
+    """Name the field of a problem, dotted; without values from where secrets may be."""
     if location[:1] in SECRET_SECTIONS and len(location) > 1:
         # Of `env: {TOKEN=value}` the text is the name of a variable that has no value.
         location = (location[0], *(part for part in location[1:] if _VARIABLE.fullmatch(str(part))))
@@ -44,7 +44,7 @@ _SHAPES = {
 
 
 def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """One line: the value that was given and what is allowed instead.
+    """Describe a problem on a line: the value in the job and what is allowed instead.
 
     Args:
         error: as pydantic lists it.
@@ -89,7 +89,7 @@ MAX_NAMES = 3
 
 
 def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[str, ...]:
-    """Fields that a name may be meant for: one of its own section, or where in the job it belongs.
+    """Find fields that a name may stand for: in its own section, or elsewhere in the job.
 
     Args:
         model: of the whole document.
@@ -114,7 +114,7 @@ def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[
 def _sections_at(
     models: Sequence[type[BaseModel]], path: Sequence[int | str]
 ) -> Sequence[type[BaseModel]]:
-    """The classes of the section at a path; keys of dictionaries and indices are no fields."""
+    """Find the classes of the section at a path; keys of dictionaries and indices are no fields."""
     skips_key = False
     for part in path:
         if isinstance(part, int) or skips_key:
@@ -127,7 +127,7 @@ def _sections_at(
 
 
 def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The classes in a type, such as those of a union."""
+    """Yield the classes in a type, such as those of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
@@ -135,7 +135,7 @@ def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every field of a document by its path; of lists and dictionaries only the field itself."""
+    """Yield every field by its path; lists and dictionaries count as a field."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         if get_origin(field.annotation) in (dict, Mapping, tuple, list):
@@ -149,7 +149,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def read_document_file(path: Path) -> Any:
-    """The document of a YAML or JSON file.
+    """Read the document in a YAML or JSON file.
 
     Raises:
         InputError: it cannot be read, is none, or gives a field twice.
@@ -166,7 +166,7 @@ def read_document_file(path: Path) -> Any:
 
 
 def read_document(text: str, *, where: str) -> Any:
-    """The document of a YAML text.
+    """Parse a YAML text.
 
     Args:
         text: YAML or JSON.
@@ -198,7 +198,7 @@ def read_document(text: str, *, where: str) -> Any:
 
 
 def _repeated(root: yaml.Node | None) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Fields that a mapping gives twice, with the lines: of two values the second would count."""
+    """Find fields that a mapping has twice, with the lines: the second value would count."""
     open_nodes, visited = [("", root)], set[int]()
     while open_nodes:
         path, node = open_nodes.pop(0)
@@ -222,7 +222,7 @@ def _repeated(root: yaml.Node | None) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _problem(error: yaml.YAMLError, text: str) -> str:
-    """What is wrong and where."""
+    """Describe the problem and its place."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text[: error.position].count("\n") + 1
         return f"character {error.character:#06x} is not allowed, line {line}"

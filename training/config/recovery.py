@@ -1,4 +1,4 @@
-"""How a run is kept alive: checkpoints, restarts, communication limits.
+"""Settings that keep a run alive: checkpoints, restarts, communication limits.
 
 Times are seconds, steps are completed optimizer steps.
 """
@@ -133,13 +133,13 @@ class CheckpointSpec(FrozenModel):
         return any(value is not None for value in chosen)
 
     def resolved(self, num_parameters: int) -> CheckpointSpec:
-        """This policy with the recommended interval filled in where the job gave none."""
+        """Fill in the recommended interval where the job has none."""
         if self.has_interval:
             return self
         return self.model_copy(update=recommended_interval(num_parameters))
 
     def retention(self, losses: Mapping[int, float] | None = None) -> Retention:
-        """Which checkpoints to keep.
+        """Make the rule for the checkpoints to keep.
 
         Args:
             losses: training loss by step. With keep_best, a step that is not among them is kept,
@@ -149,7 +149,7 @@ class CheckpointSpec(FrozenModel):
 
 
 def recommended_interval(num_parameters: int) -> dict[str, int]:
-    """The recommended save interval for a model of this many parameters, as a field."""
+    """Recommend a save interval for a model of this many parameters, as a field."""
     if num_parameters < EPOCH_BELOW_PARAMETERS:
         return {"every_epochs": 1}
     if num_parameters <= STEPS_500_UP_TO_PARAMETERS:
@@ -258,17 +258,17 @@ class RestartSpec(JobPolicy):
         return self
 
     def policy(self, *, operator_retry: bool) -> Policy:
-        """The restart policy as the ladder reads it; the job's comm.op_retry has the switch."""
+        """Complete the policy with the switch from the job's comm section, for the ladder."""
         choices: dict[str, Any] = {name: getattr(self, name) for name in JobPolicy.model_fields}
         return Policy(**choices, operator_retry=operator_retry)
 
     def read_platform(self, settings: Sequence[Setting] = ()) -> ImportedSettings:
-        """from_platform as fields, beside what the job has elsewhere."""
+        """Read from_platform as fields, beside the job's other settings."""
         return read_platform(self.from_platform, given=settings)
 
 
 def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, int]:
-    """snapshot_every_steps, where the platform's entries name it."""
+    """Read snapshot_every_steps from the platform's entries, where they name it."""
     steps = read_snapshot_steps(TFT, entries[TFT]) if TFT in entries else None
     if steps is None:
         return {}
@@ -316,7 +316,7 @@ MEGABYTE = 1 << 20
 
 
 def why_no_megabytes(value: str) -> str | None:
-    """What is wrong with a size that ought to be in MB: it is in bytes, or has a unit of its own.
+    """Explain why a size is not in MB: it is in bytes, or has a unit of its own.
 
     HCCL's reference gives HCCL_BUFFSIZE in MB, default 200; some guides have 209715200, the same
     in bytes. Taken for MB, that would be 200 TB, twice for every communicator.
@@ -425,7 +425,7 @@ class CommSpec(FrozenModel):
         return self
 
     def settings(self) -> tuple[Setting, ...]:
-        """Settings beside the entries of a platform, for its contradictions."""
+        """List settings that an entry of a platform may contradict."""
         enabled, is_on = self.op_retry.enabled, bool(self.watchdog)
         unset = "" if "op_retry" in self.model_fields_set else " (its default)"
         return (

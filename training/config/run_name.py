@@ -34,7 +34,7 @@ def is_template(run_id: str) -> bool:
 
 
 def problem_of(name: str, pattern: str) -> str:
-    """What is wrong with a name that does not have the pattern, `NAME` or `TEMPLATE`."""
+    """Explain why a name does not have the pattern, `NAME` or `TEMPLATE`."""
     if pattern == NAME and is_template(name):
         return f"{name!r} is a template, for deployments; name one run with --set run_id=..."
     fields = ", and of {date}, {time} and {n}" if pattern == TEMPLATE else ""
@@ -47,7 +47,7 @@ def is_of(template: str, name: str) -> bool:
 
 
 def name_of(template: str, *, due: datetime, run_names: Sequence[str], now_named: str) -> str:
-    """The run that a flow run is for.
+    """Choose the run that a flow run is for.
 
     A flow run is given the name of its run. Started again, it is found to have one, so whatever
     has become known since, it is the same.
@@ -67,7 +67,7 @@ def name_of(template: str, *, due: datetime, run_names: Sequence[str], now_named
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """What the names of a template look like; a field that occurs again has the same value."""
+    """Make the pattern of a template's names; a field that occurs again has the same value."""
     fields: set[str] = set()
 
     def value(match: re.Match[str]) -> str:
@@ -115,7 +115,7 @@ class InitFromSpec(FrozenModel):
             raise ValueError(f"init_from.run={self.run} is this run, name another one")
 
     def missing(self, steps: Sequence[int]) -> tuple[str, str]:
-        """The field at fault where there is no such checkpoint, and what is wrong with it.
+        """Return the field at fault where there is no such checkpoint, and its fault.
 
         Args:
             steps: committed ones of the other run, ascending.

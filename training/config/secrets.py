@@ -81,7 +81,7 @@ def values_on_node(
     delivered: Mapping[str, str],
     environment: Mapping[str, str],
 ) -> dict[str, str]:
-    """The values of the variables, as a node has them.
+    """Read the values of the variables on a node.
 
     Args:
         sources: by name of the variable.
@@ -98,7 +98,7 @@ def values_on_node(
 
 
 def checked_value(name: str, value: str) -> str:
-    """The same value.
+    """Check a value, and return it.
 
     Raises:
         ValueError: no process can have it as a variable, or no log could be kept free of it.
@@ -170,7 +170,7 @@ MIN_CHANGES = 0.4
 
 
 def why_secret(name: str, value: str) -> str | None:
-    """Why a variable's literal value must be a secret; None: it need not be one."""
+    """Explain why a variable's literal value must be a secret; None: it need not be a secret."""
     if has_key(value):
         return "its value has the form of a key"
     if name.startswith(SETTINGS) or _ORDINARY_VALUES.fullmatch(value):
@@ -193,7 +193,7 @@ def is_random(word: str) -> bool:
 
 
 def entropy_bits(word: str) -> float:
-    """Shannon's entropy of the characters of a word, in bits for each."""
+    """Compute Shannon's entropy of a word, in bits for each character."""
     shares = [count / len(word) for count in Counter(word).values()]
     return -sum(share * math.log2(share) for share in shares)
 

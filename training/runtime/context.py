@@ -30,7 +30,7 @@ FIELD = "perdure.join(layout=...)"
 
 
 def fitting_layout(layout: ParallelLayout | None, context: WorkerContext) -> ParallelLayout | None:
-    """The layout that a program gives when it joins, None where it gives none.
+    """Return the layout that a program gives when it joins, None where it gives none.
 
     Raises:
         InputError: it is not one of this many ranks, or not the one that the job has.

@@ -133,7 +133,7 @@ class RecoverableError:
 
 
 def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError | None:
-    """What an exception is, None when it is the program's own.
+    """Classify an exception; None when it is the program's own.
 
     Args:
         error: left the step.

@@ -134,7 +134,7 @@ class Session:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around the construction of the model, optional: a replaced process is back sooner.
+        """Construct the model inside this, optionally: a replaced process is back sooner.
 
         Its parameters are sent by another rank, so they are not drawn at random first. Random
         numbers after it are the same in every process; those within it need not be, but for
@@ -209,7 +209,7 @@ class Session:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around an evaluation between two steps, which has a time limit of its own.
+        """Give an evaluation between two steps its own time limit.
 
         Inside the loop and outside of `with step:`, on every rank alike.
         """
@@ -218,7 +218,7 @@ class Session:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Around what has the time limit of a phase, between two steps."""
+        """Apply the time limit of a phase, between two steps."""
         self._heartbeat.beat(phase=phase)
         try:
             yield
@@ -227,7 +227,7 @@ class Session:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around collectives that need no other rank: all of them would bring the same values."""
+        """Run collectives that need no other rank: all ranks would bring the same values."""
         with self._groups.generations.alone() if self._groups is not None else nullcontext():
             yield
 
@@ -237,7 +237,7 @@ class Session:
         return self._groups is not None and self._groups.generations.is_alone
 
     def steps(self, *, until: int) -> Iterator[Step]:
-        """The steps from the newest checkpoint up to `until`.
+        """Iterate over the steps from the newest checkpoint up to `until`.
 
         A fault that the process outlives leaves `with step:` quietly, and the same step comes
         again once all ranks have recovered: what a program does with a step belongs inside the
@@ -253,7 +253,7 @@ class Session:
         self.close_loop(loop)
 
     def open_loop(self, *, until: int) -> StepLoop:
-        """The loop of `steps`, for a program that drives it itself. Restores, which is collective.
+        """Return the loop of `steps`, for a program that drives it. Restores, which is collective.
 
         Raises:
             ValueError: nothing was registered.
@@ -273,7 +273,7 @@ class Session:
 
     @classmethod
     def leave(cls) -> None:
-        """The end of a program that went on behind its last step. Collective."""
+        """End a program that went on behind its last step. Collective."""
         if cls._loop is not None and cls._loop.stays:
             cls._loop.leave()
 
@@ -338,7 +338,7 @@ def _as_tuple(scheduler: Scheduler | None) -> tuple[Scheduler, ...]:
 def _optimizers(
     optimizer_or_list: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a training.
+    """Check the optimizers of a training, and return all of them.
 
     Raises:
         InputError: there is none, something else, or two have a parameter in common.

@@ -82,7 +82,7 @@ _log = logging.getLogger("perdure.runtime")
 
 
 def load_recipe(name: str) -> Callable[[Job], None]:
-    """The function that `module:function` names.
+    """Import the function that `module:function` names.
 
     Raises:
         InputError: no such module or function.

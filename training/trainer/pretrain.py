@@ -37,7 +37,7 @@ from perdure.training.trainer.model import Decoder, flops_per_token
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; norms and other vectors go without."""
+    """Make AdamW with weight decay on matrices only; norms and other vectors go without."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -50,12 +50,12 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, *, steps: int
 ) -> LambdaLR:
-    """The schedule over `steps` optimizer steps."""
+    """Make the schedule over `steps` optimizer steps."""
     return LambdaLR(optimizer, lambda done: lr_ratio(done, spec, steps=steps))
 
 
 def lr_ratio(done: int, spec: OptimizerSpec, *, steps: int) -> float:
-    """Learning rate of the step after `done` completed ones, relative to the peak."""
+    """Compute the learning rate of the step after `done` steps, relative to the peak."""
     if done < spec.warmup_steps:
         return (done + 1) / spec.warmup_steps
     progress = (done - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
@@ -177,7 +177,7 @@ def seed_all(seed: int) -> None:
 
 
 def open_data(job: Job, session: Session) -> tuple[TokenDataset, CorpusManifest]:
-    """The prepared corpus, memory-mapped; the node agent has staged it already."""
+    """Open the prepared corpus, memory-mapped; the node agent has staged it already."""
     store = open_store(job.storage)
     manifest = load_manifest(store, session.context.data_manifest_key)
     staged = stage(manifest, store, session.context.data_folder)
@@ -193,7 +193,7 @@ def open_data(job: Job, session: Session) -> tuple[TokenDataset, CorpusManifest]
 
 
 def make_loader(job: Job, session: Session, dataset: TokenDataset) -> ResumableLoader:
-    """This rank's loader; ranks that hold parts of one copy of the model read the same samples."""
+    """Make this rank's loader; ranks with parts of the same model copy read the same samples."""
     assert job.data is not None  # noqa: S101 the job's validation asks for it
     return ResumableLoader(
         dataset,

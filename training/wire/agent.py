@@ -40,7 +40,7 @@ NO_MEMBER = -1  # of a container that stands by
 
 
 class AgentConfig(FrozenModel):
-    """What the engine writes into a container for its agent; holds the token, mode 0600."""
+    """Configuration of an agent, from the engine in its container; holds the token, mode 0600."""
 
     run_id: str
     node: str
@@ -127,7 +127,7 @@ class StartOrder(FrozenModel):
     def _secrets_into_connections(
         self, secrets: dict[str, SecretStr], info: SerializationInfo
     ) -> dict[str, str]:
-        """In clear text on the way to an agent alone: whatever else writes an order has a mask."""
+        """Show secrets on the way to an agent alone; all other text of an order has a mask."""
         is_shown = info.context == INTO_A_CONNECTION
         return {
             n: secret.get_secret_value() if is_shown else str(secret)
@@ -140,7 +140,7 @@ class StartOrder(FrozenModel):
         return {name: secret.get_secret_value() for name, secret in self.secrets.items()}
 
     def without_secrets(self) -> StartOrder:
-        """The same order for those that start no worker."""
+        """Copy the order for processes that start no worker."""
         return self.model_copy(update={"secrets": {}})
 
 

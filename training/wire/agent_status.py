@@ -14,7 +14,7 @@ from perdure.training.wire.node import NodeSample
 
 
 class AgentState(StrEnum):
-    """What an agent is doing."""
+    """Activity of an agent."""
 
     IDLE = "idle"
     STAGING = "staging"
@@ -24,7 +24,7 @@ class AgentState(StrEnum):
 
 
 class Pulse(FrozenModel):
-    """What a worker's heartbeat holds beside step and phase.
+    """Contents of a worker's heartbeat beside step and phase.
 
     Attributes:
         entered: collectives entered since the process started.

@@ -1,4 +1,4 @@
-"""What workers, node agents and the coordinator of an attempt send each other.
+"""Messages among the workers, the node agents and the coordinator of an attempt.
 
 One JSON object per line over TCP; the first line of a connection carries the attempt's token.
 In files of the attempt's folder an agent and its coordinator exchange the configuration and the
@@ -40,7 +40,7 @@ class MetricsAddress(FrozenModel):
 
 
 def metrics_file(attempt_folder: Path) -> Path:
-    """Where a coordinator writes its `MetricsAddress`, once it answers there."""
+    """Return the file in which a coordinator writes its `MetricsAddress`, once it answers there."""
     return attempt_folder / "metrics-address.json"
 
 

@@ -62,7 +62,7 @@ class WorkerLog(FrozenModel):
 
 
 class LogPiece(FrozenModel):
-    """What a log of an attempt holds between two places, in whole lines, without secrets.
+    """Piece of an attempt's log between two places, in whole lines, without secrets.
 
     Attributes:
         name: of the log, as it will be in the store.
@@ -97,7 +97,7 @@ class CollectedFile(FrozenModel):
 
 
 class Collected(FrozenModel):
-    """What a node has put into the store of the logs of an attempt.
+    """Logs of an attempt that a node has put into the store.
 
     Attributes:
         is_done: whether nothing more comes.
@@ -112,6 +112,6 @@ class Collected(FrozenModel):
 
 
 def logs_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
-    """Where the logs of a run, or of one attempt, lie in the store."""
+    """Return the key prefix of the logs of a run, or of an attempt, in the store."""
     base = f"runs/{run_id}/logs/"
     return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base

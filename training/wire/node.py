@@ -62,7 +62,7 @@ class NodeDevices(FrozenModel):
 
 
 def device_ids(slots: int, visible: str) -> Sequence[int]:
-    """Physical numbers of the devices, by local rank.
+    """Return the physical numbers of the devices, by local rank.
 
     Raises:
         ValueError: `visible` is no list of numbers, names one twice, or too few.
@@ -143,7 +143,7 @@ class Check(FrozenModel):
 
 
 class NodeTask(FrozenModel):
-    """What a node is asked to check.
+    """Task of checking a node.
 
     Attributes:
         job: it holds no secrets.
@@ -175,12 +175,12 @@ CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
 
 
 def unanswered(node: str, why: str) -> Check:
-    """The check of a node whose agent did not answer."""
+    """Make the check of a node whose agent did not answer."""
     return Check(name="agent", node=node, outcome=CheckOutcome.FAILED, seen=why)
 
 
 def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
-    """The worst of several outcomes; skipped when there is none."""
+    """Choose the worst of several outcomes; skipped when there is none."""
     order = list(CheckOutcome)
     return max(outcomes, key=order.index, default=CheckOutcome.SKIPPED)
 

@@ -18,7 +18,7 @@ TIMEOUT_S = 300.0  # torch's own default
 def serve_store(
     host: str, port: int, world_size: int | None = None, *, timeout_s: float = TIMEOUT_S
 ) -> TCPStore:
-    """A store that listens on this address of this host alone.
+    """Serve a store that listens on this address of this host alone.
 
     Args:
         host: name or address; of several addresses of a name the first one.

@@ -1,4 +1,4 @@
-"""What a user requests of a run while it goes on: one small object in its store.
+"""Requests of a user to a run that goes on: a small object in its store.
 
 The coordinator of an attempt reads it every other second, so a request reaches the ranks without
 any supervisor. It holds over attempts and supervisors until it is withdrawn, at the latest when
@@ -32,7 +32,7 @@ class Control(FrozenModel):
 
 
 def read_control(store: ObjectStore, run_id: str) -> Control:
-    """What is requested of the run now.
+    """Read the present request to the run.
 
     Raises:
         Corrupt: the object is no request.
@@ -113,5 +113,5 @@ def clear_requests(store: ObjectStore, run_id: str) -> None:
 
 
 def control_key(run_id: str) -> str:
-    """Where the request is in the store."""
+    """Return the key of the request in the store."""
     return f"runs/{run_id}/control.json"

@@ -47,7 +47,7 @@ INTO_A_CONNECTION = {"connection": True}
 
 
 def dump_line(message: BaseModel) -> bytes:
-    """A message as a line; its token is in clear text, for this connection alone."""
+    """Encode a message as a line; its token is in clear text, for this connection alone."""
     document = message.model_dump(mode="json", context=INTO_A_CONNECTION)
     # pydantic writes a SecretStr as asterisks.
     token = getattr(message, "token", None)
@@ -57,7 +57,7 @@ def dump_line(message: BaseModel) -> bytes:
 
 
 def read_line(stream: BufferedIOBase) -> bytes:
-    """The next line, empty at the end of the connection.
+    """Read the next line, empty at the end of the connection.
 
     Raises:
         OSError: the connection broke, or nothing came in time.
@@ -70,7 +70,7 @@ def read_line(stream: BufferedIOBase) -> bytes:
 
 
 async def next_line(reader: asyncio.StreamReader) -> bytes:
-    """The next line of an asyncio connection, empty at its end.
+    """Read the next line of an asyncio connection, empty at its end.
 
     Raises:
         ValueError: the line is longer than the reader's limit.
@@ -207,7 +207,7 @@ class Connection(ABC):
 
     @abstractmethod
     def lost(self, why: str) -> None:
-        """The connection ended without `close`; called once, by the listening thread."""
+        """Handle an end without `close`; the listening thread calls this once."""
 
     @property
     def is_open(self) -> bool:
@@ -315,7 +315,7 @@ class FanOut:
 
 
 def room_for(connections: int) -> int:
-    """How many of these connections the limit of open files leaves room for, raised if it must."""
+    """Count the connections within the limit of open files, which is raised if necessary."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -90,7 +90,7 @@ class RankMembership:
             self.generations.is_alone = True
 
     def end_step(self) -> None:
-        """All ranks have completed a step: nothing of it will be replayed."""
+        """Drop the operations of a step that all ranks have completed."""
         if self.connections is not None:
             self.connections.end_step()
 
@@ -120,7 +120,7 @@ class RankMembership:
 
 
 def _moved(address: CoordinatorAddress) -> None:
-    """The rendezvous store is where the coordinator is."""
+    """Go over to the rendezvous store beside the new coordinator."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.host, str(address.store_port)
 
 

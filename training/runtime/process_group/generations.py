@@ -39,7 +39,7 @@ Sockets = Mapping[int, str]  # descriptor: what /proc says it is
 
 
 def open_sockets() -> Sockets:
-    """The sockets that this process has."""
+    """List the sockets of this process."""
     sockets: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 the names alone, and fast
         with suppress(OSError):
@@ -50,7 +50,7 @@ def open_sockets() -> Sockets:
 
 
 def new_sockets(previous: Sockets) -> Sockets:
-    """The sockets that were opened since `previous`."""
+    """List the sockets that were opened since `previous`."""
     return {fd: target for fd, target in open_sockets().items() if previous.get(fd) != target}
 
 
@@ -259,7 +259,7 @@ def _make(
 
 
 def _plugin(backend: str, store: Store, membership: GroupMembership, timeout: dt.timedelta) -> Any:
-    """A backend that another library registered: HCCL of torch_npu."""
+    """Make a backend that another library registered: HCCL of torch_npu."""
     plugin = dist.Backend._plugins[backend.upper()]  # noqa: SLF001 there is no public way
     if not plugin.extended_api:
         return plugin.creator_fn(store, membership.rank, membership.size, timeout)
@@ -309,7 +309,7 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
 
 
 def _copy(source: Tensor | Sequence[Tensor]) -> Tensor:
-    """One flat tensor, from one part per rank or from the whole."""
+    """Copy into a flat tensor, from a part per rank or from the whole."""
     parts = [source] if isinstance(source, Tensor) else source
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
@@ -449,13 +449,13 @@ class Generations:
             raise self.interruption()
 
     def interruption(self) -> Interrupted:
-        """The error of everything that waits in the current generation."""
+        """Return the error for everything that waits in the current generation."""
         if self.announced == GIVEN_UP:
             return Interrupted("the attempt is given up")
         return Interrupted(f"generation {self.announced} is announced")
 
     def connection(self, membership: GroupMembership) -> GroupConnection:
-        """The connection of a group, made when there is none yet; collective in that case.
+        """Return the connection of a group; connect if there is none yet, which is collective.
 
         Raises:
             Interrupted: a newer generation is announced.
@@ -484,7 +484,7 @@ class Generations:
             self._connections[name] = connection
 
     def connections(self) -> dict[str, GroupConnection]:
-        """The connections of this generation, by the name of their group."""
+        """Return the connections of this generation, by the name of their group."""
         with self._lock:
             return dict(self._connections)
 

@@ -37,7 +37,7 @@ class FutureWork(dist.Work):
 
     @classmethod
     def done(cls, result: Any) -> Self:
-        """The work of a collective that needs no other rank."""
+        """Return the work of a collective that needs no other rank."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result)
         return cls(future)
@@ -101,7 +101,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             self._connected()
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Its backend for a device; torch_npu asks for it, and then calls what is below."""
+        """Return its backend for a device; torch_npu calls the methods below on it."""
         if self._generations.backend in ENDED_BY_THE_DEVICE:
             return self
         return super()._get_backend(device)
@@ -109,10 +109,10 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
     # What stop_device and restart_device of torch_npu ask of every group of a process
     # (torch_npu/npu/_recovery.py). `Generations` does it for the connections that are inside.
     def set_watchdog_status(self, status: int) -> None:
-        """There is no watchdog of its own."""
+        """Do nothing: these groups have no watchdog."""
 
     def clear_workmeta_list(self) -> None:
-        """Likewise."""
+        """Do nothing: these groups keep no such list."""
 
     # torch asks a group without a C++ backend for these by several names.
     def getBackendName(self) -> str:  # noqa: N802, D102
@@ -300,7 +300,7 @@ def _create(options: Any, _backend_options: Any) -> ReconfigurableProcessGroup:
 
 
 def default_group() -> ReconfigurableProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     group = dist.group.WORLD
     assert isinstance(group, ReconfigurableProcessGroup)  # noqa: S101 install() made it
     return group

@@ -83,7 +83,7 @@ class _Operation:
     _end: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
     def future(self) -> torch.futures.Future[Any]:
-        """Its result, for code that waits in C++.
+        """Return its result, for code that waits in C++.
 
         Future.set_exception is Python's own: DDP's reducer would take the exception for a list
         of tensors. A callback that raises fails the future that `then` returns, in C++ too.
@@ -120,7 +120,7 @@ class _Operation:
         self.complete(error)
 
     def arguments_again(self) -> tuple[Any, ...]:
-        """The arguments for a replay, which does not write over results in use."""
+        """Return the arguments for a replay, which does not write over results in use."""
         position = INPUT_OF[self.name]
         if position is None:
             return self.arguments
@@ -268,7 +268,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         return self._membership
 
     def detach(self) -> None:
-        """From now on no operation completes before it was replayed.
+        """Let no operation complete from now on before it was replayed.
 
         A late thread of gloo would hand out a result that the replay is writing.
         """

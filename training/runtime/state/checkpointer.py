@@ -291,7 +291,7 @@ class Checkpointer:
     def _full_state(
         self, data: dict[str, Any], *, loss: float | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that is saved: tensors by name, and the rest as JSON."""
+        """Collect the state to save: tensors by name, and the rest as JSON."""
         live, settings = self.live.tensors()
         tensors = self._names.tensors(live)
         if self._names.settings is not None:
@@ -310,7 +310,7 @@ class Checkpointer:
 
 
 def _json_tensor(document: Any) -> Tensor:
-    """JSON as bytes, in whole pages: a longer number in it shall not change the plan of saves."""
+    """Encode JSON in whole pages: a longer number in it shall not change the plan of saves."""
     text = json.dumps(document).encode()
     padded = text.ljust(-(-len(text) // JSON_PAGE_BYTES) * JSON_PAGE_BYTES)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)

@@ -30,7 +30,7 @@ _log = logging.getLogger("perdure.runtime")
 
 
 class InitialState:
-    """What a new run takes over.
+    """Initial state of a new run.
 
     Args:
         spec: of the job.
@@ -84,7 +84,7 @@ class InitialState:
         return int(step)
 
     def _settled(self) -> int | None:
-        """The step that is taken, on the first rank; None where the other run has none."""
+        """Choose the step, on the first rank; None where the other run has none."""
         if self._spec.step is not None:
             return self._spec.step
         store = self._run_store.store
@@ -101,7 +101,7 @@ class InitialState:
         return newest
 
     def _manifest(self, step: int) -> tuple[str | None, tuple[str, str] | None]:
-        """The manifest of a step, or the field at fault and why; on the first rank."""
+        """Read the manifest of a step, or return the field at fault and why; on the first rank."""
         try:
             return self._source.manifest(step).model_dump_json(), None
         except NotFound:

@@ -47,7 +47,7 @@ class LiveState:
         self._model: nn.Module = model.module if isinstance(model, DataParallel) else model
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name, and the optimizer's settings, which are plain values.
+        """Collect tensors by name, and the optimizer's settings, which are plain values.
 
         An optimizer that has no state yet gets one, by a step of nothing.
         """
@@ -64,7 +64,7 @@ class LiveState:
         return tensors, settings
 
     def parts(self) -> dict[str, Any]:
-        """Scheduler and scaler, None where there is none; a list of several schedulers."""
+        """Return scheduler and scaler, None where there is none; a list of several schedulers."""
         states = [_state_of(scheduler) for scheduler in self._training.schedulers]
         scheduler = states if len(states) > 1 else next(iter(states), None)
         return {"scheduler": scheduler, "scaler": _state_of(self._training.scaler)}
@@ -87,7 +87,7 @@ class LiveState:
         self._put_parts(extra)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that a replica needs: tensors by name, and the rest as JSON.
+        """Collect everything that a replica needs: tensors by name, and the rest as JSON.
 
         Before the first step the optimizer has no state, and making one would count a step.
         """
@@ -189,12 +189,12 @@ class LiveState:
             self._training.scaler.load_state_dict(extra["scaler"])
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Those of the model alone, by name: parameters and buffers."""
+        """Collect the model's tensors by name: parameters and buffers."""
         model = get_model_state_dict(self._model)
         return {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
 
     def _computed(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Buffers that are no part of a checkpoint: damaged memory may have held them."""
+        """Collect buffers that are no part of a checkpoint: damaged memory may have held them."""
         named = self._model.named_buffers()
         short = ((name.removeprefix("module."), buffer) for name, buffer in named)
         return {f"buffer/{n}": buffer for n, buffer in short if f"model/{n}" not in saved}
@@ -213,7 +213,7 @@ def _state_of(part: Any) -> dict[str, Any] | None:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of parameters is trained with: rates, betas, decay."""
+    """Return the settings that train a group of parameters: rates, betas, decay."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -264,7 +264,7 @@ class Snapshots:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the newest copy was given beside its tensors."""
+        """Values beside the tensors of the newest copy."""
         return self._copies[self._newest_index].extra
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

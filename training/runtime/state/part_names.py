@@ -1,4 +1,4 @@
-"""What the tensors of a rank are called in checkpoints.
+"""Names of a rank's tensors in checkpoints.
 
 Where ranks hold different parts of the model, plain tensors of one name are different ones on
 different ranks: they are named after the part. A DTensor says itself which part it is, but for the
@@ -41,7 +41,7 @@ class PartNames:
 
     @classmethod
     def of(cls, context: WorkerContext) -> Self:
-        """Names for a rank of this layout."""
+        """Make the names for a rank of this layout."""
         layout = context.layout
         if not context.holds_parts:
             return cls()
@@ -56,7 +56,7 @@ class PartNames:
         return None if self.part is None else f"settings/{_part_tag(self.part)}"
 
     def tensors(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names they are saved with."""
+        """Map tensors to the names they are saved with."""
         return {self._saved(name, tensor): tensor for name, tensor in live.items()}
 
     def is_anothers(self, name: str) -> bool:

@@ -26,7 +26,7 @@ PYTHON_STATE_BYTES = 32 * 2**10  # two Mersenne twisters of 624 words, as JSON
 
 
 def seed_of(seed: int, *, rank: int, step: int) -> int:
-    """A seed for the generators of one rank in one step, 63 bits, unlike that of any other."""
+    """Derive a 63-bit seed for the generators of a rank in a step, unlike any other."""
     text = f"{seed}/{rank}/{step}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -59,7 +59,7 @@ def _has_device() -> bool:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of this process's generators by name, uint8 [bytes] each on the host."""
+    """Read the states of this process's generators by name, uint8 [bytes] each on the host."""
     states = {"torch": torch.get_rng_state(), "python": _python_state()}
     device_state = device_rng_state(device)
     if device_state is not None:
@@ -78,7 +78,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 def _python_state() -> Tensor:
-    """Of Python's and numpy's generators; always of one size, or every save would be planned."""
+    """Read Python's and numpy's generators; always of one size, or every save would be planned."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     document = {

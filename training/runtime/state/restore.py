@@ -150,14 +150,14 @@ class Restorer:
         return manifest.step
 
     def _partner_nodes(self, nodes: NodeRestore) -> dict[str, str]:
-        """By node that got shares from its partner, that one. Collective where there are copies."""
+        """Map nodes that got shares from a partner to it. Collective where there are copies."""
         if nodes.name is None:
             return {}
         names = gather_json(nodes.name, self._device)
         return {names[rank]: partner for rank, partner in nodes.brought.items()}
 
     def _record_restored(self, event: CheckpointRestored) -> None:
-        """In the attempt's log, and through it in the run's ledger."""
+        """Record it in the attempt's log, and through that in the run's ledger."""
         if self._context.rank != 0:
             return
         _log.info(event.text)
@@ -180,7 +180,7 @@ class Restorer:
         )
 
     def _restore_from_store(self, nodes: NodeRestore | None) -> int:
-        """The newest committed step; shards that a node holds are taken from there."""
+        """Restore the newest committed step; shards that a node holds are taken from there."""
         tried: set[int] = set()
         while (newest := from_first(self._newest_manifest, self._device)) is not None:
             step, text, problem = newest
@@ -212,7 +212,7 @@ class Restorer:
         )
 
     def _newest_manifest(self) -> tuple[int, str | None, str | None] | None:
-        """The newest committed step with its manifest, or with what is wrong with that."""
+        """Find the newest committed step with its manifest, or with the fault of that."""
         step = self._checkpoints.latest()
         if step is None:
             return None
@@ -274,7 +274,7 @@ class Restorer:
         from_first(lambda: None, self._device)  # the others look for the next one after that
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
-        """What is wrong with which shard; every rank hashes its part of them."""
+        """Describe the damage of each shard; every rank hashes its part of them."""
         shards = sorted(manifest.shards)[self._context.rank :: self._context.world_size]
         damages = self._checkpoints.verify_shards(
             manifest.step, {name: manifest.shards[name] for name in shards}
@@ -284,7 +284,7 @@ class Restorer:
         return [line for of_rank in gather_json(lines, self._device) for line in of_rank]
 
     def _log_damage(self, step: int, text: str, *, is_repaired: bool) -> None:
-        """In the rank's log, and through the attempt's log in the run's ledger."""
+        """Write to the rank's log, and through the attempt's log to the run's ledger."""
         self._log(f"checkpoint of step {step} {'repaired' if is_repaired else 'set aside'}: {text}")
         if self._context.rank != 0:
             return
@@ -314,7 +314,7 @@ class Restorer:
 def places_of(
     chosen: RestorableSave, brought: Mapping[int, str], *, has_partners: bool
 ) -> dict[str, int]:
-    """How many shares of a save lay where, by the name of the place. Pure.
+    """Count the shares of a save by the name of their place. Pure.
 
     Args:
         chosen: save that was restored.
@@ -333,12 +333,12 @@ def places_of(
 
 
 def joined(*reasons: str) -> str:
-    """Reasons in one line; those that are empty are none."""
+    """Join reasons on a line, without the empty ones."""
     return "; ".join(reason for reason in reasons if reason)
 
 
 def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:
-    """For every shard a rank that does not have it at hand, spread over the ranks."""
+    """Choose for every shard a rank that does not have it at hand, spread over the ranks."""
     readers: dict[str, int] = {}
     for number, shard in enumerate(shards):
         ranks = ((number + i) % len(at_hand) for i in range(len(at_hand)))
@@ -349,5 +349,5 @@ def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict
 
 
 def from_first(answer: Callable[[], Any], device: torch.device) -> Any:
-    """The first rank's answer, JSON, on every rank; the others do not call `answer`."""
+    """Return the first rank's answer, JSON, on every rank; the others do not call `answer`."""
     return gather_json(answer() if dist.get_rank() == 0 else None, device)[0]

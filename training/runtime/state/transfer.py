@@ -25,7 +25,7 @@ MAX_TRANSFERS = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How a tensor looks, whatever its values: what another rank needs to make one.
+    """Layout of a tensor without its values, from which another rank can make it.
 
     Attributes:
         dtype: by torch's name.
@@ -39,12 +39,12 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """That of a tensor."""
+        """Describe a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(dtype, list(local_part(tensor).shape), tensor.device.type)
 
     def empty_beside(self, parameter: Tensor) -> Tensor:
-        """A tensor without values, on the parameter's device if that is of this type.
+        """Make a tensor without values, on the parameter's device if that is of this type.
 
         Raises:
             ValueError: torch has no such type.
@@ -99,7 +99,7 @@ def send_state(
 def receive_header(
     *, source: int, device: torch.device
 ) -> tuple[dict[str, TensorLayout], dict[str, Any]]:
-    """How the tensors look that follow, by name in their order, and the rest of the state.
+    """Receive the layouts of the next tensors by name, in order, and the rest of the state.
 
     Raises:
         RuntimeError: the connection broke.
@@ -134,7 +134,7 @@ def receive_tensors(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor is in this process."""
+    """Return the part of a tensor in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -23,7 +23,7 @@ from perdure.training.runtime.program import MicroBatch
 
 
 def checked(batches: Any) -> Sequence[MicroBatch]:
-    """What a loader returned for a step, if it is a list of micro-batches.
+    """Check that a loader returned a list of micro-batches for a step.
 
     Raises:
         InputError: it is one batch, whose parts would be taken for micro-batches, or nothing.
@@ -44,7 +44,7 @@ def checked(batches: Any) -> Sequence[MicroBatch]:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on a device; what holds no tensor stays as it is.
+    """Move the tensors of a structure to a device; parts without tensors stay as they are.
 
     Tensors, mappings, lists, tuples and dataclasses of them, and whatever has a method `to`, as
     the batches of tokenizers have.
@@ -104,7 +104,7 @@ class DivisionCheck:
 
 
 def divisor_of(loss: Tensor) -> float | None:
-    """The number that a tensor was divided by last, as autograd recorded it; None: it was not."""
+    """Find the number that a tensor was divided by last, as autograd recorded it; None: none."""
     node = loss.grad_fn
     kind = type(node).__name__
     if kind not in {"DivBackward0", "MulBackward0"}:

@@ -26,7 +26,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = False) -> Tensor:
-    """The hashes of this rank, as floats [WIDTH].
+    """Hash this rank's weights and gradients, as floats [WIDTH].
 
     To be taken when gradients are reduced and not yet clipped: a norm of sharded gradients may
     differ in its last bit between the replicas of a shard, and so do weights that follow from it.
@@ -49,7 +49,7 @@ def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = Fals
 
 
 def slots(hashes: Tensor, *, rank: int, world_size: int, is_finite: bool = True) -> Tensor:
-    """What a rank adds to a vote: its hashes in its own place, [world_size * WIDTH].
+    """Put a rank's hashes in its own place of a vote, [world_size * WIDTH].
 
     Args:
         hashes: its hashes.
@@ -66,7 +66,7 @@ def slots(hashes: Tensor, *, rank: int, world_size: int, is_finite: bool = True)
 
 
 def hashes_of(voted: Sequence[float]) -> list[Hashes]:
-    """The hashes by rank, from the sum of all ranks' slots."""
+    """Read the hashes by rank, from the sum of all ranks' slots."""
     halves = zip(voted[::2], voted[1::2], strict=True)
     whole = [int(low) + int(high) * _HALF for low, high in halves]
     return [
@@ -75,7 +75,7 @@ def hashes_of(voted: Sequence[float]) -> list[Hashes]:
 
 
 def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters that every rank holds alike, and those of which it holds a shard."""
+    """Divide parameters into those that every rank holds alike, and sharded ones."""
     parameters = [p for name, p in model.named_parameters() if name not in _ignored(model)]
     shards: list[nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
     plain = [p for p in parameters if not isinstance(p, DTensor)]
@@ -83,7 +83,7 @@ def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def _ignored(model: nn.Module) -> frozenset[str]:
-    """Parameters that a program keeps different on purpose."""
+    """Find parameters that a program keeps different on purpose."""
     if not isinstance(model, DistributedDataParallel):
         return frozenset()
     return frozenset(f"module.{name}" for name in model.parameters_to_ignore)
@@ -103,7 +103,7 @@ def _are_alike(model: nn.Module, shards: Iterable[nn.Parameter]) -> bool:
 
 
 def _sum_of(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
-    """Of all bits, int64; odd factors make it depend on the tensor that an element belongs to."""
+    """Sum all bits, int64; odd factors make it depend on the tensor that an element belongs to."""
     parts = [(2 * n + 1, tensor) for n, tensor in enumerate(tensors) if tensor is not None]
     sums = [
         _bits_of(local_part(tensor)).to(device).long() * factor
@@ -114,7 +114,7 @@ def _sum_of(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
 
 
 def _bits_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, each taken as an integer: int32, modulo 2**32."""
+    """Sum a tensor's elements, each taken as an integer: int32, modulo 2**32."""
     flat = tensor.detach().contiguous().view(-1)
     size = flat.element_size()
     is_fit = flat.numel() * size % 4 == 0 and flat.storage_offset() * size % 4 == 0

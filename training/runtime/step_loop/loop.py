@@ -44,7 +44,7 @@ SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 
 
 class AgentRequests:
-    """What the node agent or a user requests of this process by a signal.
+    """Requests of the node agent or a user to this process, by a signal.
 
     Attributes:
         stop: SIGTERM came: save and end at the next step boundary.
@@ -160,7 +160,7 @@ class StepLoop:
         self.requests.in_loop = True
 
     def _skipped_before(self, skipping: SkippedData) -> list[SkippedBatch]:
-        """The record, the same on every rank. Collective."""
+        """Read the record, the same on every rank. Collective."""
         documents = from_first(
             lambda: [batch.model_dump() for batch in skipping.read_stored()], self.device
         )
@@ -178,7 +178,7 @@ class StepLoop:
         return step.number if step is not None and step.is_applied else self.state.step
 
     def next_step(self) -> Step | None:
-        """The next step, or the one before once more; None at the end.
+        """Return the next step, or the previous step once more; None at the end.
 
         Raises:
             ValueError: the step before was not used as `with step:`.
@@ -326,7 +326,7 @@ class StepLoop:
             )
 
     def _list_pending(self, vote: Vote | None) -> tuple[str, ...]:
-        """What is to be done, by the vote of a step, before the next one."""
+        """List the work before the next step, by the vote of a step."""
         pending: list[str] = ["prepare"] if self._is_first else []
         is_last = self.state.step >= self.until or (vote is not None and vote.stop)
         if is_last:
@@ -409,7 +409,7 @@ class StepLoop:
         return step
 
     def _next_batch(self) -> Sequence[MicroBatch]:
-        """The next batch that is to be trained on."""
+        """Return the next batch to train on."""
         state, loader = self.state, self.training.loader
         while True:
             state.data = loader.state_dict()
@@ -425,7 +425,7 @@ class StepLoop:
             self._record_skipped(skipped, is_known=True)
 
     def _end(self) -> None:
-        """The target is reached."""
+        """End the loop at its target."""
         if self._is_first:  # nothing was left to do, but what was restored may not be in the store
             self.heartbeat.beat(phase=Phase.SAVE)
             self.checkpointer.settle(SETTLE_TIMEOUT_S)
@@ -437,7 +437,7 @@ class StepLoop:
         self.leave()
 
     def leave(self) -> None:
-        """The end of a program that reached its last step. Collective."""
+        """End a program that reached its last step. Collective."""
         self._leave(Phase.DONE)
 
     def _leave(self, phase: Phase) -> None:

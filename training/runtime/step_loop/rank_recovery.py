@@ -1,4 +1,4 @@
-"""How a rank recovers from a fault at the same step as all others, on the coordinator's plan.
+"""Recovery of a rank from a fault at the same step as all others, on the coordinator's plan.
 
 Times are seconds, steps completed optimizer steps.
 """
@@ -110,7 +110,7 @@ class RankState:
         return time.perf_counter() - self.started_s
 
     def report(self, rank: int, snapshot_step: int | None) -> RankReport:
-        """For the coordinator."""
+        """Report to the coordinator."""
         step = self.in_flight
         votes = (self.vote, step.vote if step is not None else None)
         return RankReport(
@@ -169,7 +169,7 @@ class RankRecovery:
         self.healing = healing_of(self.device)
 
     def classify(self, error: BaseException) -> RecoverableError | None:
-        """What an exception is, None when it is the program's own."""
+        """Classify an exception; None when it is the program's own."""
         if isinstance(error, NumericAnomaly):
             return RecoverableError(WorkerFaultKind.NUMERIC, str(error))
         if isinstance(error, SilentCorruption):

@@ -1,4 +1,4 @@
-"""When a job saves.
+"""The clock of a job's saves.
 
 Times are seconds of one monotonic clock, steps completed optimizer steps.
 """

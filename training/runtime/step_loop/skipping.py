@@ -29,12 +29,12 @@ _log = logging.getLogger("perdure.runtime")
 
 
 def skipped_prefix(run_id: str) -> str:
-    """Where the skipped batches of a run are in its store, an object each."""
+    """Return the key prefix of a run's skipped batches in its store, an object each."""
     return f"runs/{run_id}/skipped/"
 
 
 def skipped_batch(vote: Vote, start: int, stop: int) -> SkippedBatch:
-    """The record of a batch, from the vote of the step that it did not become."""
+    """Make the record of a batch, from the vote of the step that it did not become."""
     loss, norm = vote.loss, vote.grad_norm
     return SkippedBatch(
         step=vote.step,
@@ -73,7 +73,7 @@ class SkippedData:
         self._skipped: dict[int, SkippedBatch] = {}
 
     def read_stored(self) -> list[SkippedBatch]:
-        """What the store has.
+        """Read the records in the store.
 
         Raises:
             StorageError: it does not answer.
@@ -93,7 +93,7 @@ class SkippedData:
         }
 
     def find_skipped(self, start: int, stop: int) -> SkippedBatch | None:
-        """The batch that was skipped with any of these samples, None without one.
+        """Find a skipped batch that has any of these samples; None: there is none.
 
         The job may have another batch size than when it was.
         """

@@ -38,7 +38,7 @@ from perdure.training.runtime.step_loop.fingerprint import fingerprint, hashes_o
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """What this rank requests for the step boundary; the vote carries it to the others."""
+    """Requests of this rank for the step boundary; the vote carries them to the others."""
 
     stop: bool
     save: bool
@@ -59,7 +59,7 @@ class Limits:
     grad_norm: float | None = None
 
     def refusal(self, vote: Vote, *, has_scaler: bool) -> str | None:
-        """Why a step is abnormal, None while it is not. The same on every rank."""
+        """Explain why a step is abnormal, None while it is not. The same on every rank."""
         if not math.isfinite(vote.loss):
             return f"loss is {vote.loss}"
         # A scaler skips a step of infinite gradients by itself.
@@ -113,7 +113,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What the steps of a loop have in common.
+    """Common context of a loop's steps.
 
     Attributes:
         training: what is trained.
@@ -191,7 +191,7 @@ class Step:
         return True
 
     def batch(self) -> MicroBatch:
-        """The batch of a step that has just one micro-batch, on the device.
+        """Return the batch of a step with a single micro-batch, on the device.
 
         Raises:
             ValueError: the job accumulates gradients; use micro_batches().
@@ -203,14 +203,14 @@ class Step:
         return next(self.micro_batches())
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Every micro-batch on the device; gradients are reduced with the last one only."""
+        """Yield the micro-batches on the device; gradients are reduced with the last alone."""
         self._reached("start")  # not on entering: __exit__ does not handle its errors
         for index, batch in enumerate(self.data):
             _reduce_gradients(self._training.model, when=index == len(self.data) - 1)
             yield on_device(batch, self._context.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
+        """Run backward on a micro-batch's mean loss, weighted so that the step is their mean."""
         self._reached("backward")
         self._context.division.check(loss, len(self.data))
         share = self.drilled(loss / len(self.data))
@@ -219,13 +219,13 @@ class Step:
         (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
 
     def drilled(self, loss: Tensor) -> Tensor:
-        """The loss as a drill has it, for a program that runs backward by itself."""
+        """Return the loss as a drill has it, for a program that runs backward by itself."""
         if self._factor is None:  # one for all micro-batches
             self._factor = self._context.faults.loss_factor(self.number)
         return loss if self._factor == 1.0 else loss * self._factor
 
     def report_loss(self, loss: Tensor) -> None:
-        """The mean loss of the step, of a program whose pipeline schedule runs backward by itself.
+        """Report the mean loss of a step whose pipeline schedule runs backward by itself.
 
         Ranks of stages that have no loss report none.
         """
@@ -351,7 +351,7 @@ class Step:
         )
 
     def _slots(self, norm: float, hashes: Tensor | None) -> list[Tensor]:
-        """This rank's hashes, in a step that is compared."""
+        """Return this rank's hashes, in a step that is compared."""
         if hashes is None:
             return []
         rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What torch's wrappers keep between steps, brought to one state on every rank.
+"""State of torch's wrappers between steps, brought to the same values on every rank.
 
 DDP's reducer keeps which gradients have come, FSDP2 keeps unsharded gradients that the next
 backward would add to, a GradScaler keeps that it has unscaled: after an exception in the middle of

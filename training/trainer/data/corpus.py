@@ -55,7 +55,7 @@ class SourceFile:
 
 
 def find_sources(spec: DataSpec) -> tuple[SourceFile, ...]:
-    """Every file that is not empty, in path order.
+    """List every file that is not empty, in path order.
 
     Raises:
         CorpusError: a source names nothing usable, a file cannot be read, or all are empty.
@@ -70,7 +70,7 @@ def find_sources(spec: DataSpec) -> tuple[SourceFile, ...]:
 def iterate_documents(
     path: Path, *, text_field: str, block_chars: int = BLOCK_CHARS
 ) -> Iterator[str]:
-    """The documents of one file in order, none of them empty; always encodable as UTF-8.
+    """Yield the documents of a file in order, none of them empty; always encodable as UTF-8.
 
     Args:
         path: a file of a known kind.
@@ -93,7 +93,7 @@ def iterate_documents(
 
 
 def _kind(name: str) -> tuple[str | None, str | None]:
-    """Suffix and compression; no suffix where the kind is unknown."""
+    """Return suffix and compression; no suffix where the kind is unknown."""
     stem, suffix = os.path.splitext(name.lower())  # noqa: PTH122 a name, not a path
     if suffix == ".parquet":
         return suffix, None

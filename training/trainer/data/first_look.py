@@ -1,4 +1,4 @@
-"""A look at a corpus before it is prepared: is there enough of it, and is it text.
+"""The first look at a corpus before preparation: is there enough of it, and is it text.
 
 Nothing is read beyond what answers that: the first tokens, and the beginnings of some files.
 """
@@ -31,12 +31,12 @@ class TooFewTokens(CorpusError):  # noqa: N818 a state of affairs, named as it i
 
 
 def num_strange(text: str) -> int:
-    """How many characters are none that a text has."""
+    """Count the characters that no text has."""
     return sum(map(text.count, _STRANGE))
 
 
 def strange_text(num_strange: int, num_chars: int) -> str | None:
-    """What is wrong with a file of so many strange characters; None: nothing."""
+    """Describe the fault of a file with so many strange characters; None: it has none."""
     if num_strange <= num_chars * MAX_STRANGE_SHARE:
         return None
     share = num_strange / num_chars
@@ -44,7 +44,7 @@ def strange_text(num_strange: int, num_chars: int) -> str | None:
 
 
 def strange_files(spec: DataSpec) -> Iterator[str]:
-    """One line for each file whose beginning is no text, of at most `NUM_FILES` of a corpus.
+    """Yield a line for each file that does not begin as text, of at most `NUM_FILES`.
 
     Raises:
         CorpusError: the sources cannot be used.

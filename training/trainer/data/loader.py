@@ -126,7 +126,7 @@ class SampleOrder:
             raise ValueError(f"num_samples={self.num_samples} must be at least 1")
 
     def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Sample indices [count] at positions start .. start + count - 1."""
+        """Return the sample indices [count] at positions start .. start + count - 1."""
         positions = np.arange(start, start + count, dtype=np.int64)
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
@@ -168,7 +168,7 @@ def _network(
 
 
 def _mix(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64, wrapping at 2**64."""
+    """Apply the finalizer of splitmix64, wrapping at 2**64."""
     out = values + np.uint64(key)
     out = (out ^ (out >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     out = (out ^ (out >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -291,7 +291,7 @@ class ResumableLoader:
         return self._position // self._order.num_samples
 
     def next_step(self) -> list[Pair]:
-        """This rank's micro-batches of the next step: (inputs, targets), int64 [B, S] each.
+        """Load this rank's micro-batches of the next step: (inputs, targets), int64 [B, S] each.
 
         Raises:
             RuntimeError: a worker process died, or failed to read.
@@ -306,7 +306,7 @@ class ResumableLoader:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs, as JSON values; the same on every rank."""
+        """Return the state for `load_state_dict`, as JSON values; the same on every rank."""
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ Group = tuple[SourceFile, ...]
 
 
 class Receipt(FrozenModel):
-    """What became of a group: written after its shards, and all that reuse needs."""
+    """Receipt of a group: written after its shards, and all that reuse needs."""
 
     stem: str  # shard keys without '-PART.tokens'
     sources: tuple[Source, ...]
@@ -62,7 +62,7 @@ class Receipt(FrozenModel):
 
 
 class DataOutcome(FrozenModel):
-    """What a preparation came to, in plain values, as ledger and orchestrator keep it."""
+    """Result of a preparation, in plain values, as ledger and orchestrator keep it."""
 
     manifest_key: str
     num_tokens: int
@@ -102,7 +102,7 @@ class PrepareResult:
 
 
 def inputs_of(spec: DataSpec, tokenizer: Tokenizer) -> str:
-    """The fingerprint of the inputs, which names their manifest; no source is read for it.
+    """Compute the fingerprint of the inputs, which names their manifest; reads no source.
 
     Raises:
         CorpusError: the sources cannot be used.
@@ -117,7 +117,7 @@ def find_prepared(
     prefix: str = "data",
     log: Callable[[str], None] | None = None,
 ) -> PrepareResult | None:
-    """What an earlier preparation of these inputs has left, if all of it is there and intact.
+    """Find an earlier preparation of these inputs, if all of it is there and intact.
 
     Args:
         store: that was prepared into.
@@ -239,7 +239,7 @@ class _Preparation:
         )
 
     def _settle(self, group: Group) -> tuple[Shard, ...]:
-        """The group's shards, made or reused."""
+        """Make or reuse the group's shards."""
         key = f"{self._prefix}/groups/{_name(self._settings, group)}.json"
         try:
             receipt, touched = load_receipt(self._store, key, group)
@@ -321,7 +321,7 @@ class _Preparation:
         )
 
     def _encode(self, texts: Iterator[str]) -> tuple[npt.NDArray[np.unsignedinteger], int]:
-        """Ids of all documents one after the other, each with its end."""
+        """Encode all documents one after the other, each with its end."""
         vocab_size = self._tokenizer.vocab_size
         dtype = DTYPES[dtype_name(vocab_size)]
         end = np.array([self._tokenizer.eos_id], dtype=dtype)
@@ -335,7 +335,7 @@ class _Preparation:
 
 
 def settings_fingerprint(spec: DataSpec, tokenizer: Tokenizer) -> str:
-    """Of everything but the sources that decides about the content of shards."""
+    """Hash everything but the sources that decides about the content of shards."""
     identity = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id)
     layout = (FORMAT_VERSION, BLOCK_CHARS, spec.text_field, spec.shard_size_bytes)
     return _digest("", [*identity, *layout])
@@ -373,7 +373,7 @@ def group_sources(sources: Iterable[SourceFile], *, shard_size_bytes: int) -> It
 
 
 def describe_sources(group: Group) -> tuple[Source, ...]:
-    """The group's sources with their hashes, which takes a reading of each.
+    """Hash the group's sources, which takes a reading of each.
 
     Raises:
         OSError: one cannot be read.
@@ -390,7 +390,7 @@ def describe_sources(group: Group) -> tuple[Source, ...]:
 
 
 def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | None, bool]:
-    """The group's receipt if it still holds, and whether files were merely touched since.
+    """Read the group's receipt if it still holds, and whether files were merely touched since.
 
     Raises:
         OSError: a touched file cannot be read.
