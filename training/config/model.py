@@ -1,10 +1,6 @@
 """Model, batch, layout and corpus: the sections of a job file that the reference trainer reads.
 
-Sizes are counts of elements, steps are completed optimizer steps.
-
-What the corpus is and how it is tokenized: the `data` and `tokenizer` sections of a job.
-
-Sizes are bytes.
+Sizes are counts of elements, in the `data` section bytes; steps are completed optimizer steps.
 """
 
 from __future__ import annotations

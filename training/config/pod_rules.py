@@ -1,11 +1,9 @@
-"""Kubernetes' quantities: 8, 500m, 700Gi, 1e3. Pure.
+"""Rules for the pods of a job: names, labels, quantities, the overlay. Pure.
 
+The API server would refuse most of what they refuse, but only once a run has begun. Syntax of
+names: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/, of labels:
+.../labels/, of quantities such as 500m, 700Gi, 1e3:
 https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
-
-What a job may not say about its pods, and why: names, labels, quantities, the overlay. Pure.
-
-Syntax of names and labels: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/
-and .../labels/. The API server would refuse most of it, but only once a run has begun.
 """
 
 from __future__ import annotations

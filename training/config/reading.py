@@ -1,10 +1,6 @@
 """Problems of a job, in words: the field, its value and what is allowed.
 
-What a name that is no field of a job may stand for: pure.
-
-The text of a job file as a document: YAML, without what YAML passes over in silence.
-
-No message holds the text itself: it may be that of a secret.
+A name that is no field is compared with the fields that it may stand for.
 """
 
 from __future__ import annotations
@@ -13,15 +9,12 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 
 from perdure.storage.address import Credentials
 from perdure.training.config.run_name import NAME, TEMPLATE, problem_of
-from perdure.training.errors import InputError
 
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
@@ -92,7 +85,7 @@ def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[
     """Find fields that a name may stand for: in its own section, or elsewhere in the job.
 
     Args:
-        model: of the whole document.
+        model: class of the whole document.
         location: path of the name in it.
     """
     *parents, last = location
@@ -142,92 +135,3 @@ def _places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             continue
         for section in _sections_of(field.annotation):
             yield from _places(section, f"{prefix}{name}.")
-
-
-_NAME = re.compile(r"[A-Za-z_][\w/-]*")
-_MERGE = "tag:yaml.org,2002:merge"
-
-
-def read_document_file(path: Path) -> Any:
-    """Read the document in a YAML or JSON file.
-
-    Raises:
-        InputError: it cannot be read, is none, or gives a field twice.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8, line {line}"
-        raise InputError(str(path), f"is not YAML: {problem}") from None
-    return read_document(text, where=str(path))
-
-
-def read_document(text: str, *, where: str) -> Any:
-    """Parse a YAML text.
-
-    Args:
-        text: YAML or JSON.
-        where: what it is, for the message.
-
-    Raises:
-        InputError: it is none, or gives a field twice.
-    """
-    loader: yaml.SafeLoader | None = None
-    try:
-        loader = yaml.SafeLoader(text)  # looks at every character
-        node = loader.get_single_node()
-        for field, (first, second) in _repeated(node):
-            places = f"lines {first} and {second}" if first != second else f"line {first}"
-            raise InputError(where, f"{field} is given twice, in {places}")
-        return None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise InputError(where, f"is not YAML: {_problem(error, text)}") from None
-    except RecursionError:
-        raise InputError(where, "is not YAML: it is nested too deeply") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        # SafeLoader makes dates and numbers of what looks like them, such as 2026-13-01.
-        raise InputError(where, "holds a date or number that there is not; quote it") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _repeated(root: yaml.Node | None) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Find fields that a mapping has twice, with the lines: the second value would count."""
-    open_nodes, visited = [("", root)], set[int]()
-    while open_nodes:
-        path, node = open_nodes.pop(0)
-        if id(node) in visited:  # an alias
-            continue
-        visited.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            open_nodes += [(f"{path}{index}.", child) for index, child in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            continue
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-                continue
-            identity, line = (key.tag, key.value), key.start_mark.line + 1
-            name = key.value if _NAME.fullmatch(key.value) else "a field"
-            if identity in lines:
-                yield f"{path}{name}", (lines[identity], line)
-            lines[identity] = line
-            open_nodes.append((f"{path}{name}.", value))
-
-
-def _problem(error: yaml.YAMLError, text: str) -> str:
-    """Describe the problem and its place."""
-    if isinstance(error, yaml.reader.ReaderError):
-        line = text[: error.position].count("\n") + 1
-        return f"character {error.character:#06x} is not allowed, line {line}"
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return "cannot be read"
-    mark = error.problem_mark
-    problem = re.sub(r"(alias|anchor|tag) .*", r"\1", error.problem or "cannot be read")
-    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"

@@ -1,12 +1,10 @@
-"""Names of runs made from a template, such as `nightly-{date}`: pure.
+"""Names of runs, also from a template such as `nightly-{date}`, and the checkpoint they begin from.
 
 A schedule starts the same job at each tick, and each tick needs a run of its own. Fields:
 
     {date}   2026-11-24, the day at which the tick was due, in the time zone of its schedule
     {time}   0200, hour and minute of the same
     {n}      1, 2, 3, ...: one more than the highest that is known with the other fields alike
-
-What a run begins from, other than from nothing: the checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def name_of(template: str, *, due: datetime, run_names: Sequence[str], now_named
 
     Args:
         template: run_id of the job; one without fields is the name itself.
-        due: when the flow run was to start, in the time zone of its schedule.
+        due: scheduled start of the flow run, in the time zone of its schedule.
         run_names: names of the runs that there are.
         now_named: the name that the flow run has by now.
     """

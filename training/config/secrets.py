@@ -3,10 +3,9 @@
 A value is read when an attempt starts, so one that is renewed reaches the next attempt. It goes
 into the environment of the workers, and into no job, ledger, parameter, order on a disk or log.
 
-Which values of a job's `env` are secrets that do not belong into a job.
-
-Pure, and careful: a variable of the libraries, a path, a number or a list of words is none. A value
-that has the form of a known key is one whatever its name is.
+A value of the job's `env` that must be a secret is refused. The search is careful: a variable of
+the libraries, a path, a number or a list of words is no secret. A value in the form of a known key
+is a secret under any name.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def values_on_node(
     Args:
         sources: by name of the variable.
         delivered: values of the blocks, by name of the variable.
-        environment: of the node agent.
+        environment: the node agent's environment.
 
     Raises:
         ValueError: one is not there, or cannot be used; names the variable, never the value.

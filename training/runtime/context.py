@@ -1,10 +1,8 @@
-"""Whether the ranks hold what their layout says: recovery copies the state of one to another by it.
+"""The context of a worker process, from the environment that the node agent set, and its layout.
 
-A layout in which the model itself is split (tensor, pipeline or expert parallelism) needs
-parameters that are DTensors, whose norm and parts torch knows, or a program that clips its
-gradients itself.
-
-Who a worker process is: read once from the environment that the node agent set.
+Recovery copies the state of a rank to another by the layout, so the ranks compare theirs. A layout
+that splits the model itself (tensor, pipeline or expert parallelism) needs parameters that are
+DTensors, whose norm and parts torch knows, or a program that clips its gradients itself.
 """
 
 from __future__ import annotations
@@ -68,7 +66,7 @@ def check_layout(model: nn.Module, context: WorkerContext, *, clips_itself: bool
 
     Args:
         model: as it was registered.
-        context: of this process.
+        context: rank, job and folders of this process.
         clips_itself: whether the program clips its gradients.
 
     Raises:
@@ -144,9 +142,9 @@ class WorkerContext:
         disk_tier: folder for checkpoints on the node's disk, None: there is none.
         coordinator: file with the address of the attempt's coordinator, None: there is no
             recovery inside the process.
-        generation: of the process groups, in which this process takes the place of another;
-            None: it is one of the first.
-        own_layout: that the program gave when it joined; None: the job's.
+        generation: the process groups' generation, in which this process takes another's place;
+            None: it is among the first.
+        own_layout: the layout that the program gave when it joined; None: the job's.
         rejoin_s: for another coordinator to come when the one before is gone; 0: none does.
     """
 

@@ -44,9 +44,9 @@ class CoordinatorClient(Connection):
     """A worker's side of the connection.
 
     Args:
-        address_file: of the coordinator.
-        rank: of this process.
-        layout: of the program, None: the job's.
+        address_file: where the agent writes the coordinator's address.
+        rank: global rank.
+        layout: the program's layout; None: the job's.
         on_generation: called by the listening thread with the number of a new generation.
         on_wait: called now and then while the training thread waits for the coordinator.
 

@@ -120,9 +120,9 @@ class RecoverableError:
     """An exception of a step that the process outlives.
 
     Attributes:
-        kind: of the fault to report; None when a newer generation ended the step.
+        kind: fault to report; None when a newer generation ended the step.
         text: first line of the exception.
-        code: of the runtime, as in its own tables.
+        code: the runtime's error code, as in its own tables.
         is_of_device: the device itself has reported that memory is damaged.
     """
 

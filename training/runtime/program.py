@@ -69,7 +69,7 @@ class Training:
 
     Attributes:
         optimizers: each with parameters of its own; all of them run in every step.
-        schedulers: of their learning rates.
+        schedulers: they set the optimizers' learning rates.
         clip: clips the gradients of all ranks and returns their norm before it; None: torch does.
         optimize: lets the optimizers and the scaler run, by a program's own way; None: torch's.
     """

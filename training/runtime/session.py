@@ -60,7 +60,7 @@ class Session:
 
     Attributes:
         ended_at: last step of a loop that came to its end in this process, 0 before.
-        current: of this process, None before `perdure.join()`.
+        current: this process's session, None before `perdure.join()`.
     """
 
     ended_at: ClassVar[int] = 0
@@ -162,8 +162,8 @@ class Session:
             model: as it is called, with its wrapper.
             optimizer: one, or several in a list (Muon and AdamW), each with parameters of its own.
             data: yields the micro-batches: tensors, or tuples or mappings of them.
-            scheduler: of the learning rate, one or several; None: the program sets rates itself.
-            scaler: of the loss, for fp16.
+            scheduler: sets the learning rate, or a list; None: the program sets rates itself.
+            scaler: scales the loss, for fp16.
             clip: clips the gradients and returns the norm that those of all ranks had before;
                 None: torch does it. It comes after the gradients are unscaled.
             optimize: lets optimizer and scaler run, once all ranks hold the gradients of a step;
@@ -199,7 +199,7 @@ class Session:
         """Set how much a step computes, for tokens/s and MFU.
 
         Args:
-            tokens_per_step: of all ranks together.
+            tokens_per_step: sum over all ranks.
             flops_per_step: model FLOPs of all ranks together.
             peak_flops: peak FLOP/s of one device.
         """
@@ -375,7 +375,7 @@ def join(*, layout: ParallelLayout | None = None) -> Session:
     """Take this process's place in its run: device, process group, heartbeat, storage.
 
     Args:
-        layout: of a program with groups of its own (tensor, pipeline, context or expert
+        layout: ranks of a program with groups of its own (tensor, pipeline, context or expert
             parallelism), the same on every rank; None: as the job has it.
 
     Raises:

@@ -1,10 +1,8 @@
-"""AdamW and its learning rate: linear warm-up, then a cosine down to a fraction of the peak.
+"""The reference recipe: pretrain the decoder on the job's corpus, on every rank.
 
-Wrapping of the model: DDP, FSDP2, HSDP, or single-process DataParallel.
-
-The reference recipe: pretrain the decoder on the job's corpus, on every rank.
-
-It knows nothing of faults: `session.steps()` restores, saves, and decides when to end.
+The optimizer is AdamW with linear warm-up, then a cosine down to a fraction of the peak; the model
+is wrapped in DDP, FSDP2, HSDP, or single-process DataParallel. The recipe knows nothing of faults:
+`session.steps()` restores, saves, and decides when to end.
 """
 
 from __future__ import annotations

@@ -269,8 +269,8 @@ class SavedQuery(FrozenModel):
     Attributes:
         spec: where, and of which kind.
         cwd: folder of the command.
-        variables: its own, for the path.
-        run_id: of the command.
+        variables: the command's variables, for the path.
+        run_id: name of the run.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
         is_in_parts: whether each node has a part of its own.

@@ -32,12 +32,12 @@ class Pulse(FrozenModel):
         operation: the newest one entered, with its group, such as "allreduce in world".
         waited_s: between the entering and the end of collectives, all together.
         data_s: spent on waiting for the data loader, all together.
-        latency_s: of the newest collective that carries the votes of a step.
+        latency_s: duration of the newest collective with the votes of a step.
         beat_s: since the heartbeat was last written.
         step_age_s: since a step was last completed; None before the first one of the process.
         process_state: the kernel's letter for the state of the process.
         cpu_s: processor time of its session, counted until the process has completed a step.
-        io_bytes: read and written by its session, likewise.
+        io_bytes: read and written by its session, counted until then.
     """
 
     entered: int
@@ -59,13 +59,13 @@ class RankStatus(FrozenModel):
     Attributes:
         rank: global rank; None for a process of a command that has none.
         local_rank: device; None where a command's launcher does not name it.
-        pid: of its process.
+        pid: process id.
         exit_code: None while it runs, and for a rank of a command; negative for a signal, as
             subprocess has it.
         step: completed steps by its heartbeat, -1 before the restore, None without heartbeat.
         phase: name of the heartbeat's phase.
         is_recovering: its process has ended, and the coordinator may replace it.
-        generation: of the process groups, by its heartbeat.
+        generation: the process groups' generation, by the heartbeat.
         pulse: what else its heartbeat holds.
     """
 
@@ -85,9 +85,9 @@ class WorkerStatus(RankStatus):
 
     Attributes:
         rank: global rank; of a launcher the index of the node.
-        ended_s: when its end was noticed.
+        ended_s: time at which the agent noticed the end.
         error: last line of the exception it recorded.
-        error_s: when it recorded it.
+        error_s: time at which the process recorded `error`.
         stopped_by_agent: whether the agent had asked it to stop before it ended.
         ended_early: a session program that exited with 0 before its target; see `error`.
     """
@@ -127,7 +127,7 @@ class ShownStep(FrozenModel):
     Attributes:
         step: completed steps.
         age_s: since it was printed.
-        target: where the program says that it ends.
+        target: last step, by the program's output.
     """
 
     step: int
@@ -140,9 +140,9 @@ class SavedCheckpoint(FrozenModel):
 
     Attributes:
         path: file or folder, absolute.
-        written_s: when the newest of its files was.
+        written_s: modification time of its newest file.
         saved_in: placement and attempt that saved it; None: not known, or it does not matter.
-        member: whose part it is, of a checkpoint that consists of all members' parts.
+        member: owner of this part, where all members have parts of a checkpoint.
     """
 
     step: int
@@ -187,7 +187,7 @@ class AgentStatus(FrozenModel):
     Attributes:
         workers: the processes that the agent started: one per rank, of a launcher one in all.
         is_launcher: whether that one process has started the ranks itself.
-        ranks: of a command, as far as they are known.
+        ranks: a command's ranks, as far as the agent knows them.
         output_bytes: length of what the attempt's processes have printed.
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.

@@ -51,7 +51,7 @@ class CoordinatorConfig(FrozenModel):
         job: it holds no secrets.
         host: address to bind; loopback unless configured otherwise.
         store_port: port of the rendezvous store, 0: any free one.
-        placement: of the attempt.
+        placement: number of the placement.
         attempt: number of the attempt in its placement.
         live_file: the attempt log.
         address_file: written once it listens.
@@ -86,7 +86,7 @@ class WorkerJoined(CoordinatorMessage):
     """First line of a worker.
 
     Attributes:
-        layout: of its program, the same on every rank; None: the job's.
+        layout: the program's layout, the same on every rank; None: the job's.
     """
 
     op: Literal["worker_joined"] = "worker_joined"

@@ -1,11 +1,7 @@
-"""The question which addresses the devices of a node have, for a rank table, and its answer.
+"""Messages about the devices of a node: addresses for a rank table, healing, checks, samples.
 
-The order to heal the chips of a node between two attempts in place, and how far that is.
-
-What a node reports about itself: checks before it is used, samples while it works.
-
-What a tool does not report is None; a tool that is missing, or gives no answer, is a gap with its
-name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epoch.
+A value that a tool does not report is None; a tool that is missing, or gives no answer, is a gap
+with its name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epoch.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ class DeviceAddress(FrozenModel):
 
     Attributes:
         device_id: physical number on the node.
-        device_ip: of its network port.
+        device_ip: address of its network port.
         super_device_id: SDID, in a super pod.
     """
 
@@ -86,7 +82,7 @@ class HealOrder(FrozenModel):
     Repeated after its end it gives the same answer: a supervisor may have died while it waited.
 
     Attributes:
-        rung: that would start processes there again.
+        rung: recovery that would start processes there again.
         slots_per_node: devices that the job uses on the node, from 0 on.
         variables: environment of the workers.
         cwd: their folder.
@@ -125,8 +121,8 @@ class Check(FrozenModel):
     """One check.
 
     Attributes:
-        name: of the check.
-        node: that was checked; None: the job or the gang as a whole.
+        name: the check's name.
+        node: the checked node; None: the job or the gang as a whole.
         seen: what was found.
         allowed: what it is compared with; "" where nothing is.
         seconds: it took.
@@ -147,9 +143,9 @@ class NodeTask(FrozenModel):
 
     Attributes:
         job: it holds no secrets.
-        folder: of the container.
-        node_folder: that outlives its containers; None: there is none.
-        first_rank: of the ranks of this node, one for each slot.
+        folder: the container's scratch folder.
+        node_folder: outlives the node's containers; None: there is none.
+        first_rank: first global rank of this node, which has a rank for each slot.
         state_bytes: model and optimizer state of the whole job; None: not known.
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first rank listens; None: no check of the gang.
@@ -191,8 +187,8 @@ class DeviceSample(FrozenModel):
     Attributes:
         index: as workers count them (LOCAL_RANK).
         health: word of its driver: OK, Warning, Alarm, Critical; None when it reports none.
-        error_codes: that its driver reports at the moment.
-        link_is_up: of its network port.
+        error_codes: present error codes of the driver.
+        link_is_up: state of its network port.
         net_health: word of hccn_tool: Success, Init, Socket failed, ...
     """
 

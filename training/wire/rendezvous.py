@@ -23,8 +23,8 @@ def serve_store(
     Args:
         host: name or address; of several addresses of a name the first one.
         port: 0: any free one.
-        world_size: of those that will connect, None: any number.
-        timeout_s: of each of its calls.
+        world_size: number of clients, None: any number.
+        timeout_s: limit of each of a client's calls.
 
     Raises:
         OSError: the address is none of this machine's, or the port is taken.

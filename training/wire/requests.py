@@ -23,7 +23,7 @@ class Control(FrozenModel):
     Attributes:
         pause: whether all ranks are to pause at a step boundary.
         cancel: whether the run is to end; its supervisor looks for it.
-        at_s: when it was made, 0 when there never was one.
+        at_s: time of the request, 0: there was none.
     """
 
     pause: bool = False

@@ -125,7 +125,7 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
     Args:
         host: address to bind.
-        port: likewise; 0: one that is free.
+        port: port to listen on; 0: a free port.
         answer: the reply to a line; what it raises ends that connection alone.
     """
 
@@ -163,8 +163,8 @@ class Connection(ABC):
     """A client's lasting connection: any thread sends, one thread receives.
 
     Args:
-        host: where the server listens.
-        port: likewise.
+        host: the server's address.
+        port: the server's port.
         joined: first message, with the token.
         timeout_s: limit for connecting.
 

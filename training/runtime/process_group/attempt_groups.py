@@ -28,16 +28,16 @@ class RankMembership:
     """The groups of this process; joins the current generation, or waits for one to join.
 
     Args:
-        context: of this process.
+        context: rank, job and folders of this process.
         coordinator: file with the address of the coordinator.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: counts collectives.
 
     Attributes:
-        generations: of the groups.
-        client: of the coordinator.
+        generations: the present and the announced generation.
+        client: connection to the coordinator.
         step: newest completed one, for the reports of broken connections.
-        connections: that can be replaced within a generation; None: the backend has none.
+        connections: those replaceable within a generation; None: the backend has none.
     """
 
     def __init__(

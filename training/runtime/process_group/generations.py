@@ -74,7 +74,7 @@ class GroupMembership:
     """The place of this process in a group.
 
     Attributes:
-        name: of the group.
+        name: the group's name.
         rank: in it.
         size: number of its ranks.
         ranks: their global ranks; empty: all of them.
@@ -118,7 +118,7 @@ class GroupConnection:
 
     Args:
         backend: name of the collective library.
-        device: of the tensors.
+        device: where the tensors are.
 
     Attributes:
         running: the operations on it.
@@ -282,10 +282,10 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     copy, from which wait() takes this rank's part. So it is here, and the copy can be followed.
 
     Args:
-        group: that runs it.
+        group: runs the operation.
         operation: method of the group.
-        arguments: of the method.
-        rank: of this process in the group.
+        arguments: passed to the method.
+        rank: this process's number within the group.
         size: number of ranks in it.
 
     Returns:
@@ -322,7 +322,7 @@ class Generations:
 
     Args:
         rank: global rank.
-        device: of the tensors; its collective library is inside the facades.
+        device: where the tensors are; its collective library is inside the facades.
         op_timeout_s: limit of one collective.
         open_store: connects to the rendezvous store.
         on_collective: called with its name when one begins.

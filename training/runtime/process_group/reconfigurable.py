@@ -277,7 +277,7 @@ def install(
     """Make a reconfigurable group the default one of this process; nothing is connected yet.
 
     Args:
-        generations: of all groups.
+        generations: the present and the announced generation.
         world_size: number of ranks.
         new_group: makes a group; default: `ReconfigurableProcessGroup`.
     """

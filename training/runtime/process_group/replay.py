@@ -64,8 +64,8 @@ class _Operation:
     """One operation, until its step is over.
 
     Attributes:
-        name: of the group's method.
-        arguments: of it.
+        name: method of the group.
+        arguments: passed to the method.
         inputs: a copy of what it reads, where operations are replayed.
         number: in its group, from 1.
         runs_on: those of its connection; what ends on another one does not count.
@@ -309,7 +309,7 @@ class ReplayableConnections:
     """The groups of this process, and how their connections are replaced within a generation.
 
     Args:
-        generations: of the groups.
+        generations: the present and the announced generation.
         open_store: connects to the rendezvous store.
         report: called once for each break, with the text of the error and `number`.
         budget_s: for reconnecting and the operations that are replayed.
@@ -379,7 +379,7 @@ class ReplayableConnections:
         """Replace all connections and replay what some rank has not completed. Collective.
 
         Args:
-            generation: that the connections are of.
+            generation: the connections' generation.
             number: how often they have been replaced with this time.
 
         Returns:

@@ -43,10 +43,10 @@ class Checkpointer:
     """Saves and restores one training; through the node's checkpoint server where there is one.
 
     Args:
-        context: of this process.
-        checkpoints: of the run, in the store.
+        context: rank, job and folders of this process.
+        checkpoints: the run's checkpoints in the store.
         training: what is saved.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         hooks: called while a save takes long.
 
     Attributes:
@@ -124,7 +124,7 @@ class Checkpointer:
             savers: who saves, one rank per replica group, this one among them.
             data: position of the data after `step`.
             timeout_s: for the store.
-            loss: of `step`, for people.
+            loss: loss at `step`, for people.
             attachments: objects that the store gets with this rank's file, by key.
 
         Raises:
@@ -188,7 +188,7 @@ class Checkpointer:
             data: position of the data after `step`. The loader itself may be further by a batch,
                 which was handed out for a step that is to be executed again.
             attachments: objects that the store gets before the checkpoint, by key.
-            loss: of `step`, for people; kept in the manifest.
+            loss: loss at `step`, for people; the manifest has it.
 
         Returns:
             False when the step was saved before: the same state.

@@ -33,11 +33,11 @@ class InitialState:
     """Initial state of a new run.
 
     Args:
-        spec: of the job.
+        spec: the job's section.
         run_store: checkpoints of the new run.
         live: the state of the training.
-        device: of this rank.
-        names: of its tensors in checkpoints.
+        device: the rank's accelerator, or the CPU.
+        names: the rank's tensor names in checkpoints.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def check_fit(
     """Check that a checkpoint has what is wanted of it, and no more.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: the checkpoint's tensors.
         wanted: by the names in it.
         saved_names: the names in it that are this rank's.
         keeps_optimizer: whether the optimizer's state is wanted, too.

@@ -31,8 +31,8 @@ class PartNames:
 
     Attributes:
         part: which one its plain tensors are of; None: they are alike on all ranks.
-        num_parts: that there are, 0: none.
-        stage: of the pipeline; None: there is one alone.
+        num_parts: number of parts; 0: the layout has none.
+        stage: pipeline stage; None: the pipeline has a single stage.
     """
 
     part: int | None = None

@@ -42,9 +42,9 @@ class Restorer:
     """Restores one training, once.
 
     Args:
-        context: of this process.
-        checkpoints: of the run, in the store.
-        device: of this rank.
+        context: rank, job and folders of this process.
+        checkpoints: the run's checkpoints in the store.
+        device: the rank's accelerator, or the CPU.
         load: fills the training by the function it is given, which fills tensors.
         on_wait: called now and then while something takes long.
 

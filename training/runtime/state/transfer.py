@@ -29,7 +29,7 @@ class TensorLayout:
 
     Attributes:
         dtype: by torch's name.
-        shape: of this rank's part of it.
+        shape: sizes of this rank's part.
         device: type of device.
     """
 

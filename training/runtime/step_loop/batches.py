@@ -1,9 +1,8 @@
 """Micro-batches of any form: what a loader may return for a step, and the way to the device.
 
-Whether a program divides its losses by the number of micro-batches, as the step does itself.
-
-Programs that accumulate gradients by hand do so. Done twice, the gradient is too small by that
-number; clipping and adaptive optimizers hide it, so that nothing but a slower curve shows it.
+Programs that accumulate gradients by hand divide their losses by the number of micro-batches, as
+the step does itself. Done twice, the gradient is too small by that number; clipping and adaptive
+optimizers hide it, so that nothing but a slower curve shows it: `DivisionCheck` warns.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = Fals
 
     Args:
         model: as it was registered.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         is_split: ranks have different parts of the model: all parameters count as shards.
     """
     plain, shards = _parts(model)

@@ -77,18 +77,18 @@ class StepLoop:
 
     Attributes:
         until: target step.
-        context: of this process.
+        context: rank, job and folders of this process.
         training: what is trained.
         checkpointer: saves and restores it.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: shows that this process lives.
         faults: injects the faults of a drill.
-        records: of completed steps.
-        requests: of the agent.
+        records: takes the records of completed steps.
+        requests: the agent's signals.
         recovery: from faults while the process lives; None: they end it.
-        skipping: of abnormal batches; None: an abnormal step is a fault.
+        skipping: takes abnormal batches; None: an abnormal step is a fault.
         stays: the program goes on behind the last step, and calls `leave` at its end.
-        state: of this rank.
+        state: place of this rank in the loop.
         has_applied: the newest recovery let ranks apply the step that they were in.
     """
 

@@ -74,13 +74,13 @@ class RankState:
     Attributes:
         step: completed steps in its tensors.
         data: position of the data after them.
-        vote: of the last of them, None when it was not taken here.
+        vote: result of the last step's vote, None when it was not taken here.
         in_flight: the step after, once it is handed out.
-        batch: of the step after, which is to be executed again.
+        batch: the next step's batch, which is to be executed again.
         span: global samples handed out before the newest batch and after it.
         skipped: batches passed over since `step`, oldest first.
         pending: what is to be done before the next step, by name.
-        started_s: when the newest step was asked for, on the clock of time.perf_counter().
+        started_s: request of the newest step, on the clock of time.perf_counter().
         is_fresh: there is no state yet: this process takes the place of another.
         is_dirty: the tensors are not to be trusted.
         is_damaged: the device has reported that its memory is damaged, and was not cleaned since.
@@ -141,15 +141,15 @@ class RankRecovery:
     """Brings this rank to one step with the others.
 
     Attributes:
-        groups: of this process.
-        context: of this process.
+        groups: this process's process groups.
+        context: rank, job and folders of this process.
         training: what is trained.
         checkpointer: gives and takes state.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: shows that this process lives.
         faults: injects the faults of a drill.
-        snapshots: to go back to, None when the job has none.
-        records: of completed steps, which a new first rank gets from another one.
+        snapshots: earlier states for a rollback, None when the job has none.
+        records: completed steps, which a new first rank gets from another one.
         healing: what the device needs.
     """
 
@@ -188,7 +188,7 @@ class RankRecovery:
         """Report a fault, and recover from it together with the others.
 
         Args:
-            state: of this rank; brought up to date.
+            state: place of this rank in the loop; brought up to date.
             error: what was caught, None for a process that takes the place of another.
 
         Raises:

@@ -21,9 +21,9 @@ class SaveClock:
     22(3), 2006, first order).
 
     Args:
-        spec: of the job, with an interval.
+        spec: the job's section, with an interval.
         loader: counts the epochs.
-        step: that was restored.
+        step: the restored step.
         clock: monotonic; `now_s` is this clock.
     """
 

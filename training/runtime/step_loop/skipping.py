@@ -57,9 +57,9 @@ class SkippedData:
     """The batches that the run has skipped.
 
     Args:
-        store: of the run.
+        store: holds a record for each batch.
         run_id: of the run.
-        limits: of the job.
+        limits: loss and norm from which a step is abnormal.
         max_in_a_row: as many as this end the run.
     """
 

@@ -117,7 +117,7 @@ class StepContext:
 
     Attributes:
         training: what is trained.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: takes the time of the vote.
         faults: injects the faults of a drill.
         requests: this rank's for the boundary after a step, by its number.
@@ -125,7 +125,7 @@ class StepContext:
         limits: from which on a step is abnormal.
         skips: an abnormal step is left, and its batch with it; else it is an error.
         division: warns of losses that are divided twice.
-        comparison: of what the ranks hold.
+        comparison: compares the ranks' values.
         settle: waits for the optimizer where a recovery would cut it short.
     """
 

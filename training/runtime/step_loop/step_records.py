@@ -49,7 +49,7 @@ class StepRecords:
     succeeded: a save that a fault cuts short is done again.
 
     Args:
-        context: of this process.
+        context: rank, job and folders of this process.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -180,7 +180,7 @@ class EventFiles:
     """Writes step records as scalars.
 
     Args:
-        folder: of the run.
+        folder: the run's event files.
         open_writer: `torch.utils.tensorboard.SummaryWriter`.
     """
 

@@ -240,7 +240,7 @@ class ResumableLoader:
         micro_batch_size: B; global_batch_size is a multiple of B x world_size.
         rank: this process among those that share the global batch.
         world_size: number of them.
-        seed: of the order of samples.
+        seed: fixes the order of samples.
         shuffle: a new order each epoch, or always the order of the corpus.
         num_workers: worker processes; 0 fetches in line.
         prefetch_factor: micro-batches each worker keeps ready.

@@ -120,7 +120,7 @@ def find_prepared(
     """Find an earlier preparation of these inputs, if all of it is there and intact.
 
     Args:
-        store: that was prepared into.
+        store: holds the shards.
         inputs: as `inputs_of` has it.
         prefix: key prefix of everything written.
         log: takes a line when the manifest is damaged.
@@ -167,7 +167,7 @@ def prepare(
     Args:
         spec: sources and shard size.
         tokenizer: text to ids.
-        store: where to.
+        store: takes the shards.
         prefix: key prefix of everything written.
         log: takes progress, one line per shard written or found damaged.
         warn: takes a line for each file that is no text; None: `log` does.

@@ -45,7 +45,7 @@ def stage(manifest: CorpusManifest, store: ObjectStore, folder: Path) -> StageRe
 
     Args:
         manifest: the shards.
-        store: where they are.
+        store: holds the shards.
         folder: for copies; created when needed, unused where the store has paths.
 
     Raises:
