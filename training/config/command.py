@@ -18,7 +18,7 @@ from perdure.storage.frozen_model import FrozenModel
 # Names of the groups that a pattern may have, with the meaning of each.
 GROUPS = {
     "step": "number of the step",
-    "target": "number of the last one",
+    "target": "number of the last step",
     "loss": "of the step",
     "grad_norm": "before clipping",
     "lr": "learning rate",

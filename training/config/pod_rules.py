@@ -39,7 +39,7 @@ def amount_of(text: str) -> Decimal:
     return Decimal(match["number"]) * scale
 
 
-# What the engine itself has in each pod.
+# The engine's own names in each pod.
 AGENT = "agent"
 AGENT_CONFIG = "agent-config"  # volume with the configuration of one pod's agent
 OWN_VOLUMES = ("scratch", AGENT_CONFIG, "shm", "node-disk")

@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def field_of(location: tuple[int | str, ...]) -> str:
     """Name the field of a problem, dotted; without values from where secrets may be."""
     if location[:1] in SECRET_SECTIONS and len(location) > 1:
-        # Of `env: {TOKEN=value}` the text is the name of a variable that has no value.
+        # The text in `env: {TOKEN=value}` is the name of a variable that has no value.
         location = (location[0], *(part for part in location[1:] if _VARIABLE.fullmatch(str(part))))
     return ".".join(str(part) for part in location)
 

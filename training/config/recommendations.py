@@ -21,7 +21,7 @@ def departures(job: Job, num_parameters: int | None) -> Iterator[str]:
     """Yield a line for each setting of a job that departs from the recommended one.
 
     Args:
-        job: a valid one.
+        job: a valid job.
         num_parameters: size of its model; None: not known, so that no interval is recommended.
     """
     yield from _temporary_places(job)

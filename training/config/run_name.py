@@ -40,18 +40,18 @@ def problem_of(name: str, pattern: str) -> str:
 
 
 def is_of(template: str, name: str) -> bool:
-    """Whether a name is one that the template may become."""
+    """Whether the template may become this name."""
     return _pattern(template).fullmatch(name) is not None
 
 
 def name_of(template: str, *, due: datetime, run_names: Sequence[str], now_named: str) -> str:
     """Choose the run that a flow run is for.
 
-    A flow run is given the name of its run. Started again, it is found to have one, so whatever
+    A flow run is given the name of its run. Started again, it has a name already, so whatever
     has become known since, it is the same.
 
     Args:
-        template: run_id of the job; one without fields is the name itself.
+        template: run_id of the job; a template without fields is the name itself.
         due: scheduled start of the flow run, in the time zone of its schedule.
         run_names: names of the runs that there are.
         now_named: the name that the flow run has by now.

@@ -88,7 +88,7 @@ def values_on_node(
         environment: the node agent's environment.
 
     Raises:
-        ValueError: one is not there, or cannot be used; names the variable, never the value.
+        ValueError: a value is not there, or cannot be used; names the variable, never the value.
     """
     return {
         name: checked_value(name, _read(name, source, delivered, environment))
@@ -152,7 +152,7 @@ _ORDINARY_NAMES = re.compile(
 )
 _PASSWORDS = re.compile(r"PASSWORD|PASSWD|PASSPHRASE|SECRET", re.IGNORECASE)
 _ORDINARY_VALUES = re.compile(
-    r"|true|false|yes|no|on|off|none|null|auto|default|disabled|enabled"  # the first one is empty
+    r"|true|false|yes|no|on|off|none|null|auto|default|disabled|enabled"  # the first word is empty
     r"|-?\d{1,3}"
     r"|(?:/|\./|\.\./|~/|\$)[^\s+=]*"  # a path, or the value of another variable
     r"|<[^<>]*>|\[[^\[\]]*\]"  # tokens of text
@@ -163,7 +163,7 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _WORDS = re.compile(r"[\s,;:=|/._-]+")
 MIN_RANDOM_LENGTH = 20
 MIN_ENTROPY_BITS = 3.5  # of a character
-# Of random letters and digits more than half differ in kind from the one before; of words in
+# Among random letters and digits more than half differ in kind from the previous; in words of
 # CamelCase about a quarter.
 MIN_CHANGES = 0.4
 

@@ -147,7 +147,7 @@ class WatchSpec(FrozenModel):
         """Check that the rules about hangs can apply to the job.
 
         Raises:
-            ValueError: one cannot.
+            ValueError: a rule cannot.
         """
         if self.output_quiet_s is not None:
             if not is_command:
@@ -194,5 +194,5 @@ class PreflightSpec(FrozenModel):
 
     @property
     def collective_s(self) -> float:
-        """Time for one thing that needs all ranks; there are two of them, and the start."""
+        """Time for an exchange among all ranks; a check has two of them, and the start."""
         return self.timeout_s / 3

@@ -31,7 +31,7 @@ def fitting_layout(layout: ParallelLayout | None, context: WorkerContext) -> Par
     """Return the layout that a program gives when it joins, None where it gives none.
 
     Raises:
-        InputError: it is not one of this many ranks, or not the one that the job has.
+        InputError: it has another number of ranks, or is not the job's.
     """
     if layout is None:
         return None
@@ -48,7 +48,7 @@ def fitting_layout(layout: ParallelLayout | None, context: WorkerContext) -> Par
 
 
 def compare_layouts(context: WorkerContext, device: torch.device) -> None:
-    """Check that all ranks have given the same layout. Collective where they have given one.
+    """Check that all ranks have given the same layout. Collective where they have given any.
 
     A process that joins later takes what the others have agreed on.
 
@@ -110,7 +110,7 @@ def _holds_alike(parameter: DTensor, group: Sequence[int]) -> bool:
         return True  # this rank has no part of it
     placed = zip(coordinate, parameter.placements, strict=True)
     alike = tuple(slice(None) if isinstance(p, Replicate) else at for at, p in placed)
-    # Of a mesh that is a part of all ranks, such as one tensor-parallel group, the others have one
+    # Where a mesh is a part of all ranks, such as a tensor-parallel group, the others have a mesh
     # of their own.
     mesh_ranks = set(group) & set(mesh.mesh.flatten().tolist())
     return mesh_ranks <= set(mesh.mesh[alike].flatten().tolist())
@@ -145,7 +145,7 @@ class WorkerContext:
         generation: the process groups' generation, in which this process takes another's place;
             None: it is among the first.
         own_layout: the layout that the program gave when it joined; None: the job's.
-        rejoin_s: for another coordinator to come when the one before is gone; 0: none does.
+        rejoin_s: limit for another coordinator to come after the loss of the first; 0: none does.
     """
 
     job: Job

@@ -35,7 +35,7 @@ from perdure.training.wire.transport import Connection
 _log = logging.getLogger("perdure.runtime")
 
 CONNECT_TIMEOUT_S = 60.0
-REJOIN_TIMEOUT_S = 5.0  # of one try
+REJOIN_TIMEOUT_S = 5.0  # of a try
 BEAT_S = 1.0
 MOVED_POLL_S = 0.1
 
@@ -128,7 +128,7 @@ class CoordinatorClient(Connection):
         """Wait for what is to be done in a generation.
 
         Raises:
-            Interrupted: a newer one came instead.
+            Interrupted: a newer generation came instead.
             GivenUp: there will be none.
         """
         self._wait(lambda: generation in self._plans or self._generation > generation)
@@ -189,7 +189,7 @@ class CoordinatorClient(Connection):
                     self._given_up = message.why
             self._news.notify_all()
         if isinstance(message, GiveUp):
-            # Whatever the training thread waits for in a collective will never come.
+            # The collective in which the training thread waits will never end.
             self._on_generation(GIVEN_UP)
 
     @property

@@ -10,8 +10,8 @@ WorkerError
   + Interrupted       a newer generation of the process groups is announced
   + GivenUp           the attempt is not saved inside its processes
 
-Faults are recognised by their text, because torch and torch_npu raise RuntimeError for nearly
-everything; docs/ascend.md has torch_npu's, as it raises them. An exception that is not recognised
+Faults are recognized by their text, because torch and torch_npu raise RuntimeError for nearly
+everything; docs/ascend.md has torch_npu's, as it raises them. An exception that is not recognized
 is the program's own, and its step is never executed again.
 """
 
@@ -111,7 +111,7 @@ IMITATED = "(imitated)"
 # call that was on its way. ERRmmccc ends every error of torch_npu (NPUException.cpp).
 _OF_A_STOPPED_DEVICE = re.compile(r"FORCE STOP|\bERR\d{5} (PTA|OPS|DIST)\b")
 
-# What torch.futures puts before the text of an error that a callback raised.
+# torch.futures puts this before the text of an error that a callback raised.
 _WRAPPED = "Got the following error when running the callback: RuntimeError: "
 
 
@@ -151,7 +151,7 @@ def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError 
             classified = None if is_interrupted and not is_memory else kind
             is_of_device = is_memory and IMITATED not in text
             return RecoverableError(classified, first, code, is_of_device)
-    # What was raised under C++ comes back as another type, with the text that it had.
+    # An error raised under C++ comes back as another type, with the text that it had.
     if is_interrupted and Interrupted.__name__ in text:
         return RecoverableError(None, first)
     # Errors of the store have a type of their own.

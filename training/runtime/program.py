@@ -85,7 +85,7 @@ class Training:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all optimizers."""
+        """Parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property

@@ -160,7 +160,7 @@ class Session:
 
         Args:
             model: as it is called, with its wrapper.
-            optimizer: one, or several in a list (Muon and AdamW), each with parameters of its own.
+            optimizer: an optimizer, or a list (Muon and AdamW), each with parameters of its own.
             data: yields the micro-batches: tensors, or tuples or mappings of them.
             scheduler: sets the learning rate, or a list; None: the program sets rates itself.
             scaler: scales the loss, for fp16.

@@ -1,7 +1,7 @@
 """The messages of supervisors and node agents, and the configuration of an agent.
 
 One JSON object per line over TCP, request then reply. Every request carries the agent's token
-and the supervisor's epoch; an agent that has received a higher epoch refuses a lower one, so a
+and the supervisor's epoch; an agent that has received an epoch refuses a lower epoch, so a
 superseded supervisor cannot start or stop anything. Times are seconds since the epoch.
 """
 
@@ -36,7 +36,7 @@ from perdure.training.wire.node import (
 )
 from perdure.training.wire.transport import INTO_A_CONNECTION
 
-NO_MEMBER = -1  # of a container that stands by
+NO_MEMBER = -1  # the member of a warm spare
 
 
 class AgentConfig(FrozenModel):
@@ -44,14 +44,14 @@ class AgentConfig(FrozenModel):
 
     run_id: str
     node: str
-    member: int = Field(description="whose container it is; NO_MEMBER: it stands by for one")
+    member: int = Field(description="member of the container; NO_MEMBER: it is a warm spare")
     schedule_cnt: int
     token: str
     epoch: int = Field(
         description="of the supervisor that made the container; lower ones are refused"
     )
     host: str = "127.0.0.1"
-    port: int = Field(0, description="that it listens on; 0: one that is free")
+    port: int = Field(0, description="port to listen on; 0: a free port")
     on_loopback: bool = Field(
         False, description="whether it listens there, too, where a port-forward comes from"
     )
@@ -109,14 +109,15 @@ class StartOrder(FrozenModel):
         None, description="of the process groups, where its ranks join the living ones of others"
     )
     rejoin_s: float = Field(
-        0.0, description="for another coordinator to come when the one before is gone; 0: none"
+        0.0,
+        description="limit for another coordinator to come after the loss of the first; 0: none",
     )
     rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
     resume_step: int | None = Field(
         None, description="of the command's checkpoint from which it goes on"
     )
     resume_attempt: tuple[int, int] | None = Field(
-        None, description="placement and attempt that saved it, where that has to be the same one"
+        None, description="placement and attempt that saved it, where that has to be the same"
     )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
     secrets: dict[str, SecretStr] = Field(

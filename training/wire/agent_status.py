@@ -29,12 +29,12 @@ class Pulse(FrozenModel):
     Attributes:
         entered: collectives entered since the process started.
         left: collectives that have come to their end.
-        operation: the newest one entered, with its group, such as "allreduce in world".
+        operation: the newest collective entered, with its group, such as "allreduce in world".
         waited_s: between the entering and the end of collectives, all together.
         data_s: spent on waiting for the data loader, all together.
         latency_s: duration of the newest collective with the votes of a step.
         beat_s: since the heartbeat was last written.
-        step_age_s: since a step was last completed; None before the first one of the process.
+        step_age_s: since a step was last completed; None before the first step of the process.
         process_state: the kernel's letter for the state of the process.
         cpu_s: processor time of its session, counted until the process has completed a step.
         io_bytes: read and written by its session, counted until then.
@@ -105,7 +105,7 @@ class HangReport(FrozenModel):
     """A local rank that has been silent beyond its limit.
 
     Attributes:
-        rank: None for a command, none of whose ranks is known to be the one.
+        rank: None for a command whose silent rank is not known.
         why: what shows it beside the silence.
         stopped: processes of a command, of no rank, that a signal has stopped.
         ends_attempt: else it is only reported, for as long as it lasts.
@@ -171,7 +171,7 @@ class CoordinatorEnd(FrozenModel):
 
     Attributes:
         exit_code: negative for a signal, as subprocess has it.
-        line: the last one of its log, or why the agent ended it.
+        line: last line of its log, or why the agent ended it.
         was_stopped: whether a signal had stopped it, so that the agent ended it.
     """
 
@@ -185,8 +185,8 @@ class AgentStatus(FrozenModel):
     """The state of a node.
 
     Attributes:
-        workers: the processes that the agent started: one per rank, of a launcher one in all.
-        is_launcher: whether that one process has started the ranks itself.
+        workers: the processes that the agent started: one per rank, for a launcher a single process.
+        is_launcher: whether that single process has started the ranks itself.
         ranks: a command's ranks, as far as the agent knows them.
         output_bytes: length of what the attempt's processes have printed.
         shown: step by the output of a command, where its job says how to read it.

@@ -45,12 +45,12 @@ def metrics_file(attempt_folder: Path) -> Path:
 
 
 class CoordinatorConfig(FrozenModel):
-    """How to coordinate one attempt: a private file, for it has the token.
+    """Configuration of an attempt's coordinator: a private file, for it has the token.
 
     Attributes:
         job: it holds no secrets.
         host: address to bind; loopback unless configured otherwise.
-        store_port: port of the rendezvous store, 0: any free one.
+        store_port: port of the rendezvous store, 0: any free port.
         placement: number of the placement.
         attempt: number of the attempt in its placement.
         live_file: the attempt log.
@@ -74,7 +74,7 @@ class CoordinatorConfig(FrozenModel):
 
 
 class CoordinatorAddress(CoordinatorMessage):
-    """Where the coordinator of an attempt listens; files that hold one are private."""
+    """Where the coordinator of an attempt listens; files that hold it are private."""
 
     host: str
     port: int

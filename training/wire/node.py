@@ -61,7 +61,7 @@ def device_ids(slots: int, visible: str) -> Sequence[int]:
     """Return the physical numbers of the devices, by local rank.
 
     Raises:
-        ValueError: `visible` is no list of numbers, names one twice, or too few.
+        ValueError: `visible` is no list of numbers, names a device twice, or too few.
     """
     if not visible:
         return range(slots)

@@ -1,4 +1,4 @@
-"""The rendezvous store in which processes find each other, as the one that serves it makes it.
+"""The rendezvous store in which processes find each other.
 
 torch binds a store that it serves to every address of the host, and has no authentication: who
 reaches the port reads and writes the keys of all ranks. Here it listens on one address. Times are
@@ -21,8 +21,8 @@ def serve_store(
     """Serve a store that listens on this address of this host alone.
 
     Args:
-        host: name or address; of several addresses of a name the first one.
-        port: 0: any free one.
+        host: name or address; of several addresses of a name the first.
+        port: port to listen on; 0: any free port.
         world_size: number of clients, None: any number.
         timeout_s: limit of each of a client's calls.
 

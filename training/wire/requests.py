@@ -107,7 +107,7 @@ def clear_requests(store: ObjectStore, run_id: str) -> None:
         control = read_control(store, run_id)
         is_wanted = control.pause or control.cancel
     except Corrupt:
-        is_wanted = True  # replaced by a sound one
+        is_wanted = True  # a sound request replaces it
     if is_wanted:
         write_control(store, run_id, pause=False)
 

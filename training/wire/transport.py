@@ -2,7 +2,7 @@
 
 One message per line, of a bounded size. The first line of a connection carries a token; a peer
 that sends none in time is disconnected. There are two kinds of connections: a request with its
-reply (supervisor to agent, `call` and `RequestServer`), and one that lasts as long as the attempt,
+reply (supervisor to agent, `call` and `RequestServer`), and a connection that lasts as long as the attempt,
 on which both sides send (workers and agents to the coordinator, `Connection`). The coordinator
 accepts thousands of those, so its server is asyncio's and uses the framing alone. Times are
 seconds.
@@ -82,7 +82,7 @@ async def next_line(reader: asyncio.StreamReader) -> bytes:
 
 
 def is_authentic(received: SecretStr | None, token: str) -> bool:
-    """Whether a message's token is the right one; compared in constant time."""
+    """Whether a message's token is right; compared in constant time."""
     # As bytes: of text, compare_digest takes ASCII alone.
     secret = received.get_secret_value() if received is not None else ""
     return hmac.compare_digest(secret.encode(), token.encode())
@@ -179,14 +179,14 @@ class Connection(ABC):
         self.connect(host, port, joined, timeout_s=timeout_s)
 
     def connect(self, host: str, port: int, joined: BaseModel, *, timeout_s: float) -> None:
-        """Connect, or leave the server before for another one, of which nothing is `lost`.
+        """Connect, or leave the previous server for another, of which nothing is `lost`.
 
         Raises:
             OSError: nothing listens there; what was there before stays.
         """
         connected = socket.create_connection((host, port), timeout=timeout_s)
         connected.settimeout(None)  # create_connection leaves its own, and peers may be silent
-        # Without it a second small line waits until the first one is acknowledged.
+        # Without it a second small line waits until the first is acknowledged.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end_when_cut_off(connected, silent_s=CUT_OFF_S)
         try:
@@ -266,7 +266,7 @@ OTHER_FILES = 512  # that this process may open beside them
 
 @dataclass(frozen=True, slots=True)
 class TimedLine:
-    """A line that answers a request, and when the one was sent and the other there (epoch)."""
+    """A line that answers a request, with the times of request and answer (epoch)."""
 
     line: bytes
     sent_s: float
@@ -274,7 +274,7 @@ class TimedLine:
 
 
 class FanOut:
-    """Carries calls out; the thread begins with the first one and ends with the process.
+    """Carries calls out; the thread begins with the first call and ends with the process.
 
     Args:
         max_open: connections at a time; a call beyond it waits, and its time begins after that.

@@ -36,7 +36,7 @@ class RankMembership:
     Attributes:
         generations: the present and the announced generation.
         client: connection to the coordinator.
-        step: newest completed one, for the reports of broken connections.
+        step: newest completed step, for the reports of broken connections.
         connections: those replaceable within a generation; None: the backend has none.
     """
 
@@ -86,7 +86,7 @@ class RankMembership:
         if context.generation is None:
             self.generations.enter(self.client.newer_than(0))
         else:
-            # What the others built together is built alone here; their state comes later.
+            # The others built their groups together; here they are built alone, their state comes later.
             self.generations.is_alone = True
 
     def end_step(self) -> None:

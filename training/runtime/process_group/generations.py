@@ -1,6 +1,6 @@
 """The generations of the process groups in this process, and the connections of the current one.
 
-Recovery begins a new generation; everything that waits in the one before fails.
+Recovery begins a new generation; everything that waits in the previous one fails.
 
 Gloo and the store's client have no abort. Their sockets are shut down instead, found as those
 that were opened with the group: every operation on them fails at once, in whatever thread it
@@ -43,7 +43,7 @@ def open_sockets() -> Sockets:
     sockets: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 the names alone, and fast
         with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 likewise
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 as above
             if target.startswith("socket:"):
                 sockets[int(name)] = target
     return sockets
@@ -89,8 +89,8 @@ class GroupMembership:
 class Running:
     """The operations that run on a connection.
 
-    A thread of gloo that ends one knows this and not the connection: with the last reference to a
-    group it would join itself ("Resource deadlock avoided", then terminate()).
+    A thread of gloo that ends an operation knows this and not the connection: with the last
+    reference to a group it would join itself ("Resource deadlock avoided", then terminate()).
     """
 
     def __init__(self) -> None:
@@ -318,14 +318,14 @@ GIVEN_UP = sys.maxsize  # as a generation: there will be none
 
 
 class Generations:
-    """Which generation of the groups this process is in, and which one is announced.
+    """Generation of the groups that this process is in, and the announced generation.
 
     Args:
         rank: global rank.
         device: where the tensors are; its collective library is inside the facades.
         op_timeout_s: limit of one collective.
         open_store: connects to the rendezvous store.
-        on_collective: called with its name when one begins.
+        on_collective: called with its name when a collective begins.
         on_collective_end: called at its end; from any thread, and only where the host sees it
             (gloo).
         on_transfer: called with its name when a transfer between two ranks begins.
@@ -335,7 +335,7 @@ class Generations:
     Attributes:
         on_announced: called when a newer generation is announced.
         current: generation that this process takes part in, 0 before the first.
-        announced: newest one that the coordinator has announced.
+        announced: newest generation that the coordinator has announced.
         is_alone: collectives return at once, as if every rank had brought the same: while a
             process that joins later builds what the others have built together.
     """
@@ -399,7 +399,7 @@ class Generations:
         """Leave the connections of the generation before.
 
         Raises:
-            Interrupted: a newer one is announced.
+            Interrupted: a newer generation is announced.
         """
         client = self._open_store()
         with self._lock:
@@ -443,7 +443,7 @@ class Generations:
         """Raise when this is not the generation that this process is in.
 
         Raises:
-            Interrupted: with the one that is announced.
+            Interrupted: with the announced generation.
         """
         if generation != self.current or self.announced > generation:
             raise self.interruption()

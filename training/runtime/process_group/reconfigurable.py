@@ -84,7 +84,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
     def _connected(self) -> dist.ProcessGroup:
         group = self._generations.connection(self._membership).group
-        assert group is not None  # noqa: S101 connection() returns a connected one
+        assert group is not None  # noqa: S101 connection() returns a connected group
         return group
 
     @property
@@ -106,7 +106,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             return self
         return super()._get_backend(device)
 
-    # What stop_device and restart_device of torch_npu ask of every group of a process
+    # stop_device and restart_device of torch_npu call these methods of every group of a process
     # (torch_npu/npu/_recovery.py). `Generations` does it for the connections that are inside.
     def set_watchdog_status(self, status: int) -> None:
         """Do nothing: these groups have no watchdog."""

@@ -68,7 +68,7 @@ class _Operation:
         arguments: passed to the method.
         inputs: a copy of what it reads, where operations are replayed.
         number: in its group, from 1.
-        runs_on: those of its connection; what ends on another one does not count.
+        runs_on: those of its connection; an end on another connection does not count.
         is_done: it has ended, and its future has a value, or is about to get one.
     """
 
@@ -264,7 +264,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
 
     @property
     def membership(self) -> GroupMembership:
-        """Of this process in the group."""
+        """Place of this process in the group."""
         return self._membership
 
     def detach(self) -> None:
@@ -295,7 +295,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         return len(numbers)
 
     def end_step(self) -> None:
-        """Drop all operations but the last: every rank has entered that one."""
+        """Drop all operations but the last: every rank has entered the last."""
         last = self._operations.get(self._count)
         self._operations = {self._count: last} if last is not None else {}
 

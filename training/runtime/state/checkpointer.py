@@ -194,7 +194,7 @@ class Checkpointer:
             False when the step was saved before: the same state.
 
         Raises:
-            StorageError: this save, or the one before it, failed; it was not committed.
+            StorageError: this save, or the previous save, failed; it was not committed.
         """
         if step == self._newest_saved:
             return False
@@ -242,7 +242,7 @@ class Checkpointer:
             InputError: the other run's checkpoint does not exist, or does not fit.
             Corrupt: every checkpoint is damaged, and the state was touched on the way: new
                 processes start from nothing.
-            StorageError: the store has one whole, and yet some rank cannot read it.
+            StorageError: the store has a whole checkpoint, and yet some rank cannot read it.
         """
         step = self._restorer.restore()
         spec = self._context.job.init_from
@@ -263,7 +263,7 @@ class Checkpointer:
 
         def state_of(manifest: Manifest) -> dict[str, Tensor]:
             self._names.check(manifest.tensors, step=manifest.step)
-            local_tensors.clear()  # an older checkpoint than the one tried before
+            local_tensors.clear()  # an older checkpoint than at the previous try
             own_bytes = {n for n in manifest.tensors if n.startswith(self._random_prefix)}
             if self._names.settings is not None:
                 own_bytes.add(self._names.settings)

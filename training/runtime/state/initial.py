@@ -1,4 +1,4 @@
-"""The beginning of a run from the checkpoint of another one: weights, and the optimizer's moments.
+"""The beginning of a run from the checkpoint of another run: weights, and the optimizer's moments.
 
 Hyperparameters, schedule, step and data position are the new run's own. Which step it is stays
 settled: whatever restarts the run before its first checkpoint begins from the same one. Collective.

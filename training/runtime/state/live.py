@@ -49,7 +49,7 @@ class LiveState:
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Collect tensors by name, and the optimizer's settings, which are plain values.
 
-        An optimizer that has no state yet gets one, by a step of nothing.
+        An optimizer that has no state yet gets its state by a step of nothing.
         """
         tensors = self.model_tensors()
         optimizer = get_optimizer_state_dict(
@@ -89,7 +89,7 @@ class LiveState:
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Collect everything that a replica needs: tensors by name, and the rest as JSON.
 
-        Before the first step the optimizer has no state, and making one would count a step.
+        Before the first step the optimizer has no state, and making it would count a step.
         """
         has_state = self._training.has_optimizer_state
         tensors, settings = self.tensors() if has_state else (self.model_tensors(), {})
@@ -239,7 +239,7 @@ class Snapshots:
 
     @property
     def step(self) -> int | None:
-        """Completed steps in the newest copy, None without one."""
+        """Completed steps in the newest copy, None without a copy."""
         return self._copies[self._newest].step if self._newest is not None else None
 
     def take(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:

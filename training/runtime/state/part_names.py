@@ -30,7 +30,7 @@ class PartNames:
     """Names for one rank.
 
     Attributes:
-        part: which one its plain tensors are of; None: they are alike on all ranks.
+        part: part that its plain tensors belong to; None: they are alike on all ranks.
         num_parts: number of parts; 0: the layout has none.
         stage: pipeline stage; None: the pipeline has a single stage.
     """

@@ -1,4 +1,4 @@
-"""A rank's state, sent to the one that lost it: tensors over the process group, the rest as JSON.
+"""A rank's state for the rank that lost its own: tensors over the process group, the rest as JSON.
 
 Both sides must be connected. Tensors are sent many at a time: waiting for each costs a state of
 many small tensors several times what its bytes do. Sizes are bytes.

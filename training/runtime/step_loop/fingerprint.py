@@ -53,7 +53,7 @@ def slots(hashes: Tensor, *, rank: int, world_size: int, is_finite: bool = True)
 
     Args:
         hashes: its hashes.
-        rank: this one.
+        rank: global rank of this process.
         world_size: number of ranks.
         is_finite: whether its gradients are. What is not a number has many forms, and no rank is
             wrong that has another one.

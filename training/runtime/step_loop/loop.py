@@ -153,7 +153,7 @@ class StepLoop:
                 self.recovery.report_training(self.state.step)
         self._comparison.aligned_at = self.state.step
         self._at_step(Phase.DATA)
-        # A job without an interval gets the recommended one for the size of its model.
+        # A job without an interval gets the recommended interval for the size of its model.
         num_parameters = sum(p.numel() for p in self.training.model.parameters())
         spec = self.context.job.checkpoint.resolved(num_parameters)
         self._clock = SaveClock(spec, self.training.loader, self.state.step)
@@ -173,7 +173,7 @@ class StepLoop:
 
     @property
     def completed_step(self) -> int:
-        """Steps that are in the weights; the one handed out counts once it is applied."""
+        """Steps that are in the weights; the step handed out counts once it is applied."""
         step = self.state.in_flight
         return step.number if step is not None and step.is_applied else self.state.step
 
@@ -227,7 +227,7 @@ class StepLoop:
         )
 
     def recover(self, error: BaseException | None) -> None:
-        """Bring this rank to one step with the others; None: it takes the place of another one.
+        """Bring this rank to one step with the others; None: it takes the place of another.
 
         Afterwards `state.step` says whether the step under way is in the weights, or comes again.
 
@@ -431,7 +431,7 @@ class StepLoop:
             self.checkpointer.settle(SETTLE_TIMEOUT_S)
         if self.stays:
             self.requests.in_loop = False
-            # What comes behind the last step has the limit of an evaluation.
+            # The work behind the last step has the limit of an evaluation.
             self.heartbeat.beat(phase=Phase.EVALUATE)
             return
         self.leave()

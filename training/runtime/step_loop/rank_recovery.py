@@ -101,7 +101,7 @@ class RankState:
 
     @property
     def loss(self) -> float | None:
-        """Of `step`, None where the vote of it was not taken here."""
+        """Loss of `step`, None where its vote was not taken here."""
         return self.vote.loss if self.vote is not None and self.vote.step == self.step else None
 
     @property
@@ -234,7 +234,7 @@ class RankRecovery:
             state.is_dirty = True
 
     def _report_failed_recovery(self, error: BaseException, state: RankState) -> None:
-        """Have the coordinator begin another generation, unless there is one already."""
+        """Have the coordinator begin another generation, unless it already has."""
         fault = self.classify(error)
         if fault is None:
             raise error
@@ -299,7 +299,7 @@ class RankRecovery:
         return plan
 
     def _heal(self, state: RankState) -> None:
-        """Have the device take work again; one that cannot is left to a new process."""
+        """Have the device take work again; a device that cannot is left to a new process."""
         training = self.training
         tensors = chain(
             training.model.parameters(), training.model.buffers(), training.kept_tensors()
@@ -318,7 +318,7 @@ class RankRecovery:
             state.vote = step.vote  # another fault may come before the end: it is reported again
             state.skipped = ()
         elif step is not None:
-            # Whatever this plan is: it may fail, and the next one may execute this step again.
+            # This plan may fail, and the next may execute this step again.
             state.batch = step.data
             state.is_dirty = state.is_dirty or step.is_dirty
         state.in_flight = None
@@ -329,7 +329,7 @@ class RankRecovery:
         return any(move.target == self.context.rank for move in plan.moves)
 
     def _transfer(self, state: RankState, plan: RepairPlan) -> None:
-        """Send this rank's state to those that lost theirs, or receive one."""
+        """Send this rank's state to those that lost theirs, or receive a state."""
         live, rank = self.checkpointer.live, self.context.rank
         for move in plan.moves:
             if move.source == rank:
@@ -350,7 +350,7 @@ class RankRecovery:
                 state.is_fresh = False
 
     def _roll_back(self, state: RankState, plan: RepairPlan) -> None:
-        """Take this rank's own snapshot, unless it receives another one's."""
+        """Take this rank's own snapshot, unless it receives another rank's."""
         if self._is_given_a_state(plan):
             return
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported

@@ -1,6 +1,6 @@
 """The clock of a job's saves.
 
-Times are seconds of one monotonic clock, steps completed optimizer steps.
+Times are seconds of a monotonic clock, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from perdure.training.runtime.program import Loader
 
 
 class SaveClock:
-    """When the last save was, and whether the next one is due.
+    """When the last save was, and whether the next is due.
 
     With `mtbf_s` a save is due after sqrt(2 x cost of a save x mean time between failures), as
     soon as the first save has a measured cost (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS

@@ -2,13 +2,13 @@
 
 As MindFormers does with `use_skip_data_by_global_norm` ("Data Skip And Checkpoint Health Monitor";
 wrapper/wrapper.py leaves out the optimizer, core/callback/callback.py counts): an abnormal step
-changes neither weights nor optimizer nor schedule, and the next batch comes; one that is not
+changes neither weights nor optimizer nor schedule, and the next batch comes; a batch that is not
 abnormal ends the row; so many in a row end the run. There a skipped batch has a number of its own
 among the steps; here steps are completed optimizer steps, so the next batch becomes the step that
-this one did not. What is not a number counts in the row as well.
+this one did not. A value that is not a number counts in the row as well.
 
 Each is an object in the store, written before training goes on, so that a restart from an older
-checkpoint does not bring it back: a norm may be another one on another number of ranks. Positions
+checkpoint does not bring it back: a norm may differ on another number of ranks. Positions
 are global samples.
 """
 
@@ -83,7 +83,9 @@ class SkippedData:
             try:
                 batches.append(SkippedBatch.model_validate_json(self._store.get(info.key)))
             except ValidationError:
-                _log.error(f"{info.key} is not the record of a skipped batch: it is left out")
+                _log.error(
+                    f"{info.key} is not the record of a skipped batch, so this run leaves it out"
+                )
         return sorted(batches, key=lambda batch: batch.start)
 
     def add(self, batches: Iterable[SkippedBatch]) -> None:
@@ -110,4 +112,4 @@ class SkippedData:
         try:
             self._store.put(key, batch.model_dump_json().encode())
         except StorageError as exc:
-            _log.error(f"{key} is not on record, a restart may train on it: {exc}")
+            _log.error(f"the store did not take {key}, a restart may train on that batch: {exc}")

@@ -79,7 +79,7 @@ class Comparison:
     Attributes:
         groups: ranks that hold the same shards, every rank in one of them.
         every_steps: between two comparisons; 0: none.
-        aligned_at: step from which all ranks began together, the newest one.
+        aligned_at: newest step from which all ranks began together.
         is_split: ranks of different groups have different parts of the model.
     """
 
@@ -241,8 +241,8 @@ class Step:
 
         Raises:
             NumericAnomaly: loss or gradients are abnormal; nothing has been applied.
-            RanksDiffer: the ranks train different models; likewise.
-            SilentCorruption: a rank's values have changed; likewise.
+            RanksDiffer: the ranks train different models.
+            SilentCorruption: a rank's values have changed.
         """
         if (vote := self.agree()) is not None:
             self.finish(vote)

@@ -45,7 +45,7 @@ class StepRecords:
     """Records of completed steps; the first rank puts them on record.
 
     The others keep the newest in memory, for a first rank that is lost with its node. A save takes
-    the records since the one before into the store. They stay unsaved until it has
+    the records since the previous one into the store. They stay unsaved until it has
     succeeded: a save that a fault cuts short is done again.
 
     Args:
@@ -164,7 +164,7 @@ class StepRecords:
             self._log.append(CheckpointCommitted(step=step))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         if self._log is not None:
             self._log.close()
         if self._event_files is not None:
@@ -221,7 +221,7 @@ class EventFiles:
             self._fail(error)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         try:
             if self._writer is not None and not self._failed:
                 self._writer.close()

@@ -99,7 +99,7 @@ def _kind(name: str) -> tuple[str | None, str | None]:
         return suffix, None
     compression = COMPRESSIONS.get(suffix)
     if compression:
-        suffix = os.path.splitext(stem)[1]  # noqa: PTH122 likewise
+        suffix = os.path.splitext(stem)[1]  # noqa: PTH122 as above
     return (suffix if suffix in (*TEXT_SUFFIXES, ".jsonl") else None), compression
 
 
@@ -150,7 +150,7 @@ def _inspect(path: Path) -> SourceFile:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn what reading raises into one line with the file's name."""
+    """Turn an error of reading into a line with the file's name."""
     try:
         yield
     except CorpusError:

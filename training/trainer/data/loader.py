@@ -187,7 +187,7 @@ class _Cut:
     """One rank's part of a global batch.
 
     Raises:
-        ValueError: the sizes do not divide, or the rank is not one of the world.
+        ValueError: the sizes do not divide, or the rank is outside the world.
     """
 
     global_batch_size: int
@@ -244,7 +244,7 @@ class ResumableLoader:
         shuffle: a new order each epoch, or always the order of the corpus.
         num_workers: worker processes; 0 fetches in line.
         prefetch_factor: micro-batches each worker keeps ready.
-        persistent_workers: keep the workers when an epoch ends; else the next one has new ones.
+        persistent_workers: keep the workers when an epoch ends; else the next epoch has new workers.
         pin_memory: hand out page-locked tensors; only with an accelerator.
 
     Raises:
@@ -313,7 +313,7 @@ class ResumableLoader:
         """Continue at a saved position, before or after the first step.
 
         Raises:
-            ValueError: the order of samples or the corpus is not the one of the state.
+            ValueError: the order of samples or the corpus is not the state's.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -360,7 +360,7 @@ class ResumableLoader:
             worker_init_fn=_settle_worker,
             multiprocessing_context=START_METHOD if self._num_workers else None,
             prefetch_factor=self._prefetch_factor if self._num_workers else None,
-            # Without one of its own the iterator would draw from the trainer's random state.
+            # Without a generator of its own the iterator would draw from the trainer's random state.
             generator=torch.Generator(),
         )
         previous = set(multiprocessing.active_children())

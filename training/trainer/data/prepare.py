@@ -321,7 +321,7 @@ class _Preparation:
         )
 
     def _encode(self, texts: Iterator[str]) -> tuple[npt.NDArray[np.unsignedinteger], int]:
-        """Encode all documents one after the other, each with its end."""
+        """Encode all documents in order, each with its end."""
         vocab_size = self._tokenizer.vocab_size
         dtype = DTYPES[dtype_name(vocab_size)]
         end = np.array([self._tokenizer.eos_id], dtype=dtype)
@@ -376,7 +376,7 @@ def describe_sources(group: Group) -> tuple[Source, ...]:
     """Hash the group's sources, which takes a reading of each.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a source cannot be read.
     """
     return tuple(
         Source(
@@ -399,7 +399,7 @@ def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | 
     try:
         receipt = Receipt.model_validate_json(store.get(key))
     except (NotFound, ValueError):
-        return None, False  # without one the group is prepared again, which is always right
+        return None, False  # without a receipt the group is prepared again, which is always right
     recorded = {source.path: source for source in receipt.sources}
     touched = False
     for source in group:
