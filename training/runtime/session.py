@@ -165,21 +165,15 @@ class Session:
             scheduler: sets the learning rate, or a list; None: the program sets rates itself.
             scaler: scales the loss, for fp16.
             clip: clips the gradients and returns the norm that those of all ranks had before;
-                None: torch does it. It comes after the gradients are unscaled.
+                None: torch does it. It comes after the unscaling.
             optimize: lets optimizer and scaler run, once all ranks hold the gradients of a step;
                 None: their `step` and `update`. A recovery calls it, too.
 
         Raises:
-            InputError: the loader lacks a method, the model is not laid out as the job says, or
+            InputError: the loader lacks a method, the model has another layout than the job, or
                 a parameter is in two optimizers.
         """
-        needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
-        if missing := [name for name in needed if not hasattr(data, name)]:
-            raise InputError(
-                "session.register(data=...)",
-                f"{type(data).__name__} lacks {', '.join(missing)}; "
-                "perdure.training.runtime.program.Loader describes them",
-            )
+        _check_loader(data)
         check_layout(model, self.context, clips_itself=clip is not None)
         self._training = Training(
             model,
@@ -277,23 +271,24 @@ class Session:
         if cls._loop is not None and cls._loop.stays:
             cls._loop.leave()
 
-    def _new_loop(self, training: Training, until: int) -> StepLoop:
-        context, heartbeat = self.context, self._heartbeat
-        checkpointer = Checkpointer(
+    def _new_checkpointer(self, training: Training) -> Checkpointer:
+        context, beat = self.context, self._heartbeat.beat
+        first_container = context.schedule_cnt if context.rank == 0 else None
+        return Checkpointer(
             context,
-            CheckpointStore(
-                self._store,
-                self.job.run_id,
-                first_container=context.schedule_cnt if context.rank == 0 else None,
-            ),
+            CheckpointStore(self._store, self.job.run_id, first_container=first_container),
             training,
             self.device,
             hooks=SaveHooks(
-                on_wait=heartbeat.beat,
-                on_agree=partial(heartbeat.beat, phase=Phase.AGREE),
-                on_copy=partial(heartbeat.beat, phase=Phase.SAVE),
+                on_wait=beat,
+                on_agree=partial(beat, phase=Phase.AGREE),
+                on_copy=partial(beat, phase=Phase.SAVE),
             ),
         )
+
+    def _new_loop(self, training: Training, until: int) -> StepLoop:
+        context, heartbeat = self.context, self._heartbeat
+        checkpointer = self._new_checkpointer(training)
         recovery = None
         if self._groups is not None:
             recovery = RankRecovery(
@@ -333,6 +328,16 @@ class Session:
 
 def _as_tuple(scheduler: Scheduler | None) -> tuple[Scheduler, ...]:
     return () if scheduler is None else (scheduler,)
+
+
+def _check_loader(data: Loader) -> None:
+    needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
+    if missing := [name for name in needed if not hasattr(data, name)]:
+        raise InputError(
+            "session.register(data=...)",
+            f"{type(data).__name__} lacks {', '.join(missing)}; "
+            "perdure.training.runtime.program.Loader describes them",
+        )
 
 
 def _optimizers(

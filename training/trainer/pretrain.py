@@ -124,18 +124,14 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
     with session.building():
         model = Decoder(job.model, manifest.vocab_size)
     wrapped = wrap(
-        model,
-        job.parallelism,
-        precision=job.precision,
-        device=session.device,
-        world_size=session.world_size,
-    )
+        model, job.parallelism,
+        precision=job.precision, device=session.device, world_size=session.world_size,
+    )  # fmt: skip
     # The weights are alike everywhere; dropout must not be.
     torch.manual_seed((job.seed + session.rank + 1) % 2**63)
     optimizer = make_optimizer(wrapped, job.optimizer)
-    scaler = None
-    if job.precision is Precision.FP16:
-        scaler = torch.amp.GradScaler(session.device.type)
+    is_fp16 = job.precision is Precision.FP16
+    scaler = torch.amp.GradScaler(session.device.type) if is_fp16 else None
     session.register(
         model=wrapped,
         optimizer=optimizer,
@@ -143,19 +139,8 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
         scaler=scaler,
         data=make_loader(job, session, dataset),
     )
-    tokens = job.batch.global_batch_size * job.model.seq_len
-    session.measure(
-        tokens_per_step=tokens,
-        flops_per_step=tokens * flops_per_token(job.model, manifest.vocab_size),
-        peak_flops=_peak(job, session),
-    )
-    # FSDP2 casts by its own policy; autocast serves the other wrappings.
-    sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
-    autocast = torch.autocast(
-        session.device.type,
-        dtype=DTYPES[job.precision],
-        enabled=job.precision is not Precision.FP32 and not sharded,
-    )
+    _measure(job, session, manifest.vocab_size)
+    autocast = _autocast(job, session)
     for step in session.steps(until=job.steps):
         with step:
             in_step()
@@ -164,6 +149,25 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
                     loss = wrapped(inputs_BS, targets_BS)
                 step.backward(loss.mean())
             step.apply()
+
+
+def _measure(job: Job, session: Session, vocab_size: int) -> None:
+    tokens = job.batch.global_batch_size * job.model.seq_len
+    session.measure(
+        tokens_per_step=tokens,
+        flops_per_step=tokens * flops_per_token(job.model, vocab_size),
+        peak_flops=_peak(job, session),
+    )
+
+
+def _autocast(job: Job, session: Session) -> torch.autocast:
+    # FSDP2 casts by its own policy; autocast serves the other wrappings.
+    is_sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
+    return torch.autocast(
+        session.device.type,
+        dtype=DTYPES[job.precision],
+        enabled=job.precision is not Precision.FP32 and not is_sharded,
+    )
 
 
 def seed_all(seed: int) -> None:

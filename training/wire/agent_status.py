@@ -185,8 +185,8 @@ class AgentStatus(FrozenModel):
     """The state of a node.
 
     Attributes:
-        workers: the processes that the agent started: one per rank, for a launcher a single process.
-        is_launcher: whether that single process has started the ranks itself.
+        workers: the processes that the agent started: one per rank, or a single launcher.
+        is_launcher: whether a single process has started the ranks itself.
         ranks: a command's ranks, as far as the agent knows them.
         output_bytes: length of what the attempt's processes have printed.
         shown: step by the output of a command, where its job says how to read it.

@@ -1,10 +1,10 @@
 """JSON lines over TCP between the processes of a run: framing, tokens, deadlines.
 
 One message per line, of a bounded size. The first line of a connection carries a token; a peer
-that sends none in time is disconnected. There are two kinds of connections: a request with its
-reply (supervisor to agent, `call` and `RequestServer`), and a connection that lasts as long as the attempt,
-on which both sides send (workers and agents to the coordinator, `Connection`). The coordinator
-accepts thousands of those, so its server is asyncio's and uses the framing alone. Times are
+that sends none in time is disconnected. There are two kinds of connections: for a request
+with its reply (supervisor to agent, `call` and `RequestServer`), and for as long as the attempt, with
+both sides sending (workers and agents to the coordinator, `Connection`). The coordinator accepts
+thousands of the second, so its server is asyncio's and uses the framing alone. Times are
 seconds.
 
 Calls to thousands of agents at once, from one thread of its own.

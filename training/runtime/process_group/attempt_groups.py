@@ -47,30 +47,18 @@ class RankMembership:
         device: torch.device,
         heartbeat: HeartbeatWriter,
     ) -> None:
-        comm = context.job.comm
         self.step = 0
         self.generations = Generations(
             context.rank,
             device=device,
-            op_timeout_s=comm.timeout_s,
+            op_timeout_s=context.job.comm.timeout_s,
             open_store=_open_store,
             on_collective=heartbeat.enter_collective,
             on_collective_end=heartbeat.leave_collective,
             on_transfer=heartbeat.transfer,
             stop_device=healing_of(device).stop,
         )
-        self.connections: ReplayableConnections | None = None
-        new_group: NewGroup | None = None
-        if self.generations.backend == GLOO:
-            self.connections = ReplayableConnections(
-                self.generations,
-                open_store=_open_store,
-                report=self._report_broken,
-                budget_s=comm.link_retry_s,
-                replays=comm.link_retry,
-            )
-            new_group = partial(ReplayableProcessGroup, self.generations, self.connections)
-        install(self.generations, world_size=context.world_size, new_group=new_group)
+        self.connections = self._install_groups(context)
         self.client = CoordinatorClient(
             coordinator,
             rank=context.rank,
@@ -86,8 +74,24 @@ class RankMembership:
         if context.generation is None:
             self.generations.enter(self.client.newer_than(0))
         else:
-            # The others built their groups together; here they are built alone, their state comes later.
+            # The others built their groups together. Here they are built alone; state comes later.
             self.generations.is_alone = True
+
+    def _install_groups(self, context: WorkerContext) -> ReplayableConnections | None:
+        """Install the default group of this process; gloo's connections can be replaced."""
+        connections: ReplayableConnections | None = None
+        new_group: NewGroup | None = None
+        if self.generations.backend == GLOO:
+            connections = ReplayableConnections(
+                self.generations,
+                open_store=_open_store,
+                report=self._report_broken,
+                budget_s=context.job.comm.link_retry_s,
+                replays=context.job.comm.link_retry,
+            )
+            new_group = partial(ReplayableProcessGroup, self.generations, connections)
+        install(self.generations, world_size=context.world_size, new_group=new_group)
+        return connections
 
     def end_step(self) -> None:
         """Drop the operations of a step that all ranks have completed."""

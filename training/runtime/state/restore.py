@@ -126,19 +126,24 @@ class Restorer:
                 break
         if manifest.step != committed:
             self._publish(nodes, chosen)
+        self._finish_nodes(nodes, chosen, manifest.step)
+        return manifest.step
+
+    def _finish_nodes(self, nodes: NodeRestore, chosen: RestorableSave, step: int) -> None:
+        """Record where the restored state came from. Collective."""
         nodes.node.client.close()
         in_memory = all(chosen.local[h][r] is Tier.MEMORY for r, h in chosen.holders.items())
         are_same = chosen.save.world_size == self._context.world_size
         if in_memory and are_same:
             self.from_memory = chosen.save
-        self._log(f"step {manifest.step} restored from the nodes' memory or disks")
+        self._log(f"step {step} restored from the nodes' memory or disks")
         fetched = sum(gather_json(nodes.num_fetched, self._device))
         partners = self._partner_nodes(nodes)
         self._record_restored(
             CheckpointRestored(
                 at_s=time.time(),
                 number=1,
-                step=manifest.step,
+                step=step,
                 shares=places_of(
                     chosen, nodes.brought, has_partners=nodes.name is not None and are_same
                 ),
@@ -147,7 +152,6 @@ class Restorer:
                 why=self._why,
             )
         )
-        return manifest.step
 
     def _partner_nodes(self, nodes: NodeRestore) -> dict[str, str]:
         """Map nodes that got shares from a partner to it. Collective where there are copies."""

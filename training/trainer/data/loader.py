@@ -244,7 +244,7 @@ class ResumableLoader:
         shuffle: a new order each epoch, or always the order of the corpus.
         num_workers: worker processes; 0 fetches in line.
         prefetch_factor: micro-batches each worker keeps ready.
-        persistent_workers: keep the workers when an epoch ends; else the next epoch has new workers.
+        persistent_workers: keep the workers when an epoch ends; else the next has new workers.
         pin_memory: hand out page-locked tensors; only with an accelerator.
 
     Raises:
@@ -360,7 +360,7 @@ class ResumableLoader:
             worker_init_fn=_settle_worker,
             multiprocessing_context=START_METHOD if self._num_workers else None,
             prefetch_factor=self._prefetch_factor if self._num_workers else None,
-            # Without a generator of its own the iterator would draw from the trainer's random state.
+            # Without its own generator the iterator would draw from the trainer's random state.
             generator=torch.Generator(),
         )
         previous = set(multiprocessing.active_children())

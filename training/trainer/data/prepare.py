@@ -110,12 +110,12 @@ def inputs_of(spec: DataSpec, tokenizer: Tokenizer) -> str:
     return fingerprint(settings_fingerprint(spec, tokenizer), find_sources(spec))
 
 
+def _ignore(line: str) -> None:
+    del line
+
+
 def find_prepared(
-    store: ObjectStore,
-    inputs: str,
-    *,
-    prefix: str = "data",
-    log: Callable[[str], None] | None = None,
+    store: ObjectStore, inputs: str, *, prefix: str = "data", log: Callable[[str], None] = _ignore
 ) -> PrepareResult | None:
     """Find an earlier preparation of these inputs, if all of it is there and intact.
 
@@ -135,7 +135,7 @@ def find_prepared(
     except NotFound:
         return None
     except Corrupt as exc:
-        (log or _ignore)(f"manifest is damaged and will be made again: {exc}")
+        log(f"manifest is damaged and will be made again: {exc}")
         return None
     cache = ShardCache(store, prefix)
     intact = all(map(cache.is_intact, manifest.shards))
@@ -178,10 +178,10 @@ def prepare(
         ValueError: the prefix is not a key, or the tokenizer gives ids beyond its vocabulary.
     """
     inputs = inputs_of(spec, tokenizer)
+    log = log or _ignore
     prepared = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
     if prepared is not None:
         return prepared
-    log = log or _ignore
     return _Preparation(spec, tokenizer, store, prefix, log, warn or log).run()
 
 
@@ -452,7 +452,3 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _ignore(line: str) -> None:
-    del line
