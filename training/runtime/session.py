@@ -156,7 +156,7 @@ class Session:
         clip: Callable[[], Tensor | float] | None = None,
         optimize: Callable[[], None] | None = None,
     ) -> None:
-        """Register what is trained; it is what checkpoints hold. Collective: every rank calls it.
+        """Register the parts of the training, which checkpoints hold. Collective.
 
         Args:
             model: as it is called, with its wrapper.
@@ -167,7 +167,7 @@ class Session:
             clip: clips the gradients and returns the norm that those of all ranks had before;
                 None: torch does it. It comes after the unscaling.
             optimize: lets optimizer and scaler run, once all ranks hold the gradients of a step;
-                None: their `step` and `update`. A recovery calls it, too.
+                None: their `step` and `update`; for recoveries, too.
 
         Raises:
             InputError: the loader lacks a method, the model has another layout than the job, or

@@ -2,8 +2,8 @@
 
 One message per line, of a bounded size. The first line of a connection carries a token; a peer
 that sends none in time is disconnected. There are two kinds of connections: for a request
-with its reply (supervisor to agent, `call` and `RequestServer`), and for as long as the attempt, with
-both sides sending (workers and agents to the coordinator, `Connection`). The coordinator accepts
+with its reply (supervisor to agent, `call` and `RequestServer`), and for a whole attempt, with both
+sides sending (workers and agents to the coordinator, `Connection`). The coordinator accepts
 thousands of the second, so its server is asyncio's and uses the framing alone. Times are
 seconds.
 

@@ -71,7 +71,7 @@ def source() -> Product:
 def unread(source: Product) -> set[str]:
     """Fields of the job's schema that nothing acts on."""
     found = set(sections())
-    settings = {qualified(kind) for kind in (JobPolicy, EngineSpec, *found)}
+    settings = {qualified(JobPolicy), qualified(EngineSpec), *map(qualified, found)}
     live = with_reader(source, settings=settings, advice=ADVICE)
     dead = set()
     for kind in found:
