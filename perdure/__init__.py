@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perdure.reader import checkpoints
-    from perdure.training.config.job import Job, load_job
+    from perdure.training.config.job import Job
+    from perdure.training.config.job_file import load_job
     from perdure.training.recovery.replicas import ParallelLayout
     from perdure.training.runtime.session import Session, join
 

@@ -39,7 +39,8 @@ from perdure.runs import credentials_of, named_job
 from perdure.schema_page import job_page
 from perdure.status import status
 from perdure.storage.errors import StorageError
-from perdure.training.config.job import Job, load_job, load_template
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import load_job, load_template
 from perdure.training.environment import Variable, check_environment, worker_variables
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder

@@ -25,7 +25,8 @@ from perdure.console import (
 )
 from perdure.runs import credentials_of
 from perdure.storage.errors import StorageError
-from perdure.training.config.job import Job, load_job
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import load_job
 from perdure.training.drill.device_report import count_devices
 from perdure.training.drill.evaluation import DrillOutcome
 from perdure.training.drill.runner import (

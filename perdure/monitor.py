@@ -39,7 +39,7 @@ from perdure.training.supervisor.evidence import newest_of, step_of
 from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.store_outage import unwritable
-from perdure.training.wire.agent import AgentStatus
+from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.requests import is_pause_wanted
 
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, JobFile, Overrides, make_console, print_json, warn
-from perdure.training.config.job import load_job
+from perdure.training.config.job_file import load_job
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import EntryPlace, ExportedPolicy
@@ -142,7 +142,7 @@ def _general() -> dict[str, Any]:
 def _of_job(run_id: str, terms: Terms, job_outlooks: Sequence[Outlook]) -> dict[str, Any]:
     return {
         "run_id": run_id,
-        "policy": asdict(terms.policy),
+        "policy": terms.policy.model_dump(mode="json"),
         "nodes": terms.nodes,
         "spares": terms.spares,
         "answers_inside_processes": terms.inside is not None,

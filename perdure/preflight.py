@@ -25,8 +25,10 @@ from perdure.console import (
     warn,
 )
 from perdure.drills import run_drills
-from perdure.training.config.job import Job, departures, load_job
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import load_job
 from perdure.training.config.model import ParallelKind
+from perdure.training.config.recommendations import departures
 from perdure.training.drill.device_report import (
     DeviceReport,
     count_devices,

@@ -24,7 +24,8 @@ from perdure.storage.manifest import Manifest
 from perdure.storage.restoring import planned
 from perdure.storage.retention import reading
 from perdure.storage.staging import DTYPES
-from perdure.training.config.job import Job, load_job
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import load_job
 from perdure.training.errors import InputError
 
 MAX_LISTED = 10

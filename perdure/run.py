@@ -32,7 +32,8 @@ from perdure.runs import credentials_of, store_of
 from perdure.storage.address import StorageSpec, has_store
 from perdure.training.config.drill import DrillSpec, Kill, Victim
 from perdure.training.config.engine import LocalEngineSpec
-from perdure.training.config.job import Job, JobTemplate, load_job
+from perdure.training.config.job import Job, JobTemplate
+from perdure.training.config.job_file import load_job
 from perdure.training.config.model import BatchSpec, DataSpec, ModelSpec, OptimizerSpec
 from perdure.training.config.recovery import CheckpointSpec, RestartSpec
 from perdure.training.errors import InputError, PerdureError

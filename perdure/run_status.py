@@ -26,7 +26,7 @@ from perdure.training.reporting.facts import FaultFacts, RecoveryFacts
 from perdure.training.reporting.rows import AlertRow, AttemptRow
 from perdure.training.reporting.summary import AbnormalSteps
 from perdure.training.supervisor.store_outage import Outage
-from perdure.training.wire.agent import AgentState, RankStatus
+from perdure.training.wire.agent_status import AgentState, RankStatus
 from perdure.training.wire.node import NodeSample
 
 _FAULT = TypeAdapter(Fault)

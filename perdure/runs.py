@@ -7,7 +7,8 @@ from pathlib import Path
 from perdure import server
 from perdure.storage.address import Credentials, open_store
 from perdure.storage.objects import ObjectStore
-from perdure.training.config.job import Job, load_job
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import load_job
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.supervisor.job_registry import job_path, known_job

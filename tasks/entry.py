@@ -67,7 +67,7 @@ def name_of_flow_run() -> str:
     if not is_template(template.run_id):
         return template.run_id
     run_ids = _known_like(template)
-    return name_of(template.run_id, due=_due(flow_run), known=run_ids, now_named=flow_run.name)
+    return name_of(template.run_id, due=_due(flow_run), run_names=run_ids, now_named=flow_run.name)
 
 
 def job_of(flow_run: FlowRun) -> Job | None:

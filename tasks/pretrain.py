@@ -24,7 +24,8 @@ from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import check_blocks
 from perdure.tasks.states import completed, data_of, failed
 from perdure.tasks.supervision import Supervision
-from perdure.training.config.job import Job, departures
+from perdure.training.config.job import Job
+from perdure.training.config.recommendations import departures
 from perdure.training.engines.base import Placement
 from perdure.training.preflight.job import CheckedJob, check_job, start_warnings
 from perdure.training.recovery.rungs import RUNGS, restarts_in_a_row

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.training.config.job import Job, refuse_secrets
+from perdure.training.config.job import Job
+from perdure.training.config.job_file import refuse_secrets
 from perdure.training.config.recovery import RankTableForm, why_no_megabytes
 from perdure.training.errors import InputError
 from perdure.training.processes import PRELOAD, interface_of

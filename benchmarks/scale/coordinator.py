@@ -289,7 +289,7 @@ def _config(folder: Path, num_nodes: int, ranks_per_node: int) -> CoordinatorCon
         "engine": {"nodes": num_nodes, "slots_per_node": ranks_per_node},
     }
     return CoordinatorConfig(
-        job=parse_job(document).model_dump_json(),
+        job=parse_job(document),
         host=HOST,
         store_port=0,
         token=TOKEN,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.training.config.job import load_job
+from perdure.training.config.job_file import load_job
 from perdure.training.errors import InputError
 from perdure.training.preflight.job import check_without_store
 from perdure.training.runtime.session import Session

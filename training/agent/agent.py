@@ -60,14 +60,10 @@ from perdure.training.wire.agent import (
     NO_MEMBER,
     AgentConfig,
     AgentReply,
-    AgentState,
-    AgentStatus,
     AssignOrder,
     CheckOrder,
     ClockQuery,
-    CoordinatorEnd,
     EvidenceQuery,
-    HangReport,
     KillOrder,
     MetricsQuery,
     NoticeOrder,
@@ -81,8 +77,8 @@ from perdure.training.wire.agent import (
     StartOrder,
     StatusQuery,
     StopOrder,
-    job_of,
 )
+from perdure.training.wire.agent_status import AgentState, AgentStatus, CoordinatorEnd, HangReport
 from perdure.training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
 from perdure.training.wire.node import DevicesQuery, HealOrder, NodeSample
 
@@ -310,8 +306,9 @@ class Agent:
             fetch_resume_checkpoint(order, self._config.member, known)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
-            sources = job_of(order).env_from
-            secrets = values_on_node(sources, delivered=order.delivered, environment=os.environ)
+            secrets = values_on_node(
+                order.job.env_from, delivered=order.delivered, environment=os.environ
+            )
         except (StorageError, OSError, ValueError) as error:
             with self._lock:
                 self._give_up(order, error)
@@ -346,7 +343,7 @@ class Agent:
         folder = self._attempt_folder(order)
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
-        write_whole(job_file, order.job, private=True)
+        write_whole(job_file, order.job.model_dump_json(), private=True)
         logs = (
             Path(order.log_path) / self._config.run_id / folder.name if order.log_path else folder
         )
@@ -371,7 +368,7 @@ class Agent:
         )
         self._proc_start_cnt += 1
         self._state = AgentState.RUNNING
-        job = job_of(order)
+        job = order.job
         if self._group.shown is not None:
             self._group.shown.start(partial(open_store, job.storage))
         if self._group.saved is not None:
@@ -382,7 +379,7 @@ class Agent:
         """Start a checkpoint server for session programs; returns its workers' variables."""
         if order.is_command:
             return {}
-        job = job_of(order)
+        job = order.job
         if not job.checkpoint.host_memory:
             return {}
         node_folder = Path(self._config.node_folder) if self._config.node_folder else None

@@ -124,7 +124,7 @@ def control_server(
         try:
             request = REQUEST.validate_json(line)
         except ValidationError as error:
-            return AgentReply(error=f"not a request: {error.error_count()} problems")
+            return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
         if not is_authentic(request.token, token):
             return AgentReply(error="wrong token")
         return handler(request)
@@ -133,6 +133,12 @@ def control_server(
     if not on_loopback:
         return ControlServer((first,))
     return ControlServer((first, RequestServer(LOOPBACK, answer, port=first.port)))
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Name the field at fault on one line; a supervisor of another version may have sent it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return " ".join(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".split())
 
 
 def control_server_of(

@@ -18,7 +18,7 @@ from perdure.training.files import last_line, write_whole
 from perdure.training.liveness.culprit import STOPPED
 from perdure.training.processes import process_state
 from perdure.training.recovery.protocol import GiveUp, ReplaceWorker
-from perdure.training.wire.agent import CoordinatorEnd
+from perdure.training.wire.agent_status import CoordinatorEnd
 from perdure.training.wire.coordinator import (
     TO_MEMBER,
     AgentJoined,

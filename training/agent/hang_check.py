@@ -26,7 +26,8 @@ from perdure.training.liveness.hang_limits import (
 )
 from perdure.training.liveness.heartbeat import Heartbeat, Phase
 from perdure.training.processes import container_processes, process_state
-from perdure.training.wire.agent import AgentConfig, HangReport
+from perdure.training.wire.agent import AgentConfig
+from perdure.training.wire.agent_status import HangReport
 from perdure.training.wire.node import NodeSample
 
 READINGS_IN_QUIET_TIME = 60.0

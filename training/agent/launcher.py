@@ -16,7 +16,8 @@ from perdure.training.agent.coordinator_client import CoordinatorProcess, addres
 from perdure.training.agent.fork_server import Fork, ForkedProcess, ForkServer, start_alone
 from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.journal import attempt_log
-from perdure.training.wire.agent import CoordinatorEnd, RendezvousOrder
+from perdure.training.wire.agent import RendezvousOrder
+from perdure.training.wire.agent_status import CoordinatorEnd
 from perdure.training.wire.coordinator import CoordinatorAddress, CoordinatorConfig
 
 _log = logging.getLogger("perdure.agent")

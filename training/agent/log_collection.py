@@ -255,7 +255,7 @@ class Collector:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _work(self, started: StartOrder, group: WorkerGroup | None) -> Work:
-        job = Job.model_validate_json(started.job)
+        job = started.job
         key = (started.placement, started.attempt)
         logs = () if job.watch.log_limit_bytes == 0 else tuple(self._logs(job, group))
         return Work(key, logs, secrets_of(self._config, started, group), job)
@@ -344,8 +344,7 @@ def secrets_of(
     tokens = {config.token}
     if started.coordinator is not None:
         tokens.add(started.coordinator.token)
-    own = Job.model_validate_json(started.job).env
-    variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, own)
+    variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, started.job.env)
     secrets = frozenset(tokens).union(*map(secret_values, variables))
     return secrets | group.secrets if group is not None else secrets
 

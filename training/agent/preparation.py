@@ -19,7 +19,7 @@ from perdure.training.environment import interface_variables
 from perdure.training.node_checks.runner import NodeProgram
 from perdure.training.trainer.data.manifest import load_manifest
 from perdure.training.trainer.data.stage import stage
-from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder, job_of
+from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
 
 
@@ -158,5 +158,5 @@ def stage_data(order: StartOrder, folder: Path) -> None:
     """
     if order.data_manifest_key is None:
         return
-    store = open_store(job_of(order).storage)
+    store = open_store(order.job.storage)
     stage(load_manifest(store, order.data_manifest_key), store, folder / DATA_FOLDER)

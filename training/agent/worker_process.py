@@ -22,7 +22,7 @@ from perdure.training.agent.fork_server import ForkedProcess
 from perdure.training.commands.ranks import RankReading
 from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader
 from perdure.training.processes import process_state
-from perdure.training.wire.agent import Pulse, RankStatus
+from perdure.training.wire.agent_status import Pulse, RankStatus
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ driven by `poll`, so that the agent goes on answering meanwhile. Times are secon
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import signal
@@ -51,7 +50,8 @@ from perdure.training.processes import (
 )
 from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
 from perdure.training.telemetry.hccl_retries import RetryLogs
-from perdure.training.wire.agent import AgentConfig, RankStatus, StartOrder, WorkerStatus
+from perdure.training.wire.agent import AgentConfig, StartOrder
+from perdure.training.wire.agent_status import RankStatus, WorkerStatus
 from perdure.training.wire.coordinator import CoordinatorAddress
 from perdure.training.wire.logs import WorkerLog
 
@@ -123,7 +123,7 @@ class WorkerGroup:
         """
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
-        self._target_step = json.loads(self.order.job).get("steps", 0)
+        self._target_step = self.order.job.target_step or 0
         # The supervisor may itself run as a rank of another program.
         foreign = RESERVED_NAMES | RANK_VARIABLES
         inherited = {k: v for k, v in environment.items() if k not in foreign}

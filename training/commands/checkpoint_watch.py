@@ -32,7 +32,8 @@ from perdure.training.commands.checkpoint_store import (
 )
 from perdure.training.commands.megatron import can_be_read_alone, make_ready, parts_of, read_record
 from perdure.training.config.command import ProgramCheckpointsSpec
-from perdure.training.wire.agent import AgentReply, SavedCheckpoint, SavedQuery, StartOrder, job_of
+from perdure.training.wire.agent import AgentReply, SavedQuery, StartOrder
+from perdure.training.wire.agent_status import SavedCheckpoint
 
 LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.
@@ -87,7 +88,7 @@ class CommandCheckpointWatcher:
         Raises:
             ValueError: the path has a name that nothing sets.
         """
-        job = job_of(order)
+        job = order.job
         spec = job.worker.checkpoints
         if spec is None:
             return None
@@ -260,7 +261,7 @@ def fetch_resume_checkpoint(order: StartOrder, member: int, variables: Mapping[s
         OSError: it cannot be written.
         ValueError: the path has a name that nothing sets.
     """
-    job, step = job_of(order), order.resume_step
+    job, step = order.job, order.resume_step
     spec = job.worker.checkpoints
     if spec is None or not spec.upload:
         return

@@ -25,7 +25,7 @@ from perdure.training.processes import (
     is_tracker,
     rank_in,
 )
-from perdure.training.wire.agent import LeftProcess
+from perdure.training.wire.agent_status import LeftProcess
 
 LEFT_S = 10.0
 LOOK_S = 0.5  # a look reads /proc of the whole node

@@ -38,7 +38,8 @@ from perdure.training.journal.attempt_log import AttemptLog
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
 from perdure.training.liveness.heartbeat import Heartbeat, Phase
-from perdure.training.wire.agent import ShownStep, StartOrder, job_of
+from perdure.training.wire.agent import StartOrder
+from perdure.training.wire.agent_status import ShownStep
 
 FORMATS_FILE = "progress_formats.toml"
 # Longer lines are no lines of a step, and patterns of the job may take long on them.
@@ -324,7 +325,7 @@ class ShownSteps:
             folder: of the attempt.
             paths: of its output, stdout first.
         """
-        job = job_of(order)
+        job = order.job
         if job.worker.progress is None:
             return None
         reader = LineReader(job.worker.progress)

@@ -1,13 +1,12 @@
-"""How a command's steps are read from what it prints: a known format, or patterns of the job.
+"""Settings of a command: its output format, its own checkpoints, and how it starts from them again.
 
-What is found in one line belongs together. Steps are completed optimizer steps.
-
-Where a command keeps checkpoints of its own, and how it is started again from them.
+The groups that match in one line of output belong together. Steps are completed optimizer steps.
 """
 
 from __future__ import annotations
 
 import re
+import string
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self
@@ -16,10 +15,10 @@ from pydantic import Field, field_validator, model_validator
 
 from perdure.storage.frozen_model import FrozenModel
 
-# What a named group of a pattern may be called, and what it holds.
+# Names of the groups that a pattern may have, with the meaning of each.
 GROUPS = {
     "step": "number of the step",
-    "target": "number of the last one",
+    "target": "number of the last step",
     "loss": "of the step",
     "grad_norm": "before clipping",
     "lr": "learning rate",
@@ -33,6 +32,7 @@ GROUPS = {
     "batch": "number in the epoch, where no step is printed",
     "batches": "of an epoch",
 }
+RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 _OF_EPOCH = {"epoch", "batch", "batches"}
 
 
@@ -61,10 +61,10 @@ class ProgressSpec(FrozenModel):
     @field_validator("patterns")
     @classmethod
     def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        found: set[str] = set()
+        names: set[str] = set()
         for pattern in value:
-            found |= groups_of(pattern)
-        if value and "step" not in found and not found >= _OF_EPOCH:
+            names |= groups_of(pattern)
+        if value and "step" not in names and not names >= _OF_EPOCH:
             raise ValueError(
                 f"{', '.join(map(repr, value))}: none has a group (?P<step>...), nor have they "
                 "(?P<epoch>...), (?P<batch>...) and (?P<batches>...)"
@@ -82,7 +82,7 @@ class ProgressSpec(FrozenModel):
 
 
 def groups_of(pattern: str) -> set[str]:
-    """The named groups of a pattern.
+    """Read the named groups of a pattern.
 
     Raises:
         ValueError: it is no regular expression, or has a group that is not known.
@@ -154,6 +154,27 @@ class ProgramCheckpointsSpec(FrozenModel):
             )
         return self
 
+    def check_upload(self, *, nodes: int, on_this_machine: bool) -> None:
+        """Check that each node of the job can upload the checkpoints that it sees.
+
+        Raises:
+            ValueError: the nodes would overwrite or miss each other's files.
+        """
+        if not self.upload or nodes == 1:
+            return
+        if self.kind is CheckpointKind.TORCHTITAN:
+            raise ValueError(
+                f"worker.checkpoints.upload with kind={self.kind} is for one node, engine.nodes="
+                f"{nodes}: every rank reads the files of all; save to storage that all have"
+            )
+        names = string.Template(self.path).get_identifiers()
+        if self.kind.is_in_parts and on_this_machine and "PERDURE_NODE" not in names:
+            raise ValueError(
+                f"worker.checkpoints.path={self.path} is one folder, engine.nodes={nodes}: "
+                "with upload each node has a part of its own; put ${PERDURE_NODE} into the path, "
+                "or leave out upload"
+            )
+
 
 class ResumeSpec(FrozenModel):
     """Additions to a command that starts again when this run has a checkpoint."""
@@ -165,7 +186,7 @@ class ResumeSpec(FrozenModel):
     @classmethod
     def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
         for name in value:
-            if name.startswith(("MA_", "VC_", "PERDURE_")):
+            if name.startswith(RESERVED_PREFIXES):
                 raise ValueError(f"{name} is set by the node agent, choose another name")
         return value
 

@@ -59,7 +59,7 @@ class Victim(StrEnum):
     FORK_SERVER = "fork_server"
     CHECKPOINT_SERVER = "checkpoint_server"
     COORDINATOR = "coordinator"  # on the first node alone
-    SPARE = "spare"  # a node on which a container stands by
+    SPARE = "spare"  # a node with a warm spare
 
 
 class Kill(FrozenModel):

@@ -1,4 +1,4 @@
-"""Where a run is placed and what its worker processes are. Times are seconds."""
+"""Placement of a run, and its worker processes. Times are seconds."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class VolumeSpec(FrozenModel):
     @field_validator("source")
     @classmethod
     def _check_source(cls, source: dict[str, Any]) -> dict[str, Any]:
-        if len(source) != 1 or not all(isinstance(one, dict) for one in source.values()):
+        if len(source) != 1 or not all(isinstance(fields, dict) for fields in source.values()):
             raise ValueError("must be one kind of volume with its fields, {hostPath: {path: ...}}")
         return source
 
@@ -364,11 +364,11 @@ class WorkerSpec(FrozenModel):
     def _check_one(self) -> Self:
         if self.preload and self.command is not None:
             raise ValueError("preload is for a script or recipe: a command imports by itself")
-        given = [
+        depths = [
             name for name in ("recipe", "script", "command") if getattr(self, name) is not None
         ]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other, give one")
+        if len(depths) > 1:
+            raise ValueError(f"{' and '.join(depths)} exclude each other, give one")
         if self.per == "device" and self.command is None:
             kind = "script" if self.script is not None else "recipe"
             raise ValueError(f"per=device is for worker.command: a {kind} is started so anyway")

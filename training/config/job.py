@@ -1,16 +1,13 @@
-"""The job: the pydantic specification of a run, and how a job file becomes one.
+"""The job: the pydantic specification of a run, made of the sections in `perdure.training.config`.
 
-Everything a user may set is here and in `perdure.training.specs`; the JSON schema of `Job` is the
-parameter form of the Prefect deployments. Times are seconds, sizes bytes, steps completed
-optimizer steps.
+The JSON schema of `Job` is the parameter form of the Prefect deployments. Times
+are seconds, sizes bytes, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
 import re
-import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 from pydantic import (
@@ -24,8 +21,7 @@ from pydantic import (
 
 from perdure.storage.address import StorageSpec
 from perdure.storage.frozen_model import FrozenModel
-from perdure.training.config import pod_rules
-from perdure.training.config.command import CheckpointKind
+from perdure.training.config.command import RESERVED_PREFIXES
 from perdure.training.config.drill import DrillSpec
 from perdure.training.config.engine import (
     DEFAULT_RECIPE,
@@ -40,31 +36,24 @@ from perdure.training.config.model import (
     DataSpec,
     ModelSpec,
     OptimizerSpec,
-    ParallelKind,
     ParallelSpec,
     Precision,
     TokenizerSpec,
 )
-from perdure.training.config.reading import field_of, message_of, read_document, read_document_file
+from perdure.training.config.reading import field_of, message_of
 from perdure.training.config.recovery import (
-    PLATFORM_HANG_TIMEOUT_S,
-    RECOMMENDED_KEEP_LAST,
     CheckpointSpec,
     CommSpec,
     RestartSpec,
-    recommended_interval,
 )
 from perdure.training.config.run_name import NAME, TEMPLATE, InitFromSpec
-from perdure.training.config.secrets import SecretSource, why_secret
-from perdure.training.config.watch import HangAction, PreflightSpec, WatchSpec
+from perdure.training.config.secrets import SecretSource
+from perdure.training.config.watch import PreflightSpec, WatchSpec
 from perdure.training.errors import InputError
-from perdure.training.masking import has_key
 from perdure.training.platforms.modelarts import GRACE
 from perdure.training.recovery.replicas import ParallelLayout
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
-TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 to warn of
-RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
 # Each attempt's own, whatever was there before: the job's would be lost.
 OVERWRITTEN_NAMES = frozenset(
@@ -168,9 +157,9 @@ class Job(FrozenModel):
 
     @model_validator(mode="after")
     def _check_secrets(self) -> Self:
-        both = sorted(self.env.keys() & self.env_from.keys())
-        if both:
-            raise ValueError(f"{both[0]} is in env and in env_from, leave one out")
+        duplicates = sorted(self.env.keys() & self.env_from.keys())
+        if duplicates:
+            raise ValueError(f"{duplicates[0]} is in env and in env_from, leave one out")
         for part in self.worker.command or ():
             for name in self.env_from:
                 if re.search(rf"(?<!\$)\$(?:{name}\b|\{{{name}\}})", part):
@@ -190,11 +179,8 @@ class Job(FrozenModel):
 
     @model_validator(mode="after")
     def _check_init_from(self) -> Self:
-        spec = self.init_from
-        if spec is not None and self.worker.is_command:
-            raise ValueError("init_from is for sessions: a command loads its checkpoints itself")
-        if spec is not None and spec.run == self.run_id:
-            raise ValueError(f"init_from.run={spec.run} is this run, name another one")
+        if self.init_from is not None:
+            self.init_from.check_run(self.run_id, is_command=self.worker.is_command)
         return self
 
     @model_validator(mode="after")
@@ -210,41 +196,24 @@ class Job(FrozenModel):
                 "data-parallel: leave them out, or name your worker.recipe or worker.command"
             )
         if not self.worker.is_command and self.worker.script is None:  # whose batch is its own
-            _check_batch(self.batch, layout)
+            self.batch.check_ranks(layout)
         return self
 
     @model_validator(mode="after")
-    def _check_partner_copies(self) -> Self:
-        copies = self.checkpoint.partner_copies
-        if not copies:
-            return self
-        name = f"checkpoint.partner_copies={copies}"
-        if self.worker.is_command:
-            raise ValueError(f"{name} is for sessions: a command saves its checkpoints itself")
-        if copies >= self.engine.nodes:
-            raise ValueError(
-                f"{name} needs more than {copies} nodes, engine.nodes={self.engine.nodes}: every "
-                "copy lies on another node"
-            )
-        if not self.restart.pod_retries:
-            raise ValueError(
-                f"{name} needs restart.pod_retries of 1 or more: without it all containers are "
-                "replaced when a node is lost, and their memory with them"
+    def _check_sections(self) -> Self:
+        engine, is_command = self.engine, self.worker.is_command
+        self.checkpoint.check_partners(
+            nodes=engine.nodes, is_command=is_command, pod_retries=self.restart.pod_retries
+        )
+        self.watch.check_hang_rules(is_command=is_command, detects_hangs=self.restart.hang)
+        if self.worker.checkpoints is not None:
+            self.worker.checkpoints.check_upload(
+                nodes=engine.nodes, on_this_machine=engine.on_this_machine
             )
         return self
 
     @model_validator(mode="after")
-    def _check_output_quiet(self) -> Self:
-        if self.watch.output_quiet_s is None:
-            return self
-        if not self.worker.is_command:
-            raise ValueError("watch.output_quiet_s is for commands: a session has heartbeats")
-        if not self.restart.hang:
-            raise ValueError("watch.output_quiet_s needs restart.hang=true, which looks for hangs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_of_sessions(self) -> Self:
+    def _check_session_settings(self) -> Self:
         settings = {"parallelism.bucket_cap_mb": self.parallelism.bucket_cap_mb}
         if self.data is not None:
             settings["data.persistent_workers"] = self.data.persistent_workers
@@ -254,34 +223,6 @@ class Job(FrozenModel):
                     f"{name} changes nothing for worker.command, which wraps its model and reads "
                     "its data itself: leave it out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_hang_action(self) -> Self:
-        action = self.watch.hang_action
-        if action is HangAction.ALERT and not self.restart.hang:
-            raise ValueError(
-                f"watch.hang_action={action} needs restart.hang=true, which looks for hangs"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_upload(self) -> Self:
-        spec, engine = self.worker.checkpoints, self.engine
-        if spec is None or not spec.upload or engine.nodes == 1:
-            return self
-        if spec.kind is CheckpointKind.TORCHTITAN:
-            raise ValueError(
-                f"worker.checkpoints.upload with kind={spec.kind} is for one node, engine.nodes="
-                f"{engine.nodes}: every rank reads the files of all; save to storage that all have"
-            )
-        names = string.Template(spec.path).get_identifiers()
-        if self.saves_in_parts and engine.on_this_machine and "PERDURE_NODE" not in names:
-            raise ValueError(
-                f"worker.checkpoints.path={spec.path} is one folder, engine.nodes={engine.nodes}: "
-                "with upload each node has a part of its own; put ${PERDURE_NODE} into the path, "
-                "or leave out upload"
-            )
         return self
 
     @model_validator(mode="after")
@@ -300,11 +241,12 @@ class Job(FrozenModel):
                 "data is missing: without worker.command, worker.script or a worker.recipe of your "
                 "own, data.sources names the corpus"
             )
-        _check_world(self)
+        self.parallelism.check_session(self.engine.world_size, self.precision)
+        self.optimizer.check_steps(self.steps)
         return self
 
     @model_serializer(mode="wrap")
-    def _without_a_target_of_nobody(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump_without_default_target(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # A command ends by itself: a default must not come back as a target that somebody has set.
         document: dict[str, Any] = dump(self)
         if self.target_step is None:
@@ -327,8 +269,8 @@ class Job(FrozenModel):
     @property
     def recipe(self) -> str:
         """The session recipe in effect, as module:function."""
-        own = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
-        return own or DEFAULT_RECIPE
+        recipe = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
+        return recipe or DEFAULT_RECIPE
 
     @property
     def is_reference(self) -> bool:
@@ -364,34 +306,6 @@ def _check_names(variables: Iterable[str]) -> None:
             raise ValueError(f"{name} is set by the node agent, choose another name")
 
 
-def _check_batch(batch: BatchSpec, layout: ParallelLayout) -> None:
-    if batch.global_batch_size % (layout.dp * batch.micro_batch_size):
-        ranks = "world size" if layout.dp == layout.world_size else "data-parallel size"
-        raise ValueError(
-            f"batch.global_batch_size={batch.global_batch_size} must be divisible by {ranks} "
-            f"x micro_batch_size = {layout.dp} x {batch.micro_batch_size}"
-        )
-
-
-def _check_world(job: Job) -> None:
-    """What does not fit a session of this many ranks."""
-    world = job.engine.world_size
-    if job.parallelism.kind is ParallelKind.DATA_PARALLEL and world != 1:
-        raise ValueError(
-            f"parallelism.kind=data_parallel is one process: engine.nodes x slots_per_node = "
-            f"{world} must be 1"
-        )
-    sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
-    if sharded and job.precision is Precision.FP16:
-        raise ValueError(
-            f"precision=fp16 with parallelism.kind={job.parallelism.kind}: use bf16 or fp32"
-        )
-    if job.optimizer.warmup_steps > job.steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={job.optimizer.warmup_steps} must not exceed steps={job.steps}"
-        )
-
-
 class JobTemplate(Job):
     """The job of a flow run, whose name is filled in when the flow run starts."""
 
@@ -403,11 +317,11 @@ class JobTemplate(Job):
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """A job that has its name already."""
+        """Make a template of a job that has its name already."""
         return cls.model_validate(job.model_dump())
 
     def named(self, run_id: str) -> Job:
-        """The job of one run.
+        """Fill the name into the job of a run.
 
         Raises:
             InputError: no run can have this name.
@@ -416,117 +330,6 @@ class JobTemplate(Job):
 
 
 AnyJob = TypeVar("AnyJob", bound=Job)
-
-
-def departures(job: Job, num_parameters: int | None) -> Iterator[str]:
-    """Where a job departs from the recommended settings, one line each.
-
-    Args:
-        job: to look at.
-        num_parameters: of its model; None: not known, so that no interval is recommended.
-    """
-    yield from _temporary_places(job)
-    if job.worker.is_command:
-        return
-    if job.checkpoint.has_interval and num_parameters is not None:
-        recommended = recommended_interval(num_parameters)
-        for field, value in recommended.items():
-            if not _within(getattr(job.checkpoint, field), value):
-                yield (
-                    f"checkpoint: {_interval_text(job.checkpoint)}; recommended for "
-                    f"{num_parameters / 1e6:,.1f} M parameters: {field}={value}"
-                )
-    if job.checkpoint.keep_last < RECOMMENDED_KEEP_LAST:
-        yield f"checkpoint.keep_last={job.checkpoint.keep_last}; recommended: 5"
-    if not job.restart.hang:
-        yield "restart.hang=false: a hang will not be noticed; recommended: true"
-    limit_s = job.restart.hang_timeout_s
-    if limit_s is not None and limit_s > PLATFORM_HANG_TIMEOUT_S:
-        yield f"restart.hang_timeout_s={limit_s:g} is longer than the platform's 30 minutes"
-    if job.parallelism.kind is ParallelKind.DATA_PARALLEL:
-        yield "parallelism.kind=data_parallel: one process drives all cards; ddp is faster"
-
-
-def _temporary_places(job: Job) -> Iterator[str]:
-    address, folder = job.storage.address, job.storage.folder
-    if folder is not None and is_temporary(folder):
-        yield f"storage.address={address} is temporary: all of the run is gone after a reboot"
-    if job.log_path is not None and is_temporary(Path(job.log_path)):
-        yield f"log_path={job.log_path} is temporary: logs are gone after a reboot"
-
-
-def is_temporary(path: Path) -> bool:
-    """Whether what lies there is not expected to outlast a reboot."""
-    return any(map(path.is_relative_to, TEMPORARY_FOLDERS))
-
-
-def _within(chosen: int | None, recommended: int) -> bool:
-    # Over 10B parameters the recommendation is a range, 100 to 200 steps.
-    low = 100 if recommended == 200 else recommended
-    return chosen is not None and low <= chosen <= recommended
-
-
-def _interval_text(spec: CheckpointSpec) -> str:
-    fields = ("every_steps", "every_epochs", "every_s", "mtbf_s")
-    return ", ".join(f"{f}={getattr(spec, f)}" for f in fields if getattr(spec, f) is not None)
-
-
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
-    """Read a YAML or JSON job file; `overrides` are `dotted.key=value` (value is YAML).
-
-    Args:
-        path: of the file.
-        overrides: set before the job is validated.
-
-    Raises:
-        InputError: the first problem found, naming field, value and what is allowed.
-    """
-    return _loaded(Job, Path(path), overrides)
-
-
-def load_template(path: Path, overrides: Sequence[str] = ()) -> JobTemplate:
-    """The same for the job of a deployment, whose run_id may have fields."""
-    return _loaded(JobTemplate, path, overrides)
-
-
-def _loaded(kind: type[AnyJob], path: Path, overrides: Sequence[str]) -> AnyJob:
-    document = read_document_file(path)
-    if not isinstance(document, dict):
-        raise InputError(str(path), "must be a mapping of job fields")
-    for override in overrides:
-        _set_override(document, override)
-    job = _validated(kind, document)
-    refuse_secrets(job)
-    return job
-
-
-def refuse_secrets(job: Job) -> None:
-    """Check that the job, which others read, holds no secret.
-
-    Raises:
-        InputError: it does; names the variable, never the value.
-    """
-    for name, value in job.env.items():
-        why = why_secret(name, value)
-        if why is not None:
-            raise InputError(
-                f"env.{name}",
-                f"{why}, and a job holds no secrets: name where it is kept, env_from: "
-                f"{{{name}: {{secret: VARIABLE}}}}, or {{file: PATH}}, or {{block: NAME}}",
-            )
-    if isinstance(job.engine, KubernetesEngineSpec):
-        for name, value in pod_rules.literal_variables(job.engine.pod):
-            why = why_secret(name, value)
-            if why is not None:
-                raise InputError(
-                    f"engine.pod: {name}",
-                    f"{why}, and a job holds no secrets: name a Secret of the cluster, "
-                    "valueFrom: {secretKeyRef: ...}, or engine.env_secrets",
-                )
-    if any(has_key(part) for part in job.worker.command or ()):
-        raise InputError(
-            "worker.command", "holds a key: use env_from, and read the variable in the program"
-        )
 
 
 def parse_job(document: Mapping[str, Any]) -> Job:
@@ -555,20 +358,6 @@ def _validated(kind: type[AnyJob], document: Mapping[str, Any]) -> AnyJob:
 
 
 def input_error(error: ValidationError) -> InputError:
-    """The first problem of a job, on one line; no values from where secrets may be."""
+    """Describe the first problem of a job on a line; no values from where secrets may be."""
     first = error.errors(include_url=False)[0]
     return InputError(field_of(first["loc"]), message_of(first, Job))
-
-
-def _set_override(document: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise InputError("--set", f"{override!r} is not of the form key=value")
-    *parents, leaf = key.split(".")
-    target = document
-    for parent in parents:
-        child = target.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise InputError("--set", f"{key}: {parent} is not a section")
-        target = child
-    target[leaf] = read_document(text, where=f"--set: {key}")

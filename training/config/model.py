@@ -1,10 +1,6 @@
-"""What is trained and how: the sections of a job file that the reference trainer reads.
+"""Model, batch, layout and corpus: the sections of a job file that the reference trainer reads.
 
-Sizes are counts of elements, steps are completed optimizer steps.
-
-What the corpus is and how it is tokenized: the `data` and `tokenizer` sections of a job.
-
-Sizes are bytes.
+Sizes are counts of elements, in the `data` section bytes; steps are completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -90,6 +86,19 @@ class BatchSpec(FrozenModel):
         "passes of a step",
     )
 
+    def check_ranks(self, layout: ParallelLayout) -> None:
+        """Check that every data-parallel rank has the same number of whole micro-batches.
+
+        Raises:
+            ValueError: the global batch does not divide that way.
+        """
+        if self.global_batch_size % (layout.dp * self.micro_batch_size):
+            ranks = "world size" if layout.dp == layout.world_size else "data-parallel size"
+            raise ValueError(
+                f"batch.global_batch_size={self.global_batch_size} must be divisible by {ranks} "
+                f"x micro_batch_size = {layout.dp} x {self.micro_batch_size}"
+            )
+
 
 class Precision(StrEnum):
     """Arithmetic of forward and backward; weights and optimizer state stay fp32."""
@@ -159,6 +168,21 @@ class ParallelSpec(FrozenModel):
             raise ValueError(f"order={self.order} changes nothing with pipeline=1, leave it out")
         return self
 
+    def check_session(self, world_size: int, precision: Precision) -> None:
+        """Check that a session of this many ranks can wrap its model so.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self.kind is ParallelKind.DATA_PARALLEL and world_size != 1:
+            raise ValueError(
+                f"parallelism.kind=data_parallel is one process: engine.nodes x slots_per_node = "
+                f"{world_size} must be 1"
+            )
+        is_sharded = self.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
+        if is_sharded and precision is Precision.FP16:
+            raise ValueError(f"precision=fp16 with parallelism.kind={self.kind}: use bf16 or fp32")
+
     @property
     def is_default(self) -> bool:
         """Whether nothing but the wrapping is given."""
@@ -166,7 +190,7 @@ class ParallelSpec(FrozenModel):
         return max(*model, self.optimizer_weight_shard_size) == 1
 
     def layout(self, world_size: int) -> ParallelLayout:
-        """The layout on a number of ranks.
+        """Lay out a number of ranks.
 
         Raises:
             ValueError: the sizes do not fit together, or not the number of ranks.
@@ -222,6 +246,17 @@ class OptimizerSpec(FrozenModel):
             raise ValueError(f"betas={self.betas}: each must be in [0, 1)")
         return self
 
+    def check_steps(self, steps: int) -> None:
+        """Check that the warm-up ends before the run.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.warmup_steps > steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={self.warmup_steps} must not exceed steps={steps}"
+            )
+
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -260,9 +295,9 @@ class DataSpec(FrozenModel):
     @model_validator(mode="after")
     def _check_workers(self) -> Self:
         if self.persistent_workers is not None and not self.num_workers:
-            given = str(self.persistent_workers).lower()
+            value = str(self.persistent_workers).lower()
             raise ValueError(
-                f"persistent_workers={given} with num_workers=0: there are no loader processes, "
+                f"persistent_workers={value} with num_workers=0: there are no loader processes, "
                 "leave it out"
             )
         return self

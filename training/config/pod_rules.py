@@ -1,11 +1,9 @@
-"""Kubernetes' quantities: 8, 500m, 700Gi, 1e3. Pure.
+"""Rules for the pods of a job: names, labels, quantities, the overlay. Pure.
 
+The API server would refuse most of what they refuse, but only once a run has begun. Syntax of
+names: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/, of labels:
+.../labels/, of quantities such as 500m, 700Gi, 1e3:
 https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
-
-What a job may not say about its pods, and why: names, labels, quantities, the overlay. Pure.
-
-Syntax of names and labels: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/
-and .../labels/. The API server would refuse most of it, but only once a run has begun.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ _UNITS: Mapping[str, Decimal] = {
 
 
 def amount_of(text: str) -> Decimal:
-    """The number that a quantity stands for.
+    """Parse a quantity.
 
     Raises:
         ValueError: it is none.
     """
-    found = _FORM.match(text)
-    if found is None:
+    match = _FORM.match(text)
+    if match is None:
         raise ValueError(f"{text!r} is no quantity such as 8, 500m or 700Gi")
-    unit = found["unit"] or ""
+    unit = match["unit"] or ""
     scale = _UNITS[unit] if unit in _UNITS else Decimal(f"1{unit}")
-    return Decimal(found["number"]) * scale
+    return Decimal(match["number"]) * scale
 
 
-# What the engine itself has in each pod.
+# The engine's own names in each pod.
 AGENT = "agent"
 AGENT_CONFIG = "agent-config"  # volume with the configuration of one pod's agent
 OWN_VOLUMES = ("scratch", AGENT_CONFIG, "shm", "node-disk")
@@ -92,7 +90,7 @@ _REFUSED_OF_AGENT: Mapping[str, str] = {
 
 
 def check_name(name: str) -> str:
-    """A name of an object, as it is.
+    """Check the name of an object.
 
     Raises:
         ValueError: it can be none.
@@ -103,14 +101,14 @@ def check_name(name: str) -> str:
 
 
 def check_namespace(name: str) -> str:
-    """Likewise of a namespace."""
+    """Check the name of a namespace."""
     if not re.fullmatch(_LABEL, name):
         raise ValueError(f"{name!r} is no namespace: up to 63 lower-case letters, digits and '-'")
     return name
 
 
 def check_label_name(name: str) -> str:
-    """The name of a label or annotation, such as topology.kubernetes.io/zone; raises likewise."""
+    """Check the name of a label or annotation, such as topology.kubernetes.io/zone."""
     prefix, slash, plain = name.rpartition("/")
     is_prefix = not slash or (len(prefix) <= 253 and _NAME.fullmatch(prefix) is not None)
     if not is_prefix or not _PLAIN.fullmatch(plain):
@@ -119,7 +117,7 @@ def check_label_name(name: str) -> str:
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
-    """Labels; raises likewise."""
+    """Check labels; raises ValueError."""
     for name, value in labels.items():
         check_label_name(name)
         if value and not _PLAIN.fullmatch(value):
@@ -128,7 +126,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 
 def check_own_labels(labels: Mapping[str, str]) -> None:
-    """Further labels of pods; raises ValueError for those that are the engine's."""
+    """Check further labels of pods; raises ValueError for the engine's own."""
     check_labels(labels)
     for name in labels:
         if name in OWN_LABELS or name.startswith(OWN_PREFIX):
@@ -136,19 +134,19 @@ def check_own_labels(labels: Mapping[str, str]) -> None:
 
 
 def check_annotations(annotations: Mapping[str, str]) -> None:
-    """Annotations; raises likewise."""
+    """Check annotations; raises ValueError."""
     for name in annotations:
         check_label_name(name)
 
 
 def check_quantity(text: str) -> None:
-    """An amount above 0; raises ValueError."""
+    """Check that an amount is above 0; raises ValueError."""
     if amount_of(text) <= 0:
         raise ValueError(f"{text!r} must be more than 0")
 
 
 def check_resources(resources: Mapping[str, str | int]) -> None:
-    """Amounts by the name of the resource; raises ValueError."""
+    """Check amounts by the name of the resource; raises ValueError."""
     for name, amount in resources.items():
         check_label_name(name)
         is_native = name in _NATIVE or name.startswith("hugepages-")
@@ -165,23 +163,23 @@ def check_resources(resources: Mapping[str, str | int]) -> None:
 
 
 def check_tolerations(tolerations: Iterable[Mapping[str, Any]]) -> None:
-    """Tolerations as in a pod; raises ValueError."""
-    for one in tolerations:
-        unknown = sorted(one.keys() - _TOLERATION)
+    """Check tolerations as in a pod; raises ValueError."""
+    for toleration in tolerations:
+        unknown = sorted(toleration.keys() - _TOLERATION)
         if unknown:
             raise ValueError(f"{unknown[0]!r} is no field of a toleration: {sorted(_TOLERATION)}")
-        if one.get("operator", "Equal") not in ("Equal", "Exists"):
-            raise ValueError(f"operator {one['operator']!r} must be Equal or Exists")
-        if one.get("effect") not in (None, *_EFFECTS):
-            raise ValueError(f"effect {one['effect']!r} must be one of {sorted(_EFFECTS)}")
-        if one.get("operator") == "Exists" and one.get("value"):
-            raise ValueError(f"value {one['value']!r} has no meaning with operator Exists")
-        if not one.get("key") and one.get("operator") != "Exists":
+        if toleration.get("operator", "Equal") not in ("Equal", "Exists"):
+            raise ValueError(f"operator {toleration['operator']!r} must be Equal or Exists")
+        if toleration.get("effect") not in (None, *_EFFECTS):
+            raise ValueError(f"effect {toleration['effect']!r} must be one of {sorted(_EFFECTS)}")
+        if toleration.get("operator") == "Exists" and toleration.get("value"):
+            raise ValueError(f"value {toleration['value']!r} has no meaning with operator Exists")
+        if not toleration.get("key") and toleration.get("operator") != "Exists":
             raise ValueError("without a key the operator must be Exists")
 
 
 def check_overlay(overlay: Mapping[str, Any]) -> None:
-    """What is merged into each pod; raises ValueError where it replaces what the engine needs."""
+    """Check the overlay of pods; raises ValueError where it replaces fields of the engine."""
     for path, why in _overlaid(overlay):
         raise ValueError(f"{path} cannot be replaced: {why}")
 
@@ -212,13 +210,13 @@ def _containers(containers: Any) -> Iterator[tuple[str, str]]:
     if not _are_named(containers):
         yield "spec.containers", "each needs a name, or they take the place of the agent's"
         return
-    for one in containers:
+    for container in containers:
         for field, why in _REFUSED_OF_AGENT.items():
-            if one["name"] == AGENT and field in one:
+            if container["name"] == AGENT and field in container:
                 yield f"{field} of container {AGENT}", why
-        if one["name"] == AGENT and "volumeMounts" in one:
-            yield from _named(one["volumeMounts"], f"volumeMounts of container {AGENT}")
-        if one["name"] == AGENT and "env" in one and not _are_named(one["env"]):
+        if container["name"] == AGENT and "volumeMounts" in container:
+            yield from _named(container["volumeMounts"], f"volumeMounts of container {AGENT}")
+        if container["name"] == AGENT and "env" in container and not _are_named(container["env"]):
             yield f"env of container {AGENT}", "each variable needs a name"
 
 
@@ -230,9 +228,9 @@ def _named(items: Any, where: str) -> Iterator[tuple[str, str]]:
     if not _are_named(items):
         yield where, "each needs a name, or they take the place of the engine's"
         return
-    for one in items:
-        if one["name"] in OWN_VOLUMES:
-            yield f"{one['name']} in {where}", "the engine has a volume of that name"
+    for item in items:
+        if item["name"] in OWN_VOLUMES:
+            yield f"{item['name']} in {where}", "the engine has a volume of that name"
 
 
 def _are_named(items: Any) -> bool:
@@ -240,7 +238,7 @@ def _are_named(items: Any) -> bool:
 
 
 def literal_variables(overlay: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values of the variables that an overlay gives containers in clear text."""
+    """Yield the variables that an overlay gives containers in clear text, with their values."""
     spec = overlay.get("spec")
     for part in ("initContainers", "containers"):
         for container in (spec.get(part) if isinstance(spec, Mapping) else None) or ():

@@ -1,10 +1,6 @@
-"""What is wrong with a job, in words: the field, the value that was given and what is allowed.
+"""Problems of a job, in words: the field, its value and what is allowed.
 
-What a name that is no field of a job may stand for: pure.
-
-The text of a job file as a document: YAML, without what YAML passes over in silence.
-
-No message holds the text itself: it may be that of a secret.
+A name that is no field is compared with the fields that it may stand for.
 """
 
 from __future__ import annotations
@@ -13,15 +9,12 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 
 from perdure.storage.address import Credentials
 from perdure.training.config.run_name import NAME, TEMPLATE, problem_of
-from perdure.training.errors import InputError
 
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
@@ -29,10 +22,10 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def field_of(location: tuple[int | str, ...]) -> str:
-    """The field of a problem, with dots between sections; no value from where secrets may be."""
+    """Name the field of a problem, dotted; without values from where secrets may be."""
     if location[:1] in SECRET_SECTIONS and len(location) > 1:
-        # Of `env: {TOKEN=value}` the text is the name of a variable that has no value.
-        location = (location[0], *(one for one in location[1:] if _VARIABLE.fullmatch(str(one))))
+        # The text in `env: {TOKEN=value}` is the name of a variable that has no value.
+        location = (location[0], *(part for part in location[1:] if _VARIABLE.fullmatch(str(part))))
     return ".".join(str(part) for part in location)
 
 
@@ -44,7 +37,7 @@ _SHAPES = {
 
 
 def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
-    """One line: the value that was given and what is allowed instead.
+    """Describe a problem on a line: the value in the job and what is allowed instead.
 
     Args:
         error: as pydantic lists it.
@@ -78,8 +71,8 @@ def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
         case _ if is_secret:
             message = str(error["msg"])
         case shape:
-            given = json.dumps(error["input"], default=str)[:120]
-            message = f"{given}: {_SHAPES.get(shape, error['msg'])}"
+            value = json.dumps(error["input"], default=str)[:120]
+            message = f"{value}: {_SHAPES.get(shape, error['msg'])}"
     return message
 
 
@@ -89,145 +82,56 @@ MAX_NAMES = 3
 
 
 def names_meant(model: type[BaseModel], location: Sequence[int | str]) -> tuple[str, ...]:
-    """Fields that a name may be meant for: one of its own section, or where in the job it belongs.
+    """Find fields that a name may stand for: in its own section, or elsewhere in the job.
 
     Args:
-        model: of the whole document.
+        model: class of the whole document.
         location: path of the name in it.
     """
     *parents, last = location
     name = str(last)
-    own = {field for one in _sections_at([model], parents) for field in one.model_fields}
-    close = difflib.get_close_matches(name, own, n=1)
+    fields = {field for section in _sections_at([model], parents) for field in section.model_fields}
+    close = difflib.get_close_matches(name, fields, n=1)
     if close:
         return tuple(close)
     places = sorted(set(_places(model)))  # sections of a union share names
     leaves = {place.rpartition(".")[2] for place in places}
     near = difflib.get_close_matches(name, leaves, n=1, cutoff=OTHER_SECTION)
-    found = tuple(place for place in places if place.rpartition(".")[2] in near)
-    if len(found) > MAX_NAMES:
-        depth = min(place.count(".") for place in found)
-        found = tuple(place for place in found if place.count(".") == depth)
-    return found if len(found) <= MAX_NAMES else ()
+    matches = tuple(place for place in places if place.rpartition(".")[2] in near)
+    if len(matches) > MAX_NAMES:
+        depth = min(place.count(".") for place in matches)
+        matches = tuple(place for place in matches if place.count(".") == depth)
+    return matches if len(matches) <= MAX_NAMES else ()
 
 
 def _sections_at(
     models: Sequence[type[BaseModel]], path: Sequence[int | str]
 ) -> Sequence[type[BaseModel]]:
-    """The classes of the section at a path; keys of dictionaries and indices are no fields."""
+    """Find the classes of the section at a path; keys of dictionaries and indices are no fields."""
     skips_key = False
     for part in path:
         if isinstance(part, int) or skips_key:
             skips_key = False
             continue
         types = [m.model_fields[part].annotation for m in models if part in m.model_fields]
-        skips_key = any(get_origin(one) in (dict, Mapping) for one in types)
-        models = [section for one in types for section in _sections_of(one)]
+        skips_key = any(get_origin(kind) in (dict, Mapping) for kind in types)
+        models = [section for kind in types for section in _sections_of(kind)]
     return models
 
 
 def _sections_of(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The classes in a type, such as those of a union."""
+    """Yield the classes in a type, such as those of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for one in get_args(annotation):
-        yield from _sections_of(one)
+    for argument in get_args(annotation):
+        yield from _sections_of(argument)
 
 
 def _places(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every field of a document by its path; of lists and dictionaries only the field itself."""
+    """Yield every field by its path; lists and dictionaries count as a field."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         if get_origin(field.annotation) in (dict, Mapping, tuple, list):
             continue
         for section in _sections_of(field.annotation):
             yield from _places(section, f"{prefix}{name}.")
-
-
-_NAME = re.compile(r"[A-Za-z_][\w/-]*")
-_MERGE = "tag:yaml.org,2002:merge"
-
-
-def read_document_file(path: Path) -> Any:
-    """The document of a YAML or JSON file.
-
-    Raises:
-        InputError: it cannot be read, is none, or gives a field twice.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8, line {line}"
-        raise InputError(str(path), f"is not YAML: {problem}") from None
-    return read_document(text, where=str(path))
-
-
-def read_document(text: str, *, where: str) -> Any:
-    """The document of a YAML text.
-
-    Args:
-        text: YAML or JSON.
-        where: what it is, for the message.
-
-    Raises:
-        InputError: it is none, or gives a field twice.
-    """
-    loader: yaml.SafeLoader | None = None
-    try:
-        loader = yaml.SafeLoader(text)  # looks at every character
-        node = loader.get_single_node()
-        for field, (first, second) in _repeated(node):
-            places = f"lines {first} and {second}" if first != second else f"line {first}"
-            raise InputError(where, f"{field} is given twice, in {places}")
-        return None if node is None else loader.construct_document(node)
-    except yaml.YAMLError as error:
-        raise InputError(where, f"is not YAML: {_problem(error, text)}") from None
-    except RecursionError:
-        raise InputError(where, "is not YAML: it is nested too deeply") from None
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        # SafeLoader makes dates and numbers of what looks like them, such as 2026-13-01.
-        raise InputError(where, "holds a date or number that there is not; quote it") from None
-    finally:
-        if loader is not None:
-            loader.dispose()
-
-
-def _repeated(root: yaml.Node | None) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Fields that a mapping gives twice, with the lines: of two values the second would count."""
-    open_nodes, seen = [("", root)], set[int]()
-    while open_nodes:
-        path, node = open_nodes.pop(0)
-        if id(node) in seen:  # an alias
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            open_nodes += [(f"{path}{index}.", one) for index, one in enumerate(node.value)]
-        if not isinstance(node, yaml.MappingNode):
-            continue
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-                continue
-            identity, line = (key.tag, key.value), key.start_mark.line + 1
-            name = key.value if _NAME.fullmatch(key.value) else "a field"
-            if identity in lines:
-                yield f"{path}{name}", (lines[identity], line)
-            lines[identity] = line
-            open_nodes.append((f"{path}{name}.", value))
-
-
-def _problem(error: yaml.YAMLError, text: str) -> str:
-    """What is wrong and where."""
-    if isinstance(error, yaml.reader.ReaderError):
-        line = text[: error.position].count("\n") + 1
-        return f"character {error.character:#06x} is not allowed, line {line}"
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return "cannot be read"
-    mark = error.problem_mark
-    problem = re.sub(r"(alias|anchor|tag) .*", r"\1", error.problem or "cannot be read")
-    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"

@@ -1,4 +1,4 @@
-"""How a run is kept alive: checkpoints, restarts, communication limits.
+"""Settings that keep a run alive: checkpoints, restarts, communication limits.
 
 Times are seconds, steps are completed optimizer steps.
 """
@@ -27,13 +27,12 @@ from perdure.training.platforms.settings import (
     shown,
 )
 from perdure.training.platforms.tft import TFT, read_snapshot_steps
-from perdure.training.recovery.rungs import Policy, RestartCount
+from perdure.training.recovery.rungs import JobPolicy, Policy
 
 # Recommended save intervals by model size: every epoch, every 500 steps, every 100 to 200 steps.
 EPOCH_BELOW_PARAMETERS = 1_000_000_000
 STEPS_500_UP_TO_PARAMETERS = 10_000_000_000
 RECOMMENDED_KEEP_LAST = 5
-PLATFORM_HANG_TIMEOUT_S = 1800.0
 MAX_SKIPPED_IN_A_ROW = 10  # MindFormers' default of global_norm_spike_count_threshold
 
 
@@ -92,6 +91,29 @@ class CheckpointSpec(FrozenModel):
             )
         return self
 
+    def check_partners(self, *, nodes: int, is_command: bool, pod_retries: int) -> None:
+        """Check that the job has the nodes, the program and the recoveries that copies need.
+
+        Raises:
+            ValueError: it does not.
+        """
+        copies = self.partner_copies
+        if not copies:
+            return
+        name = f"checkpoint.partner_copies={copies}"
+        if is_command:
+            raise ValueError(f"{name} is for sessions: a command saves its checkpoints itself")
+        if copies >= nodes:
+            raise ValueError(
+                f"{name} needs more than {copies} nodes, engine.nodes={nodes}: every "
+                "copy lies on another node"
+            )
+        if not pod_retries:
+            raise ValueError(
+                f"{name} needs restart.pod_retries of 1 or more: without it all containers are "
+                "replaced when a node is lost, and their memory with them"
+            )
+
     @property
     def copy_bytes_per_s(self) -> float | None:
         """Limit of what a node sends to its partners."""
@@ -111,13 +133,13 @@ class CheckpointSpec(FrozenModel):
         return any(value is not None for value in chosen)
 
     def resolved(self, num_parameters: int) -> CheckpointSpec:
-        """This policy with the recommended interval filled in where the job gave none."""
+        """Fill in the recommended interval where the job has none."""
         if self.has_interval:
             return self
         return self.model_copy(update=recommended_interval(num_parameters))
 
     def retention(self, losses: Mapping[int, float] | None = None) -> Retention:
-        """Which checkpoints to keep.
+        """Make the rule for the checkpoints to keep.
 
         Args:
             losses: training loss by step. With keep_best, a step that is not among them is kept,
@@ -127,7 +149,7 @@ class CheckpointSpec(FrozenModel):
 
 
 def recommended_interval(num_parameters: int) -> dict[str, int]:
-    """The recommended save interval for a model of this many parameters, as a field."""
+    """Recommend a save interval for a model of this many parameters, as a field."""
     if num_parameters < EPOCH_BELOW_PARAMETERS:
         return {"every_epochs": 1}
     if num_parameters <= STEPS_500_UP_TO_PARAMETERS:
@@ -156,31 +178,9 @@ class HealSpec(FrozenModel):
     )  # fmt: skip
 
 
-class RestartSpec(FrozenModel):
+class RestartSpec(JobPolicy):
     """Restart policy, with the value ranges of ModelArts' fault-tolerance annotations."""
 
-    max_restarts: int = Field(
-        3,
-        ge=0,
-        le=128,
-        description="number of reschedulings (job-retry-num), counted as `count` says; 0: no "
-        "rescheduling",
-    )
-    count: RestartCount = Field(
-        RestartCount.WITHOUT_PROGRESS, description="which reschedulings use up max_restarts and "
-        "pod_retries; without_progress: those in a row without a committed checkpoint; ever: all "
-        "since the run started, as on ModelArts"
-    )  # fmt: skip
-    in_place: bool = Field(
-        True, description="restart processes in their containers when that is enough"
-    )
-    in_place_retries: int = Field(
-        3, ge=1, le=128, description="number of in-place restarts in a row without a new checkpoint"
-    )
-    unconditional: bool = Field(
-        True, description="reschedule on any non-zero exit (job-unconditional-retry)"
-    )
-    hang: bool = Field(True, description="detect hangs and restart after them (hang-retry)")
     hang_timeout_s: float | None = Field(
         None, gt=0, description="seconds without a step before the run counts as hung; default: "
         "learned, max(60, 10 x median step)"
@@ -190,17 +190,7 @@ class RestartSpec(FrozenModel):
         gt=0,
         description="seconds from process start to the first step before the run counts as hung",
     )
-    pod_retries: int = Field(
-        0,
-        ge=0,
-        le=128,
-        description="number of times that only the broken node is replaced (pod-retry-num)",
-    )
     spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
-    allow_without_isolation: bool = Field(
-        True,
-        description="if no spare is available, let the job return to nodes that should be isolated",
-    )
     failover_grace_s: int = Field(
         3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
         "that survive another process's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); "
@@ -218,32 +208,6 @@ class RestartSpec(FrozenModel):
     progress_after_s: float = Field(
         600.0, gt=0, description="commands: seconds that an attempt must last to count as progress"
     )
-    pod_before_in_place: bool = Field(
-        False, description="replace a node at fault before restarting processes on it (RSC "
-        "alone); requires pod_retries"
-    )  # fmt: skip
-    memory_retry: bool = Field(
-        True, description="re-execute the step after a device memory error (UCE)"
-    )
-    collective_retry: bool = Field(
-        True, description="re-execute a step whose collective or link failed (HCCE)"
-    )
-    process_replace: bool = Field(
-        True, description="replace the process of a lost rank while the others live on (ARF)"
-    )
-    process_in_place: bool = Field(
-        True, description="allow process_replace also on a chip that had a fault (recover-in-place)"
-    )
-    node_replace: bool = Field(
-        True, description="replace a lost node while the processes of the other nodes live on "
-        "(ARF node by node, recover)"
-    )  # fmt: skip
-    end_of_life_checkpoint: bool = Field(
-        True, description="save the last completed step before processes are ended (TTP)"
-    )
-    numeric_retry: bool = Field(
-        False, description="re-execute a step whose loss or gradient norm is abnormal (TRE)"
-    )
     snapshot_every_steps: int = Field(
         10, ge=1, description="numeric_retry: steps between two snapshots of the state in host "
         "memory, to which an abnormal step returns; requires twice a rank's share of the state"
@@ -255,17 +219,9 @@ class RestartSpec(FrozenModel):
         None, gt=0, description="gradient norm, before clipping, from which a step is abnormal "
         "(global_norm_spike_threshold)"
     )  # fmt: skip
-    data_skipping: bool = Field(
-        False, description="skip batches whose loss or gradient norm is abnormal, permanently "
-        "(use_skip_data_by_global_norm); excludes numeric_retry"
-    )  # fmt: skip
     max_skipped_in_a_row: int = Field(
         MAX_SKIPPED_IN_A_ROW, ge=1, description="data_skipping: number of abnormal batches in a "
         "row that ends the run (global_norm_spike_count_threshold)"
-    )  # fmt: skip
-    mindcluster_frequency: bool = Field(
-        False, description="also isolate a chip's node at MindCluster's own thresholds for each "
-        "fault code (2, 3 or 5 times in 24 h), in addition to 3 in a row"
     )  # fmt: skip
     from_platform: dict[str, str] = Field(
         {}, description="ModelArts annotations, MindCluster labels, MS_ENABLE_TFT or "
@@ -302,27 +258,25 @@ class RestartSpec(FrozenModel):
         return self
 
     def policy(self, *, operator_retry: bool) -> Policy:
-        """The restart policy as the ladder reads it; the job's comm.op_retry has the switch."""
-        own: dict[str, Any] = {
-            n: getattr(self, n) for n in POLICY_FIELDS & type(self).model_fields.keys()
-        }
-        return Policy(**own, operator_retry=operator_retry)
+        """Complete the policy with the switch from the job's comm section, for the ladder."""
+        choices: dict[str, Any] = {name: getattr(self, name) for name in JobPolicy.model_fields}
+        return Policy(**choices, operator_retry=operator_retry)
 
-    def read_platform(self, given: Sequence[Setting] = ()) -> ImportedSettings:
-        """from_platform as fields, beside what the job has elsewhere."""
-        return read_platform(self.from_platform, given=given)
+    def read_platform(self, settings: Sequence[Setting] = ()) -> ImportedSettings:
+        """Read from_platform as fields, beside the job's other settings."""
+        return read_platform(self.from_platform, given=settings)
 
 
 def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, int]:
-    """snapshot_every_steps, where the platform's entries name it."""
+    """Read snapshot_every_steps from the platform's entries, where they name it."""
     steps = read_snapshot_steps(TFT, entries[TFT]) if TFT in entries else None
     if steps is None:
         return {}
-    own = document.get("snapshot_every_steps", steps)
-    if own != steps:
+    interval = document.get("snapshot_every_steps", steps)
+    if interval != steps:
         raise InputError(
             "",
-            f"{TFT} TRE_SNAPSHOT_STEPS:{steps} and snapshot_every_steps={own} contradict each "
+            f"{TFT} TRE_SNAPSHOT_STEPS:{steps} and snapshot_every_steps={interval} contradict each "
             "other, keep one of them",
         )
     return {"snapshot_every_steps": steps}
@@ -362,7 +316,7 @@ MEGABYTE = 1 << 20
 
 
 def why_no_megabytes(value: str) -> str | None:
-    """What is wrong with a size that ought to be in MB: it is in bytes, or has a unit of its own.
+    """Explain why a size is not in MB: it is in bytes, or has a unit of its own.
 
     HCCL's reference gives HCCL_BUFFSIZE in MB, default 200; some guides have 209715200, the same
     in bytes. Taken for MB, that would be 200 TB, twice for every communicator.
@@ -448,8 +402,8 @@ class CommSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
-        both = self.connect_timeout_s, self.exec_timeout_s
-        if self.timeouts != "standard" and None not in both:
+        timeouts = self.connect_timeout_s, self.exec_timeout_s
+        if self.timeouts != "standard" and None not in timeouts:
             raise ValueError(
                 f"timeouts={self.timeouts} changes nothing beside connect_timeout_s and "
                 "exec_timeout_s, leave one of them out"
@@ -471,7 +425,7 @@ class CommSpec(FrozenModel):
         return self
 
     def settings(self) -> tuple[Setting, ...]:
-        """Settings beside the entries of a platform, for its contradictions."""
+        """List settings that an entry of a platform may contradict."""
         enabled, is_on = self.op_retry.enabled, bool(self.watchdog)
         unset = "" if "op_retry" in self.model_fields_set else " (its default)"
         return (

@@ -1,12 +1,10 @@
-"""Names of runs made from a template, such as `nightly-{date}`: pure.
+"""Names of runs, also from a template such as `nightly-{date}`, and the checkpoint they begin from.
 
 A schedule starts the same job at each tick, and each tick needs a run of its own. Fields:
 
     {date}   2026-11-24, the day at which the tick was due, in the time zone of its schedule
     {time}   0200, hour and minute of the same
     {n}      1, 2, 3, ...: one more than the highest that is known with the other fields alike
-
-What a run begins from, other than from nothing: the checkpoint of another run.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def is_template(run_id: str) -> bool:
 
 
 def problem_of(name: str, pattern: str) -> str:
-    """What is wrong with a name that does not have the pattern, `NAME` or `TEMPLATE`."""
+    """Explain why a name does not have the pattern, `NAME` or `TEMPLATE`."""
     if pattern == NAME and is_template(name):
         return f"{name!r} is a template, for deployments; name one run with --set run_id=..."
     fields = ", and of {date}, {time} and {n}" if pattern == TEMPLATE else ""
@@ -42,39 +40,39 @@ def problem_of(name: str, pattern: str) -> str:
 
 
 def is_of(template: str, name: str) -> bool:
-    """Whether a name is one that the template may become."""
+    """Whether the template may become this name."""
     return _pattern(template).fullmatch(name) is not None
 
 
-def name_of(template: str, *, due: datetime, known: Sequence[str], now_named: str) -> str:
-    """The run that a flow run is for.
+def name_of(template: str, *, due: datetime, run_names: Sequence[str], now_named: str) -> str:
+    """Choose the run that a flow run is for.
 
-    A flow run is given the name of its run. Started again, it is found to have one, so whatever
+    A flow run is given the name of its run. Started again, it has a name already, so whatever
     has become known since, it is the same.
 
     Args:
-        template: run_id of the job; one without fields is the name itself.
-        due: when the flow run was to start, in the time zone of its schedule.
-        known: names of the runs that there are.
+        template: run_id of the job; a template without fields is the name itself.
+        due: scheduled start of the flow run, in the time zone of its schedule.
+        run_names: names of the runs that there are.
         now_named: the name that the flow run has by now.
     """
     if is_of(template, now_named):
         return now_named
     dated = template.replace("{date}", f"{due:%Y-%m-%d}").replace("{time}", f"{due:%H%M}")
-    found = (_pattern(dated).fullmatch(name) for name in known)
-    last = max((int(match["n"]) for match in found if match and "{n}" in dated), default=0)
+    matches = (_pattern(dated).fullmatch(name) for name in run_names)
+    last = max((int(match["n"]) for match in matches if match and "{n}" in dated), default=0)
     return dated.replace("{n}", str(last + 1))
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """What the names of a template look like; a field that occurs again has the same value."""
-    seen: set[str] = set()
+    """Make the pattern of a template's names; a field that occurs again has the same value."""
+    fields: set[str] = set()
 
     def value(match: re.Match[str]) -> str:
         field = match[1]
-        if field in seen:
+        if field in fields:
             return f"(?P={field})"
-        seen.add(field)
+        fields.add(field)
         return f"(?P<{field}>{_VALUES[field]})"
 
     return re.compile(_FIELD.sub(value, template))
@@ -103,14 +101,25 @@ class InitFromSpec(FrozenModel):
         "reset: start from zero moments",
     )
 
+    def check_run(self, run_id: str, *, is_command: bool) -> None:
+        """Check that a run can begin from this checkpoint.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if is_command:
+            raise ValueError("init_from is for sessions: a command loads its checkpoints itself")
+        if self.run == run_id:
+            raise ValueError(f"init_from.run={self.run} is this run, name another one")
+
     def missing(self, steps: Sequence[int]) -> tuple[str, str]:
-        """The field at fault where there is no such checkpoint, and what is wrong with it.
+        """Return the field at fault where there is no such checkpoint, and its fault.
 
         Args:
             steps: committed ones of the other run, ascending.
         """
         if not steps:
             return "init_from.run", f"{self.run!r}: the job's storage has no checkpoint of it"
-        there = ", ".join(str(step) for step in steps[-NAMED_STEPS:])
-        text = f"{self.step}: run {self.run} has no such checkpoint; it has {there}"
+        known_steps = ", ".join(str(step) for step in steps[-NAMED_STEPS:])
+        text = f"{self.step}: run {self.run} has no such checkpoint; it has {known_steps}"
         return "init_from.step", text

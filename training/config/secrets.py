@@ -3,10 +3,9 @@
 A value is read when an attempt starts, so one that is renewed reaches the next attempt. It goes
 into the environment of the workers, and into no job, ledger, parameter, order on a disk or log.
 
-Which values of a job's `env` are secrets that do not belong into a job.
-
-Pure, and careful: a variable of the libraries, a path, a number or a list of words is none. A value
-that has the form of a known key is one whatever its name is.
+A value of the job's `env` that must be a secret is refused. The search is careful: a variable of
+the libraries, a path, a number or a list of words is no secret. A value in the form of a known key
+is a secret under any name.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ class SecretSource(FrozenModel):
 
     @model_validator(mode="after")
     def _is_one_reference(self) -> Self:
-        given = [self.block, self.file, self.secret]
-        if len([one for one in given if one]) != 1:
+        references = [self.block, self.file, self.secret]
+        if len([reference for reference in references if reference]) != 1:
             raise ValueError("needs exactly one of block, file and secret")
-        if any(one and has_key(one) for one in given):
+        if any(reference and has_key(reference) for reference in references):
             raise ValueError("holds a secret itself; it names where the secret is kept")
         if self.field is not None and self.block is None:
             raise ValueError("field is of a block, and there is none")
@@ -81,15 +80,15 @@ def values_on_node(
     delivered: Mapping[str, str],
     environment: Mapping[str, str],
 ) -> dict[str, str]:
-    """The values of the variables, as a node has them.
+    """Read the values of the variables on a node.
 
     Args:
         sources: by name of the variable.
         delivered: values of the blocks, by name of the variable.
-        environment: of the node agent.
+        environment: the node agent's environment.
 
     Raises:
-        ValueError: one is not there, or cannot be used; names the variable, never the value.
+        ValueError: a value is not there, or cannot be used; names the variable, never the value.
     """
     return {
         name: checked_value(name, _read(name, source, delivered, environment))
@@ -98,7 +97,7 @@ def values_on_node(
 
 
 def checked_value(name: str, value: str) -> str:
-    """The same value.
+    """Check a value, and return it.
 
     Raises:
         ValueError: no process can have it as a variable, or no log could be kept free of it.
@@ -153,7 +152,7 @@ _ORDINARY_NAMES = re.compile(
 )
 _PASSWORDS = re.compile(r"PASSWORD|PASSWD|PASSPHRASE|SECRET", re.IGNORECASE)
 _ORDINARY_VALUES = re.compile(
-    r"|true|false|yes|no|on|off|none|null|auto|default|disabled|enabled"  # the first one is empty
+    r"|true|false|yes|no|on|off|none|null|auto|default|disabled|enabled"  # the first word is empty
     r"|-?\d{1,3}"
     r"|(?:/|\./|\.\./|~/|\$)[^\s+=]*"  # a path, or the value of another variable
     r"|<[^<>]*>|\[[^\[\]]*\]"  # tokens of text
@@ -164,13 +163,13 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _WORDS = re.compile(r"[\s,;:=|/._-]+")
 MIN_RANDOM_LENGTH = 20
 MIN_ENTROPY_BITS = 3.5  # of a character
-# Of random letters and digits more than half differ in kind from the one before; of words in
+# Among random letters and digits more than half differ in kind from the previous; in words of
 # CamelCase about a quarter.
 MIN_CHANGES = 0.4
 
 
 def why_secret(name: str, value: str) -> str | None:
-    """Why a variable's literal value must be a secret; None: it need not be one."""
+    """Explain why a variable's literal value must be a secret; None: it need not be a secret."""
     if has_key(value):
         return "its value has the form of a key"
     if name.startswith(SETTINGS) or _ORDINARY_VALUES.fullmatch(value):
@@ -188,12 +187,12 @@ def is_random(word: str) -> bool:
     kinds = [_kind(character) for character in word]
     if len(word) < MIN_RANDOM_LENGTH or not {"A", "a", "0"} <= set(kinds):
         return False
-    changes = sum(one != other for one, other in pairwise(kinds)) / (len(word) - 1)
+    changes = sum(kind != other for kind, other in pairwise(kinds)) / (len(word) - 1)
     return changes >= MIN_CHANGES and entropy_bits(word) >= MIN_ENTROPY_BITS
 
 
 def entropy_bits(word: str) -> float:
-    """Shannon's entropy of the characters of a word, in bits for each."""
+    """Compute Shannon's entropy of a word, in bits for each character."""
     shares = [count / len(word) for count in Counter(word).values()]
     return -sum(share * math.log2(share) for share in shares)
 

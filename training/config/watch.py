@@ -1,9 +1,7 @@
-"""How a run is watched: limits of silence, thresholds of the health points, logs and metrics.
+"""Limits of silence, thresholds of alerts, logs, metrics, and checks of nodes before a run.
 
-Times are seconds. The defaults of utilisation, memory, step time and latency are those of
+Times are seconds. The defaults of utilization, memory, step time and latency are those of
 ModelArts' and MindCluster's operation guides; the others are our own.
-
-What is checked before processes are started on nodes. Times are seconds.
 """
 
 from __future__ import annotations
@@ -145,6 +143,25 @@ class WatchSpec(FrozenModel):
         "if TensorBoard is installed; default: no event files"
     )  # fmt: skip
 
+    def check_hang_rules(self, *, is_command: bool, detects_hangs: bool) -> None:
+        """Check that the rules about hangs can apply to the job.
+
+        Raises:
+            ValueError: a rule cannot.
+        """
+        if self.output_quiet_s is not None:
+            if not is_command:
+                raise ValueError("watch.output_quiet_s is for commands: a session has heartbeats")
+            if not detects_hangs:
+                raise ValueError(
+                    "watch.output_quiet_s needs restart.hang=true, which looks for hangs"
+                )
+        if self.hang_action is HangAction.ALERT and not detects_hangs:
+            raise ValueError(
+                f"watch.hang_action={self.hang_action} needs restart.hang=true, which looks for "
+                "hangs"
+            )
+
 
 class PreflightSpec(FrozenModel):
     """Checks of nodes and gang before the first step of a placement."""
@@ -177,5 +194,5 @@ class PreflightSpec(FrozenModel):
 
     @property
     def collective_s(self) -> float:
-        """Time for one thing that needs all ranks; there are two of them, and the start."""
+        """Time for an exchange among all ranks; a check has two of them, and the start."""
         return self.timeout_s / 3

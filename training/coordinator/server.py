@@ -115,7 +115,7 @@ class Coordinator:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
-        self._job = Job.model_validate_json(config.job)
+        self._job = config.job
         self._path = Path(config.live_file)
         self._log = Follower.of_file(self._path)
         self._store = open_store(self._job.storage)

@@ -186,7 +186,7 @@ def _variables(
         grace_s=job.engine.grace_s,
         log_path=None,
         variables=job_variables,
-        job="{}",
+        job=job,
         data_manifest_key=None,
     )
     agent = platform_variables(config, order, folder, number) | rank_variables(config, order, 0, 0)

@@ -16,7 +16,8 @@ from typing import TypeVar
 from perdure.training.agent.control import CALL_TIMEOUT_S, AgentClient
 from perdure.training.engines.base import AgentEndpoint, Engine, Snapshot
 from perdure.training.errors import AgentUnreachable, EngineError
-from perdure.training.wire.agent import AgentReply, AgentStatus, Order, StatusQuery
+from perdure.training.wire.agent import AgentReply, Order, StatusQuery
+from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.transport import FanOut, TimedLine
 
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost

@@ -18,7 +18,8 @@ from perdure.training.environment import variables_of
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
 from perdure.training.recovery.rungs import Rung
-from perdure.training.wire.agent import AgentConfig, AgentReply, AgentStatus, NodeLog
+from perdure.training.wire.agent import AgentConfig, AgentReply, NodeLog
+from perdure.training.wire.agent_status import AgentStatus
 
 ANY_NODE = ""  # for a member whose node the engine chooses
 

@@ -41,13 +41,13 @@ from perdure.training.wire.agent import (
     NoticeOrder,
     RejoinOrder,
     RendezvousOrder,
-    SavedCheckpoint,
     SavedQuery,
     ShutdownOrder,
     StacksQuery,
     StartOrder,
     StopOrder,
 )
+from perdure.training.wire.agent_status import SavedCheckpoint
 from perdure.training.wire.logs import (
     Collected,
     CollectOrder,

@@ -51,7 +51,7 @@ def main() -> None:
 
 def check_node(task: NodeTask) -> tuple[Check, ...]:
     """Everything that the task asks for, with the node's name on it."""
-    job = Job.model_validate_json(task.job)
+    job = task.job
     until_s = time.monotonic() + task.timeout_s - END_MARGIN_S
     ports = _timed(lambda: _ports(job, task)) if task.is_new else []
     ranks = [_fork(task, job, local_rank) for local_rank in range(task.slots)]

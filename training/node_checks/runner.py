@@ -88,7 +88,7 @@ def check_this_machine(
     variables, local = variables_of(job), interface_variables(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="perdure-preflight-") as folder:
         task = NodeTask(
-            job=job.model_dump_json(),
+            job=job,
             node=socket.gethostname(),
             folder=folder,
             # The local engine's containers lie in this folder, and nothing else is checked there.

@@ -11,7 +11,7 @@ MindCluster "Job YAML Configuration".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -88,10 +88,10 @@ def print_platform(
     others = others or {}
     entries = _PRINTERS[platform](policy) | _others(policy, platform, others)
     read = {**read_platform(entries).fields, **_read_snapshot_steps(entries)}
-    default = asdict(Policy())
+    default = Policy().model_dump()
     unnamed: dict[str, Any] = {**default, **_UNNAMED[platform]}
     warnings, without_entry = [], {}
-    for name, value in asdict(policy).items():
+    for name, value in policy.model_dump().items():
         has_no_effect = name == "process_in_place" and not policy.process_replace
         if has_no_effect or value == read.get(name, unnamed[name]):
             if name not in read and value != default[name] and not has_no_effect:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
 
 from perdure.training.errors import InputError
 from perdure.training.recovery.rungs import Policy
 
 Value = bool | int | float | str
 
-POLICY_FIELDS = frozenset(f.name for f in fields(Policy))
+POLICY_FIELDS = frozenset(Policy.model_fields)
 # Fields of the job's restart section that the ladder does not read.
 JOB_FIELDS = frozenset({"failover_grace_s", "abnormal_grad_norm", "max_skipped_in_a_row"})
 MAX_GRACE_S = 86_400
@@ -119,8 +118,8 @@ class ImportedSettings:
 
     def policy(self, base: Policy | None = None) -> Policy:
         """`base` (default: our default policy) with the named fields in place."""
-        named: dict[str, Any] = {n: v for n, v in self.fields.items() if n in POLICY_FIELDS}
-        return replace(base or Policy(), **named)
+        named = {n: v for n, v in self.fields.items() if n in POLICY_FIELDS}
+        return Policy.model_validate({**(base or Policy()).model_dump(), **named})
 
 
 def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:

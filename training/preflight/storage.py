@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from perdure.storage.address import StorageSpec
-from perdure.training.config.job import is_temporary
+from perdure.training.config.recommendations import is_temporary
 from perdure.training.config.recovery import EPOCH_BELOW_PARAMETERS, STEPS_500_UP_TO_PARAMETERS
 from perdure.training.wire.node import Check, CheckOutcome
 

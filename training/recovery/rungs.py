@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, model_validator
 
+from perdure.storage.frozen_model import FrozenModel
 from perdure.training.recovery.faults import Fault, FaultClass
 
 
@@ -24,56 +25,92 @@ class RestartCount(StrEnum):
     EVER = "ever"  # all since the run was started, as on ModelArts
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The part of the restart policy that decisions depend on.
+class JobPolicy(FrozenModel):
+    """The part of the restart policy that decisions depend on and a job's restart section sets."""
+
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        le=128,
+        description="number of reschedulings (job-retry-num), counted as `count` says; 0: no "
+        "rescheduling",
+    )
+    count: RestartCount = Field(
+        RestartCount.WITHOUT_PROGRESS, description="which reschedulings use up max_restarts and "
+        "pod_retries; without_progress: those in a row without a committed checkpoint; ever: all "
+        "since the run started, as on ModelArts"
+    )  # fmt: skip
+    in_place: bool = Field(
+        True, description="restart processes in their containers when that is enough"
+    )
+    in_place_retries: int = Field(
+        3, ge=1, le=128, description="number of in-place restarts in a row without a new checkpoint"
+    )
+    unconditional: bool = Field(
+        True, description="reschedule on any non-zero exit (job-unconditional-retry)"
+    )
+    hang: bool = Field(True, description="detect hangs and restart after them (hang-retry)")
+    pod_retries: int = Field(
+        0,
+        ge=0,
+        le=128,
+        description="number of times that only the broken node is replaced (pod-retry-num)",
+    )
+    allow_without_isolation: bool = Field(
+        True,
+        description="if no spare is available, let the job return to nodes that should be isolated",
+    )
+    pod_before_in_place: bool = Field(
+        False, description="replace a node at fault before restarting processes on it (RSC "
+        "alone); requires pod_retries"
+    )  # fmt: skip
+    memory_retry: bool = Field(
+        True, description="re-execute the step after a device memory error (UCE)"
+    )
+    collective_retry: bool = Field(
+        True, description="re-execute a step whose collective or link failed (HCCE)"
+    )
+    process_replace: bool = Field(
+        True, description="replace the process of a lost rank while the others live on (ARF)"
+    )
+    process_in_place: bool = Field(
+        True, description="allow process_replace also on a chip that had a fault (recover-in-place)"
+    )
+    node_replace: bool = Field(
+        True, description="replace a lost node while the processes of the other nodes live on "
+        "(ARF node by node, recover)"
+    )  # fmt: skip
+    end_of_life_checkpoint: bool = Field(
+        True, description="save the last completed step before processes are ended (TTP)"
+    )
+    numeric_retry: bool = Field(
+        False, description="re-execute a step whose loss or gradient norm is abnormal (TRE)"
+    )
+    data_skipping: bool = Field(
+        False, description="skip batches whose loss or gradient norm is abnormal, permanently "
+        "(use_skip_data_by_global_norm); excludes numeric_retry"
+    )  # fmt: skip
+    mindcluster_frequency: bool = Field(
+        False, description="also isolate a chip's node at MindCluster's own thresholds for each "
+        "fault code (2, 3 or 5 times in 24 h), in addition to 3 in a row"
+    )  # fmt: skip
+
+
+class Policy(JobPolicy):
+    """The restart policy that decisions depend on.
 
     Attributes:
-        max_restarts: reschedulings (job-retry-num).
-        count: which of them count.
-        in_place: whether processes may be restarted in their containers.
-        in_place_retries: in-place restarts in a row without progress.
-        unconditional: reschedule on any non-zero exit (job-unconditional-retry).
-        hang: restart when no rank makes progress (hang-retry).
-        pod_retries: single nodes replaced (pod-retry-num); they count the same.
-        allow_without_isolation: no spare: may the job go back to nodes that were to be isolated.
-        operator_retry: HCCL may re-execute a broken collective (hccl_op_retry).
-        memory_retry: UCE, re-execution of one step after an error of device memory.
-        collective_retry: HCCE, re-execution of one step whose collective or link failed.
-        process_replace: ARF, a new process for one rank.
-        process_in_place: the same on a chip that had a fault (recover-in-place).
-        node_replace: ARF node by node, another node for one that is lost (recover).
-        pod_before_in_place: a node at fault is replaced before processes are started on it again.
-        end_of_life_checkpoint: TTP, the survivors save before they are ended.
-        numeric_retry: TRE, re-execution of a step whose loss or norm is abnormal.
-        data_skipping: batches with abnormal loss are skipped; excludes numeric_retry.
-        mindcluster_frequency: MindCluster's limits per code count beside ModelArts' for all.
+        operator_retry: HCCL may re-execute a broken collective (hccl_op_retry); the job's comm
+            section has the switch.
     """
 
-    max_restarts: int = 3
-    count: RestartCount = RestartCount.WITHOUT_PROGRESS
-    in_place: bool = True
-    in_place_retries: int = 3
-    unconditional: bool = True
-    hang: bool = True
-    pod_retries: int = 0
-    allow_without_isolation: bool = True
     operator_retry: bool = False
-    memory_retry: bool = True
-    collective_retry: bool = True
-    process_replace: bool = True
-    process_in_place: bool = True
-    node_replace: bool = True
-    pod_before_in_place: bool = False
-    end_of_life_checkpoint: bool = True
-    numeric_retry: bool = False
-    data_skipping: bool = False
-    mindcluster_frequency: bool = False
 
-    def __post_init__(self) -> None:
-        """Refuse what cannot be together."""
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
         if self.numeric_retry and self.data_skipping:
             raise ValueError("numeric_retry=true and data_skipping=true exclude each other")
+        return self
 
 
 class Rung(StrEnum):

@@ -1,10 +1,8 @@
-"""Whether the ranks hold what their layout says: recovery copies the state of one to another by it.
+"""The context of a worker process, from the environment that the node agent set, and its layout.
 
-A layout in which the model itself is split (tensor, pipeline or expert parallelism) needs
-parameters that are DTensors, whose norm and parts torch knows, or a program that clips its
-gradients itself.
-
-Who a worker process is: read once from the environment that the node agent set.
+Recovery copies the state of a rank to another by the layout, so the ranks compare theirs. A layout
+that splits the model itself (tensor, pipeline or expert parallelism) needs parameters that are
+DTensors, whose norm and parts torch knows, or a program that clips its gradients itself.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ FIELD = "perdure.join(layout=...)"
 
 
 def fitting_layout(layout: ParallelLayout | None, context: WorkerContext) -> ParallelLayout | None:
-    """The layout that a program gives when it joins, None where it gives none.
+    """Return the layout that a program gives when it joins, None where it gives none.
 
     Raises:
-        InputError: it is not one of this many ranks, or not the one that the job has.
+        InputError: it has another number of ranks, or is not the job's.
     """
     if layout is None:
         return None
@@ -50,7 +48,7 @@ def fitting_layout(layout: ParallelLayout | None, context: WorkerContext) -> Par
 
 
 def compare_layouts(context: WorkerContext, device: torch.device) -> None:
-    """Check that all ranks have given the same layout. Collective where they have given one.
+    """Check that all ranks have given the same layout. Collective where they have given any.
 
     A process that joins later takes what the others have agreed on.
 
@@ -68,7 +66,7 @@ def check_layout(model: nn.Module, context: WorkerContext, *, clips_itself: bool
 
     Args:
         model: as it was registered.
-        context: of this process.
+        context: rank, job and folders of this process.
         clips_itself: whether the program clips its gradients.
 
     Raises:
@@ -79,7 +77,7 @@ def check_layout(model: nn.Module, context: WorkerContext, *, clips_itself: bool
     if layout.is_split and not clips_itself:
         _check_parts_are_known(model, layout)
     rank = dist.get_rank()
-    group = next((one for one in layout.replica_groups() if rank in one), (rank,))
+    group = next((ranks for ranks in layout.replica_groups() if rank in ranks), (rank,))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and not _holds_alike(parameter, group):
             raise InputError(
@@ -92,7 +90,9 @@ def check_layout(model: nn.Module, context: WorkerContext, *, clips_itself: bool
 
 
 def _check_parts_are_known(model: nn.Module, layout: ParallelLayout) -> None:
-    names = [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]
+    names = [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     if not names and layout.pp * layout.ep == 1:
         return
     why = f"{names[0]} is no DTensor" if names else f"pp={layout.pp}, ep={layout.ep}"
@@ -110,10 +110,10 @@ def _holds_alike(parameter: DTensor, group: Sequence[int]) -> bool:
         return True  # this rank has no part of it
     placed = zip(coordinate, parameter.placements, strict=True)
     alike = tuple(slice(None) if isinstance(p, Replicate) else at for at, p in placed)
-    # Of a mesh that is a part of all ranks, such as one tensor-parallel group, the others have one
+    # Where a mesh is a part of all ranks, such as a tensor-parallel group, the others have a mesh
     # of their own.
-    there = set(group) & set(mesh.mesh.flatten().tolist())
-    return there <= set(mesh.mesh[alike].flatten().tolist())
+    mesh_ranks = set(group) & set(mesh.mesh.flatten().tolist())
+    return mesh_ranks <= set(mesh.mesh[alike].flatten().tolist())
 
 
 def _named(group: Sequence[int]) -> str:
@@ -142,10 +142,10 @@ class WorkerContext:
         disk_tier: folder for checkpoints on the node's disk, None: there is none.
         coordinator: file with the address of the attempt's coordinator, None: there is no
             recovery inside the process.
-        generation: of the process groups, in which this process takes the place of another;
-            None: it is one of the first.
-        own_layout: that the program gave when it joined; None: the job's.
-        rejoin_s: for another coordinator to come when the one before is gone; 0: none does.
+        generation: the process groups' generation, in which this process takes another's place;
+            None: it is among the first.
+        own_layout: the layout that the program gave when it joined; None: the job's.
+        rejoin_s: limit for another coordinator to come after the loss of the first; 0: none does.
     """
 
     job: Job

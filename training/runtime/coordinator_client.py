@@ -35,7 +35,7 @@ from perdure.training.wire.transport import Connection
 _log = logging.getLogger("perdure.runtime")
 
 CONNECT_TIMEOUT_S = 60.0
-REJOIN_TIMEOUT_S = 5.0  # of one try
+REJOIN_TIMEOUT_S = 5.0  # of a try
 BEAT_S = 1.0
 MOVED_POLL_S = 0.1
 
@@ -44,9 +44,9 @@ class CoordinatorClient(Connection):
     """A worker's side of the connection.
 
     Args:
-        address_file: of the coordinator.
-        rank: of this process.
-        layout: of the program, None: the job's.
+        address_file: where the agent writes the coordinator's address.
+        rank: global rank.
+        layout: the program's layout; None: the job's.
         on_generation: called by the listening thread with the number of a new generation.
         on_wait: called now and then while the training thread waits for the coordinator.
 
@@ -128,7 +128,7 @@ class CoordinatorClient(Connection):
         """Wait for what is to be done in a generation.
 
         Raises:
-            Interrupted: a newer one came instead.
+            Interrupted: a newer generation came instead.
             GivenUp: there will be none.
         """
         self._wait(lambda: generation in self._plans or self._generation > generation)
@@ -146,11 +146,11 @@ class CoordinatorClient(Connection):
             GivenUp: the attempt ends.
         """
         with self._news:
-            before = self._num_pause_requests
+            num_previous = self._num_pause_requests
         self.send(Paused(step=step, is_paused=True))
         self._wait(
             lambda: (
-                (self._num_pause_requests > before and not self.pause_wanted)
+                (self._num_pause_requests > num_previous and not self.pause_wanted)
                 or self._generation > generation
                 or until()
             )
@@ -189,7 +189,7 @@ class CoordinatorClient(Connection):
                     self._given_up = message.why
             self._news.notify_all()
         if isinstance(message, GiveUp):
-            # Whatever the training thread waits for in a collective will never come.
+            # The collective in which the training thread waits will never end.
             self._on_generation(GIVEN_UP)
 
     @property

@@ -10,8 +10,8 @@ WorkerError
   + Interrupted       a newer generation of the process groups is announced
   + GivenUp           the attempt is not saved inside its processes
 
-Faults are recognised by their text, because torch and torch_npu raise RuntimeError for nearly
-everything; docs/ascend.md has torch_npu's, as it raises them. An exception that is not recognised
+Faults are recognized by their text, because torch and torch_npu raise RuntimeError for nearly
+everything; docs/ascend.md has torch_npu's, as it raises them. An exception that is not recognized
 is the program's own, and its step is never executed again.
 """
 
@@ -111,7 +111,7 @@ IMITATED = "(imitated)"
 # call that was on its way. ERRmmccc ends every error of torch_npu (NPUException.cpp).
 _OF_A_STOPPED_DEVICE = re.compile(r"FORCE STOP|\bERR\d{5} (PTA|OPS|DIST)\b")
 
-# What torch.futures puts before the text of an error that a callback raised.
+# torch.futures puts this before the text of an error that a callback raised.
 _WRAPPED = "Got the following error when running the callback: RuntimeError: "
 
 
@@ -120,9 +120,9 @@ class RecoverableError:
     """An exception of a step that the process outlives.
 
     Attributes:
-        kind: of the fault to report; None when a newer generation ended the step.
+        kind: fault to report; None when a newer generation ended the step.
         text: first line of the exception.
-        code: of the runtime, as in its own tables.
+        code: the runtime's error code, as in its own tables.
         is_of_device: the device itself has reported that memory is damaged.
     """
 
@@ -133,7 +133,7 @@ class RecoverableError:
 
 
 def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError | None:
-    """What an exception is, None when it is the program's own.
+    """Classify an exception; None when it is the program's own.
 
     Args:
         error: left the step.
@@ -148,10 +148,10 @@ def classify(error: BaseException, *, is_interrupted: bool) -> RecoverableError 
     for pattern, kind, code in ERROR_PATTERNS:
         if pattern.search(text):
             is_memory = kind is WorkerFaultKind.MEMORY
-            found = None if is_interrupted and not is_memory else kind
+            classified = None if is_interrupted and not is_memory else kind
             is_of_device = is_memory and IMITATED not in text
-            return RecoverableError(found, first, code, is_of_device)
-    # What was raised under C++ comes back as another type, with the text that it had.
+            return RecoverableError(classified, first, code, is_of_device)
+    # An error raised under C++ comes back as another type, with the text that it had.
     if is_interrupted and Interrupted.__name__ in text:
         return RecoverableError(None, first)
     # Errors of the store have a type of their own.

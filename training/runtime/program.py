@@ -1,4 +1,4 @@
-"""What a user's program registers with its session."""
+"""Parts of a user's program, as it registers them with its session."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Scheduler(Protocol):
         ...
 
     def get_last_lr(self) -> Sequence[float | Tensor]:
-        """Learning rate per parameter group."""
+        """Return the learning rate per parameter group."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state."""
+        """Return the state as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
@@ -47,11 +47,11 @@ class Loader(Protocol):
         ...
 
     def next_step(self) -> Sequence[MicroBatch]:
-        """The micro-batches of this rank for one step: tensors, or tuples or mappings of them."""
+        """Return this rank's micro-batches of a step: tensors, or tuples or mappings of them."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able position."""
+        """Return the position as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,11 +65,11 @@ class Loader(Protocol):
 
 @dataclass(slots=True)
 class Training:
-    """What a program registered with its session.
+    """Parts of a training that a program registered with its session.
 
     Attributes:
         optimizers: each with parameters of its own; all of them run in every step.
-        schedulers: of their learning rates.
+        schedulers: they set the optimizers' learning rates.
         clip: clips the gradients of all ranks and returns their norm before it; None: torch does.
         optimize: lets the optimizers and the scaler run, by a program's own way; None: torch's.
     """
@@ -85,8 +85,8 @@ class Training:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all optimizers."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        """Parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def lr(self) -> float:
@@ -96,15 +96,15 @@ class Training:
     @property
     def has_optimizer_state(self) -> bool:
         """Whether any optimizer keeps something; none does before the first step."""
-        return any(one.state for one in self.optimizers)
+        return any(optimizer.state for optimizer in self.optimizers)
 
     def kept_tensors(self) -> Iterator[Tensor]:
-        """What the optimizers keep."""
-        states = chain.from_iterable(one.state.values() for one in self.optimizers)
+        """Tensors that the optimizers keep."""
+        states = chain.from_iterable(optimizer.state.values() for optimizer in self.optimizers)
         values = chain.from_iterable(state.values() for state in states)
         return (value for value in values if isinstance(value, Tensor))
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for one in self.optimizers:
-            one.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)

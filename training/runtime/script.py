@@ -21,5 +21,5 @@ def main(job: Job) -> None:
     join()
     sys.argv = [path, *arguments]
     sys.path[0] = str(Path(path).resolve().parent)
-    # Of a main program Python makes `__file__` absolute; a name beside it has to be found.
+    # For a main program Python makes `__file__` absolute; a name beside it has to be found.
     runpy.run_path(str(Path(path).absolute()), run_name="__main__")

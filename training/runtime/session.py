@@ -60,7 +60,7 @@ class Session:
 
     Attributes:
         ended_at: last step of a loop that came to its end in this process, 0 before.
-        current: of this process, None before `perdure.join()`.
+        current: this process's session, None before `perdure.join()`.
     """
 
     ended_at: ClassVar[int] = 0
@@ -134,7 +134,7 @@ class Session:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around the construction of the model, optional: a replaced process is back sooner.
+        """Construct the model inside this, optionally: a replaced process is back sooner.
 
         Its parameters are sent by another rank, so they are not drawn at random first. Random
         numbers after it are the same in every process; those within it need not be, but for
@@ -156,30 +156,24 @@ class Session:
         clip: Callable[[], Tensor | float] | None = None,
         optimize: Callable[[], None] | None = None,
     ) -> None:
-        """Register what is trained; it is what checkpoints hold. Collective: every rank calls it.
+        """Register the parts of the training, which checkpoints hold. Collective.
 
         Args:
             model: as it is called, with its wrapper.
-            optimizer: one, or several in a list (Muon and AdamW), each with parameters of its own.
+            optimizer: an optimizer, or a list (Muon and AdamW), each with parameters of its own.
             data: yields the micro-batches: tensors, or tuples or mappings of them.
-            scheduler: of the learning rate, one or several; None: the program sets rates itself.
-            scaler: of the loss, for fp16.
+            scheduler: sets the learning rate, or a list; None: the program sets rates itself.
+            scaler: scales the loss, for fp16.
             clip: clips the gradients and returns the norm that those of all ranks had before;
-                None: torch does it. It comes after the gradients are unscaled.
+                None: torch does it. It comes after the unscaling.
             optimize: lets optimizer and scaler run, once all ranks hold the gradients of a step;
-                None: their `step` and `update`. A recovery calls it, too.
+                None: their `step` and `update`; for recoveries, too.
 
         Raises:
-            InputError: the loader lacks a method, the model is not laid out as the job says, or
+            InputError: the loader lacks a method, the model has another layout than the job, or
                 a parameter is in two optimizers.
         """
-        needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
-        if missing := [name for name in needed if not hasattr(data, name)]:
-            raise InputError(
-                "session.register(data=...)",
-                f"{type(data).__name__} lacks {', '.join(missing)}; "
-                "perdure.training.runtime.program.Loader describes them",
-            )
+        _check_loader(data)
         check_layout(model, self.context, clips_itself=clip is not None)
         self._training = Training(
             model,
@@ -199,7 +193,7 @@ class Session:
         """Set how much a step computes, for tokens/s and MFU.
 
         Args:
-            tokens_per_step: of all ranks together.
+            tokens_per_step: sum over all ranks.
             flops_per_step: model FLOPs of all ranks together.
             peak_flops: peak FLOP/s of one device.
         """
@@ -209,7 +203,7 @@ class Session:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around an evaluation between two steps, which has a time limit of its own.
+        """Give an evaluation between two steps its own time limit.
 
         Inside the loop and outside of `with step:`, on every rank alike.
         """
@@ -218,7 +212,7 @@ class Session:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Around what has the time limit of a phase, between two steps."""
+        """Apply the time limit of a phase, between two steps."""
         self._heartbeat.beat(phase=phase)
         try:
             yield
@@ -227,7 +221,7 @@ class Session:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Around collectives that need no other rank: all of them would bring the same values."""
+        """Run collectives that need no other rank: all ranks would bring the same values."""
         with self._groups.generations.alone() if self._groups is not None else nullcontext():
             yield
 
@@ -237,7 +231,7 @@ class Session:
         return self._groups is not None and self._groups.generations.is_alone
 
     def steps(self, *, until: int) -> Iterator[Step]:
-        """The steps from the newest checkpoint up to `until`.
+        """Iterate over the steps from the newest checkpoint up to `until`.
 
         A fault that the process outlives leaves `with step:` quietly, and the same step comes
         again once all ranks have recovered: what a program does with a step belongs inside the
@@ -253,7 +247,7 @@ class Session:
         self.close_loop(loop)
 
     def open_loop(self, *, until: int) -> StepLoop:
-        """The loop of `steps`, for a program that drives it itself. Restores, which is collective.
+        """Return the loop of `steps`, for a program that drives it. Restores, which is collective.
 
         Raises:
             ValueError: nothing was registered.
@@ -273,27 +267,28 @@ class Session:
 
     @classmethod
     def leave(cls) -> None:
-        """The end of a program that went on behind its last step. Collective."""
+        """End a program that went on behind its last step. Collective."""
         if cls._loop is not None and cls._loop.stays:
             cls._loop.leave()
 
-    def _new_loop(self, training: Training, until: int) -> StepLoop:
-        context, heartbeat = self.context, self._heartbeat
-        checkpointer = Checkpointer(
+    def _new_checkpointer(self, training: Training) -> Checkpointer:
+        context, beat = self.context, self._heartbeat.beat
+        first_container = context.schedule_cnt if context.rank == 0 else None
+        return Checkpointer(
             context,
-            CheckpointStore(
-                self._store,
-                self.job.run_id,
-                first_container=context.schedule_cnt if context.rank == 0 else None,
-            ),
+            CheckpointStore(self._store, self.job.run_id, first_container=first_container),
             training,
             self.device,
             hooks=SaveHooks(
-                on_wait=heartbeat.beat,
-                on_agree=partial(heartbeat.beat, phase=Phase.AGREE),
-                on_copy=partial(heartbeat.beat, phase=Phase.SAVE),
+                on_wait=beat,
+                on_agree=partial(beat, phase=Phase.AGREE),
+                on_copy=partial(beat, phase=Phase.SAVE),
             ),
         )
+
+    def _new_loop(self, training: Training, until: int) -> StepLoop:
+        context, heartbeat = self.context, self._heartbeat
+        checkpointer = self._new_checkpointer(training)
         recovery = None
         if self._groups is not None:
             recovery = RankRecovery(
@@ -335,20 +330,38 @@ def _as_tuple(scheduler: Scheduler | None) -> tuple[Scheduler, ...]:
     return () if scheduler is None else (scheduler,)
 
 
+def _check_loader(data: Loader) -> None:
+    needed = ("next_step", "position", "epoch", "state_dict", "load_state_dict", "close")
+    if missing := [name for name in needed if not hasattr(data, name)]:
+        raise InputError(
+            "session.register(data=...)",
+            f"{type(data).__name__} lacks {', '.join(missing)}; "
+            "perdure.training.runtime.program.Loader describes them",
+        )
+
+
 def _optimizers(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer_or_list: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a training.
+    """Check the optimizers of a training, and return all of them.
 
     Raises:
         InputError: there is none, something else, or two have a parameter in common.
     """
     field = "session.register(optimizer=...)"
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
-    odd = [type(one).__name__ for one in optimizers if not isinstance(one, torch.optim.Optimizer)]
+    optimizers = (
+        (optimizer_or_list,)
+        if isinstance(optimizer_or_list, torch.optim.Optimizer)
+        else tuple(optimizer_or_list)
+    )
+    odd = [
+        type(optimizer).__name__
+        for optimizer in optimizers
+        if not isinstance(optimizer, torch.optim.Optimizer)
+    ]
     if odd or not optimizers:
         raise InputError(field, f"{odd[0] if odd else 'nothing'} is no torch.optim.Optimizer")
-    groups = [group for one in optimizers for group in one.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     parameters = [id(parameter) for group in groups for parameter in group["params"]]
     if len(set(parameters)) < len(parameters):
         raise InputError(field, "a parameter is in two of the optimizers, leave it out of one")
@@ -367,7 +380,7 @@ def join(*, layout: ParallelLayout | None = None) -> Session:
     """Take this process's place in its run: device, process group, heartbeat, storage.
 
     Args:
-        layout: of a program with groups of its own (tensor, pipeline, context or expert
+        layout: ranks of a program with groups of its own (tensor, pipeline, context or expert
             parallelism), the same on every rank; None: as the job has it.
 
     Raises:

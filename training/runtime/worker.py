@@ -1,14 +1,13 @@
-"""A fork server for data loaders that is forked from this process.
+"""The worker process of a session job: `python -m perdure.training.runtime.worker`.
 
-The one that multiprocessing starts by itself is a new interpreter, which imports torch for
-seconds: longer than everything else that a process needs to take another's place. At its very
-beginning a worker has all imports, and neither threads nor a device: it can be forked then.
-
-The worker process of a session job: `python -m perdure.training.runtime.worker`.
-
-Runs the job's recipe under torch elastic's error recorder, which leaves the exception and its
+It runs the job's recipe under torch elastic's error recorder, which leaves the exception and its
 time for the node agent. Exit codes: 0 done, 75 restart me, 76 needs a rung above the process,
 2 the user has to fix it; anything else is classified from log and code.
+
+The worker forks a fork server for data loaders from itself. The server that multiprocessing starts
+by itself is a new interpreter, which imports torch for seconds: longer than everything else that a
+process needs to take another's place. At its very beginning a worker has all imports, and neither
+threads nor a device: it can be forked then.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ _log = logging.getLogger("perdure.runtime")
 
 
 def load_recipe(name: str) -> Callable[[Job], None]:
-    """The function that `module:function` names.
+    """Import the function that `module:function` names.
 
     Raises:
         InputError: no such module or function.

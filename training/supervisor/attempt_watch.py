@@ -38,7 +38,8 @@ from perdure.training.supervisor.watch import (
     Progress,
     WatchResult,
 )
-from perdure.training.wire.agent import AgentState, AgentStatus, NodeLog
+from perdure.training.wire.agent import NodeLog
+from perdure.training.wire.agent_status import AgentState, AgentStatus
 from perdure.training.wire.logs import WorkerLog
 
 LOG_TAIL_BYTES = 64 * 1024

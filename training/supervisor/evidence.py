@@ -13,7 +13,7 @@ from perdure.training.journal.events import StepRecord
 from perdure.training.journal.time_account import SeenStep
 from perdure.training.liveness.culprit import RankProgress
 from perdure.training.liveness.heartbeat import Phase
-from perdure.training.wire.agent import AgentStatus, HangReport
+from perdure.training.wire.agent_status import AgentStatus, HangReport
 
 ENDED = "Z"  # the kernel's letter
 

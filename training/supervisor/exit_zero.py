@@ -27,7 +27,7 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
-from perdure.training.wire.agent import LeftProcess, WorkerStatus
+from perdure.training.wire.agent_status import LeftProcess, WorkerStatus
 from perdure.training.wire.logs import WorkerLog
 
 UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen

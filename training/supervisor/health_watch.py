@@ -24,7 +24,7 @@ from perdure.training.telemetry.alerts import (
     RunSample,
     key_of,
 )
-from perdure.training.wire.agent import AgentStatus
+from perdure.training.wire.agent_status import AgentStatus
 
 PERIOD_S = 1.0
 

@@ -27,7 +27,7 @@ from perdure.training.journal.records import (
     FirstStep,
 )
 from perdure.training.supervisor.watch import AttemptEnd, Progress
-from perdure.training.wire.agent import SavedCheckpoint
+from perdure.training.wire.agent_status import SavedCheckpoint
 
 
 class LedgerWriter:

@@ -31,7 +31,8 @@ from perdure.training.supervisor.health_watch import AttemptHealth
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
-from perdure.training.wire.agent import AgentState, NoticeOrder
+from perdure.training.wire.agent import NoticeOrder
+from perdure.training.wire.agent_status import AgentState
 
 _log = logging.getLogger("perdure.supervisor")
 

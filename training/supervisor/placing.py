@@ -368,7 +368,7 @@ class Placer:
     def check_order(self) -> CheckOrder:
         """Build the order to check a node by itself."""
         return CheckOrder(
-            job=self._job.model_dump_json(),
+            job=self._job,
             num_nodes=self._job.engine.nodes,
             slots_per_node=self._job.engine.slots_per_node,
             state_bytes=state_bytes(self._job),

@@ -21,7 +21,7 @@ from perdure.training.liveness.stalled_rank import LeftBehindDetector, StartingR
 from perdure.training.supervisor.evidence import progress_of, silent_of
 from perdure.training.supervisor.watch import Progress, WatchResult
 from perdure.training.telemetry.alerts import AlertCondition
-from perdure.training.wire.agent import AgentState, AgentStatus
+from perdure.training.wire.agent_status import AgentState, AgentStatus
 
 PERIOD_S = 1.0
 

@@ -33,7 +33,8 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import recoveries_of
 from perdure.training.supervisor.ledger_writer import LedgerWriter
-from perdure.training.wire.agent import AgentState, SavedCheckpoint, SavedQuery, StartOrder
+from perdure.training.wire.agent import SavedQuery, StartOrder
+from perdure.training.wire.agent_status import AgentState, SavedCheckpoint
 
 PATH_ENV = "PERDURE_CHECKPOINT"
 STEP_ENV = "PERDURE_CHECKPOINT_STEP"

@@ -17,7 +17,8 @@ from perdure.training.journal.events import CheckpointCommitted, Event, LedgerEv
 from perdure.training.journal.time_account import SeenStep
 from perdure.training.recovery.protocol import AttemptGivenUp, RecoveryBegan, RecoveryEnded
 from perdure.training.supervisor.evidence import newest_of
-from perdure.training.wire.agent import AgentState, NodeLog, SavedCheckpoint
+from perdure.training.wire.agent import NodeLog
+from perdure.training.wire.agent_status import AgentState, SavedCheckpoint
 
 
 class EndKind(StrEnum):

@@ -93,11 +93,11 @@ class Decoder(nn.Module):
         self._init_weights(spec)
 
     def forward(self, inputs_BS: Tensor, targets_BS: Tensor) -> Tensor:
-        """Mean next-token loss, a scalar in fp32."""
+        """Compute the mean next-token loss, a scalar in fp32."""
         return F.cross_entropy(self.logits(inputs_BS).float().flatten(0, 1), targets_BS.flatten())
 
     def logits(self, inputs_BS: Tensor) -> Tensor:
-        """Next-token scores, [B, S, V]."""
+        """Compute next-token scores, [B, S, V]."""
         seq_len = inputs_BS.shape[1]
         cos_SN, sin_SN = self.cos_SN[:seq_len], self.sin_SN[:seq_len]
         x_BSD = self.embedding(inputs_BS)
@@ -117,14 +117,14 @@ class Decoder(nn.Module):
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position and pair, each [S, N]."""
+    """Compute cosines and sines of every position and pair, each [S, N]."""
     head_size = spec.hidden_size // spec.num_heads
     exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
     angles = torch.outer(
         torch.arange(spec.seq_len, dtype=torch.float64), spec.rope_theta**-exponents
     )
-    both = torch.cat((angles, angles), dim=-1)
-    return both.cos().float(), both.sin().float()
+    doubled = torch.cat((angles, angles), dim=-1)
+    return doubled.cos().float(), doubled.sin().float()
 
 
 def rotate(x: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def rotate(x: Tensor, cos_SN: Tensor, sin_SN: Tensor) -> Tensor:
 
 
 def flops_per_token(spec: ModelSpec, vocab_size: int) -> float:
-    """FLOPs of forward and backward per token: 6 N + 12 L D S.
+    """Count the FLOPs of forward and backward per token: 6 N + 12 L D S.
 
     Six per parameter, and the attention scores on top (Chowdhery et al., arXiv 2204.02311,
     appendix B). Tied embeddings count once, as the output matrix.

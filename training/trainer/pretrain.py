@@ -1,10 +1,8 @@
-"""AdamW and its learning rate: linear warm-up, then a cosine down to a fraction of the peak.
+"""The reference recipe: pretrain the decoder on the job's corpus, on every rank.
 
-Wrapping of the model: DDP, FSDP2, HSDP, or single-process DataParallel.
-
-The reference recipe: pretrain the decoder on the job's corpus, on every rank.
-
-It knows nothing of faults: `session.steps()` restores, saves, and decides when to end.
+The optimizer is AdamW with linear warm-up, then a cosine down to a fraction of the peak; the model
+is wrapped in DDP, FSDP2, HSDP, or single-process DataParallel. The recipe knows nothing of faults:
+`session.steps()` restores, saves, and decides when to end.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from perdure.training.trainer.model import Decoder, flops_per_token
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only; norms and other vectors go without."""
+    """Make AdamW with weight decay on matrices only; norms and other vectors go without."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -50,12 +48,12 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
 def make_scheduler(
     optimizer: torch.optim.Optimizer, spec: OptimizerSpec, *, steps: int
 ) -> LambdaLR:
-    """The schedule over `steps` optimizer steps."""
+    """Make the schedule over `steps` optimizer steps."""
     return LambdaLR(optimizer, lambda done: lr_ratio(done, spec, steps=steps))
 
 
 def lr_ratio(done: int, spec: OptimizerSpec, *, steps: int) -> float:
-    """Learning rate of the step after `done` completed ones, relative to the peak."""
+    """Compute the learning rate of the step after `done` steps, relative to the peak."""
     if done < spec.warmup_steps:
         return (done + 1) / spec.warmup_steps
     progress = (done - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
@@ -126,18 +124,14 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
     with session.building():
         model = Decoder(job.model, manifest.vocab_size)
     wrapped = wrap(
-        model,
-        job.parallelism,
-        precision=job.precision,
-        device=session.device,
-        world_size=session.world_size,
-    )
+        model, job.parallelism,
+        precision=job.precision, device=session.device, world_size=session.world_size,
+    )  # fmt: skip
     # The weights are alike everywhere; dropout must not be.
     torch.manual_seed((job.seed + session.rank + 1) % 2**63)
     optimizer = make_optimizer(wrapped, job.optimizer)
-    scaler = None
-    if job.precision is Precision.FP16:
-        scaler = torch.amp.GradScaler(session.device.type)
+    is_fp16 = job.precision is Precision.FP16
+    scaler = torch.amp.GradScaler(session.device.type) if is_fp16 else None
     session.register(
         model=wrapped,
         optimizer=optimizer,
@@ -145,19 +139,8 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
         scaler=scaler,
         data=make_loader(job, session, dataset),
     )
-    tokens = job.batch.global_batch_size * job.model.seq_len
-    session.measure(
-        tokens_per_step=tokens,
-        flops_per_step=tokens * flops_per_token(job.model, manifest.vocab_size),
-        peak_flops=_peak(job, session),
-    )
-    # FSDP2 casts by its own policy; autocast serves the other wrappings.
-    sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
-    autocast = torch.autocast(
-        session.device.type,
-        dtype=DTYPES[job.precision],
-        enabled=job.precision is not Precision.FP32 and not sharded,
-    )
+    _measure(job, session, manifest.vocab_size)
+    autocast = _autocast(job, session)
     for step in session.steps(until=job.steps):
         with step:
             in_step()
@@ -166,6 +149,25 @@ def main(job: Job, *, in_step: Callable[[], None] = lambda: None) -> None:
                     loss = wrapped(inputs_BS, targets_BS)
                 step.backward(loss.mean())
             step.apply()
+
+
+def _measure(job: Job, session: Session, vocab_size: int) -> None:
+    tokens = job.batch.global_batch_size * job.model.seq_len
+    session.measure(
+        tokens_per_step=tokens,
+        flops_per_step=tokens * flops_per_token(job.model, vocab_size),
+        peak_flops=_peak(job, session),
+    )
+
+
+def _autocast(job: Job, session: Session) -> torch.autocast:
+    # FSDP2 casts by its own policy; autocast serves the other wrappings.
+    is_sharded = job.parallelism.kind in (ParallelKind.FSDP2, ParallelKind.HSDP)
+    return torch.autocast(
+        session.device.type,
+        dtype=DTYPES[job.precision],
+        enabled=job.precision is not Precision.FP32 and not is_sharded,
+    )
 
 
 def seed_all(seed: int) -> None:
@@ -177,7 +179,7 @@ def seed_all(seed: int) -> None:
 
 
 def open_data(job: Job, session: Session) -> tuple[TokenDataset, CorpusManifest]:
-    """The prepared corpus, memory-mapped; the node agent has staged it already."""
+    """Open the prepared corpus, memory-mapped; the node agent has staged it already."""
     store = open_store(job.storage)
     manifest = load_manifest(store, session.context.data_manifest_key)
     staged = stage(manifest, store, session.context.data_folder)
@@ -193,7 +195,7 @@ def open_data(job: Job, session: Session) -> tuple[TokenDataset, CorpusManifest]
 
 
 def make_loader(job: Job, session: Session, dataset: TokenDataset) -> ResumableLoader:
-    """This rank's loader; ranks that hold parts of one copy of the model read the same samples."""
+    """Make this rank's loader; ranks with parts of the same model copy read the same samples."""
     assert job.data is not None  # noqa: S101 the job's validation asks for it
     return ResumableLoader(
         dataset,

@@ -1,4 +1,4 @@
-"""How large the reference model of a job is. Sizes are bytes."""
+"""Size of a job's reference model, in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STATE_BYTES_PER_PARAMETER = 12
 
 
 def num_parameters(job: Job) -> int | None:
-    """Parameters of the job's model with its tokenizer's vocabulary.
+    """Count the parameters of the job's model with its tokenizer's vocabulary.
 
     Returns:
         None for programs of the user's own.
@@ -25,6 +25,6 @@ def num_parameters(job: Job) -> int | None:
 
 
 def state_bytes(job: Job) -> int | None:
-    """Model and optimizer state of the whole job; None for programs of the user's own."""
+    """Compute the size of the job's model and optimizer state; None for the user's own programs."""
     parameters = num_parameters(job)
     return parameters * STATE_BYTES_PER_PARAMETER if parameters is not None else None

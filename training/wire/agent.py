@@ -1,14 +1,12 @@
 """The messages of supervisors and node agents, and the configuration of an agent.
 
 One JSON object per line over TCP, request then reply. Every request carries the agent's token
-and the supervisor's epoch; an agent that has received a higher epoch refuses a lower one, so a
+and the supervisor's epoch; an agent that has received an epoch refuses a lower epoch, so a
 superseded supervisor cannot start or stop anything. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
-from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, SerializationInfo, TypeAdapter, field_serializer
@@ -19,6 +17,7 @@ from perdure.training.config.drill import Victim
 from perdure.training.config.job import Job
 from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
 from perdure.training.recovery.rungs import Recovery, Rung
+from perdure.training.wire.agent_status import AgentStatus, SavedCheckpoint
 from perdure.training.wire.coordinator import CoordinatorAddress
 from perdure.training.wire.logs import (
     Collected,
@@ -34,26 +33,25 @@ from perdure.training.wire.node import (
     HealOrder,
     HealReply,
     NodeDevices,
-    NodeSample,
 )
 from perdure.training.wire.transport import INTO_A_CONNECTION
 
-NO_MEMBER = -1  # of a container that stands by
+NO_MEMBER = -1  # the member of a warm spare
 
 
 class AgentConfig(FrozenModel):
-    """What the engine writes into a container for its agent; holds the token, mode 0600."""
+    """Configuration of an agent, from the engine in its container; holds the token, mode 0600."""
 
     run_id: str
     node: str
-    member: int = Field(description="whose container it is; NO_MEMBER: it stands by for one")
+    member: int = Field(description="member of the container; NO_MEMBER: it is a warm spare")
     schedule_cnt: int
     token: str
     epoch: int = Field(
         description="of the supervisor that made the container; lower ones are refused"
     )
     host: str = "127.0.0.1"
-    port: int = Field(0, description="that it listens on; 0: one that is free")
+    port: int = Field(0, description="port to listen on; 0: a free port")
     on_loopback: bool = Field(
         False, description="whether it listens there, too, where a port-forward comes from"
     )
@@ -103,7 +101,7 @@ class StartOrder(FrozenModel):
     failover_grace_s: int = Field(3, description="for those that a fault has left; -1: no force")
     log_path: str | None
     variables: dict[str, str]
-    job: str = Field(description="the job as JSON, without secrets")
+    job: Job = Field(description="it holds no secrets")
     data_manifest_key: str | None
     past: tuple[Recovery, ...] = Field((), description="recoveries so far, oldest first")
     coordinator: CoordinatorAddress | None = None
@@ -111,14 +109,15 @@ class StartOrder(FrozenModel):
         None, description="of the process groups, where its ranks join the living ones of others"
     )
     rejoin_s: float = Field(
-        0.0, description="for another coordinator to come when the one before is gone; 0: none"
+        0.0,
+        description="limit for another coordinator to come after the loss of the first; 0: none",
     )
     rank_table: str | None = Field(None, description="hccl.json; None: none is asked for")
     resume_step: int | None = Field(
         None, description="of the command's checkpoint from which it goes on"
     )
     resume_attempt: tuple[int, int] | None = Field(
-        None, description="placement and attempt that saved it, where that has to be the same one"
+        None, description="placement and attempt that saved it, where that has to be the same"
     )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
     secrets: dict[str, SecretStr] = Field(
@@ -129,17 +128,20 @@ class StartOrder(FrozenModel):
     def _secrets_into_connections(
         self, secrets: dict[str, SecretStr], info: SerializationInfo
     ) -> dict[str, str]:
-        """In clear text on the way to an agent alone: whatever else writes an order has a mask."""
+        """Show secrets on the way to an agent alone; all other text of an order has a mask."""
         is_shown = info.context == INTO_A_CONNECTION
-        return {n: one.get_secret_value() if is_shown else str(one) for n, one in secrets.items()}
+        return {
+            n: secret.get_secret_value() if is_shown else str(secret)
+            for n, secret in secrets.items()
+        }
 
     @property
     def delivered(self) -> dict[str, str]:
         """The secrets in clear text."""
-        return {name: one.get_secret_value() for name, one in self.secrets.items()}
+        return {name: secret.get_secret_value() for name, secret in self.secrets.items()}
 
     def without_secrets(self) -> StartOrder:
-        """The same order for those that start no worker."""
+        """Copy the order for processes that start no worker."""
         return self.model_copy(update={"secrets": {}})
 
 
@@ -226,7 +228,7 @@ class CheckOrder(FrozenModel):
     """
 
     op: Literal["check"] = "check"
-    job: str
+    job: Job
     num_nodes: int
     slots_per_node: int
     state_bytes: int | None
@@ -268,8 +270,8 @@ class SavedQuery(FrozenModel):
     Attributes:
         spec: where, and of which kind.
         cwd: folder of the command.
-        variables: its own, for the path.
-        run_id: of the command.
+        variables: the command's variables, for the path.
+        run_id: name of the run.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
         is_in_parts: whether each node has a part of its own.
@@ -330,229 +332,6 @@ class Request(FrozenModel):
     order: Order
 
 
-class AgentState(StrEnum):
-    """What an agent is doing."""
-
-    IDLE = "idle"
-    STAGING = "staging"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    ENDED = "ended"
-
-
-class Pulse(FrozenModel):
-    """What a worker's heartbeat holds beside step and phase.
-
-    Attributes:
-        entered: collectives entered since the process started.
-        left: collectives that have come to their end.
-        operation: the newest one entered, with its group, such as "allreduce in world".
-        waited_s: between the entering and the end of collectives, all together.
-        data_s: spent on waiting for the data loader, all together.
-        latency_s: of the newest collective that carries the votes of a step.
-        beat_s: since the heartbeat was last written.
-        step_age_s: since a step was last completed; None before the first one of the process.
-        process_state: the kernel's letter for the state of the process.
-        cpu_s: processor time of its session, counted until the process has completed a step.
-        io_bytes: read and written by its session, likewise.
-    """
-
-    entered: int
-    left: int
-    operation: str = ""
-    waited_s: float = 0.0
-    data_s: float = 0.0
-    latency_s: float = 0.0
-    beat_s: float = 0.0
-    step_age_s: float | None = None
-    process_state: str = ""
-    cpu_s: float = 0.0
-    io_bytes: int = 0
-
-
-class RankStatus(FrozenModel):
-    """One rank.
-
-    Attributes:
-        rank: global rank; None for a process of a command that has none.
-        local_rank: device; None where a command's launcher does not name it.
-        pid: of its process.
-        exit_code: None while it runs, and for a rank of a command; negative for a signal, as
-            subprocess has it.
-        step: completed steps by its heartbeat, -1 before the restore, None without heartbeat.
-        phase: name of the heartbeat's phase.
-        is_recovering: its process has ended, and the coordinator may replace it.
-        generation: of the process groups, by its heartbeat.
-        pulse: what else its heartbeat holds.
-    """
-
-    rank: int | None
-    local_rank: int | None
-    pid: int
-    exit_code: int | None = None
-    step: int | None = None
-    phase: str | None = None
-    is_recovering: bool = False
-    generation: int | None = None
-    pulse: Pulse | None = None
-
-
-class WorkerStatus(RankStatus):
-    """One process that the agent started.
-
-    Attributes:
-        rank: global rank; of a launcher the index of the node.
-        ended_s: when its end was noticed.
-        error: last line of the exception it recorded.
-        error_s: when it recorded it.
-        stopped_by_agent: whether the agent had asked it to stop before it ended.
-        ended_early: a session program that exited with 0 before its target; see `error`.
-    """
-
-    rank: int
-    local_rank: int
-    ended_s: float | None = None
-    error: str | None = None
-    error_s: float | None = None
-    stopped_by_agent: bool = False
-    ended_early: bool = False
-
-
-class HangReport(FrozenModel):
-    """A local rank that has been silent beyond its limit.
-
-    Attributes:
-        rank: None for a command, none of whose ranks is known to be the one.
-        why: what shows it beside the silence.
-        stopped: processes of a command, of no rank, that a signal has stopped.
-        ends_attempt: else it is only reported, for as long as it lasts.
-    """
-
-    rank: int | None
-    silent_s: float
-    limit_s: float
-    phase: str
-    step: int
-    why: str = ""
-    stopped: tuple[str, ...] = ()
-    ends_attempt: bool = True
-
-
-class ShownStep(FrozenModel):
-    """The newest step that the output of a command shows.
-
-    Attributes:
-        step: completed steps.
-        age_s: since it was printed.
-        target: where the program says that it ends.
-    """
-
-    step: int
-    age_s: float
-    target: int | None = None
-
-
-class SavedCheckpoint(FrozenModel):
-    """A complete checkpoint that a command has saved.
-
-    Attributes:
-        path: file or folder, absolute.
-        written_s: when the newest of its files was.
-        saved_in: placement and attempt that saved it; None: not known, or it does not matter.
-        member: whose part it is, of a checkpoint that consists of all members' parts.
-    """
-
-    step: int
-    path: str
-    size_bytes: int
-    written_s: float
-    saved_in: tuple[int, int] | None = None
-    member: int | None = None
-
-
-class LeftProcess(FrozenModel):
-    """A process that a command has left running when it exited with 0.
-
-    Attributes:
-        name: its command line and pid, without secrets.
-        trains: whether it is a rank, or a launcher of ranks.
-    """
-
-    pid: int
-    name: str
-    trains: bool
-
-
-class CoordinatorEnd(FrozenModel):
-    """How the coordinator ended that an agent had started, while its attempt went on.
-
-    Attributes:
-        exit_code: negative for a signal, as subprocess has it.
-        line: the last one of its log, or why the agent ended it.
-        was_stopped: whether a signal had stopped it, so that the agent ended it.
-    """
-
-    exit_code: int
-    ended_s: float
-    line: str
-    was_stopped: bool = False
-
-
-class AgentStatus(FrozenModel):
-    """The state of a node.
-
-    Attributes:
-        workers: the processes that the agent started: one per rank, of a launcher one in all.
-        is_launcher: whether that one process has started the ranks itself.
-        ranks: of a command, as far as they are known.
-        output_bytes: length of what the attempt's processes have printed.
-        shown: step by the output of a command, where its job says how to read it.
-        saved: the newest checkpoints that a command has saved in this attempt.
-        left_running: by a command that exited with 0; it was ended with the attempt.
-    """
-
-    node: str
-    member: int
-    state: AgentState
-    schedule_cnt: int
-    proc_start_cnt: int
-    placement: int
-    attempt: int
-    workers: tuple[WorkerStatus, ...] = ()
-    is_command: bool = False
-    is_launcher: bool = False
-    ranks: tuple[RankStatus, ...] = ()
-    hang: HangReport | None = None
-    staging_error: str | None = None
-    oom_kills: int = 0
-    output_bytes: int = 0
-    shown: ShownStep | None = None
-    saved: tuple[SavedCheckpoint, ...] = ()
-    left_running: tuple[LeftProcess, ...] = ()
-    mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
-    sample: NodeSample | None = None
-    metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
-    is_warm: bool = Field(False, description="whether session programs start without imports")
-    coordinator_end: CoordinatorEnd | None = None
-
-    @property
-    def known_ranks(self) -> tuple[RankStatus, ...]:
-        """The ranks of this node, of a command as far as they are known."""
-        return self.ranks if self.is_command else self.workers
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Completed steps, by every sign that there is of them: heartbeats and output."""
-        beats = (one.step for one in self.known_ranks)
-        shown = (self.shown.step,) if self.shown is not None else ()
-        return (*(step for step in beats if step is not None and step >= 0), *shown)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the attempt's processes on this node are gone."""
-        return self.state in (AgentState.ENDED, AgentState.IDLE)
-
-
 class NodeLog(FrozenModel):
     """Text of a node that is no worker's output.
 
@@ -590,17 +369,3 @@ class AgentReply(FrozenModel):
 
 
 REQUEST: TypeAdapter[Request] = TypeAdapter(Request)
-
-
-def job_of(order: StartOrder) -> Job:
-    """The job of an order to start; parsed once, for every part of the agent that asks.
-
-    Raises:
-        ValueError: it is no job of this version.
-    """
-    return _parsed(order.job)
-
-
-@lru_cache(maxsize=1)
-def _parsed(text: str) -> Job:
-    return Job.model_validate_json(text)

@@ -1,4 +1,4 @@
-"""What workers, node agents and the coordinator of an attempt send each other.
+"""Messages among the workers, the node agents and the coordinator of an attempt.
 
 One JSON object per line over TCP; the first line of a connection carries the attempt's token.
 In files of the attempt's folder an agent and its coordinator exchange the configuration and the
@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.job import Job
 from perdure.training.recovery.protocol import (
     CoordinatorMessage,
     Ending,
@@ -39,18 +40,18 @@ class MetricsAddress(FrozenModel):
 
 
 def metrics_file(attempt_folder: Path) -> Path:
-    """Where a coordinator writes its `MetricsAddress`, once it answers there."""
+    """Return the file in which a coordinator writes its `MetricsAddress`, once it answers there."""
     return attempt_folder / "metrics-address.json"
 
 
 class CoordinatorConfig(FrozenModel):
-    """How to coordinate one attempt: a private file, for it has the token.
+    """Configuration of an attempt's coordinator: a private file, for it has the token.
 
     Attributes:
-        job: as JSON, without secrets.
+        job: it holds no secrets.
         host: address to bind; loopback unless configured otherwise.
-        store_port: port of the rendezvous store, 0: any free one.
-        placement: of the attempt.
+        store_port: port of the rendezvous store, 0: any free port.
+        placement: number of the placement.
         attempt: number of the attempt in its placement.
         live_file: the attempt log.
         address_file: written once it listens.
@@ -59,7 +60,7 @@ class CoordinatorConfig(FrozenModel):
         resumes: the recovery that it takes up; the coordinator before it is lost with its node.
     """
 
-    job: str
+    job: Job
     host: str
     store_port: int
     token: str
@@ -73,7 +74,7 @@ class CoordinatorConfig(FrozenModel):
 
 
 class CoordinatorAddress(CoordinatorMessage):
-    """Where the coordinator of an attempt listens; files that hold one are private."""
+    """Where the coordinator of an attempt listens; files that hold it are private."""
 
     host: str
     port: int
@@ -85,7 +86,7 @@ class WorkerJoined(CoordinatorMessage):
     """First line of a worker.
 
     Attributes:
-        layout: of its program, the same on every rank; None: the job's.
+        layout: the program's layout, the same on every rank; None: the job's.
     """
 
     op: Literal["worker_joined"] = "worker_joined"

@@ -25,7 +25,7 @@ class ReadLogsQuery(FrozenModel):
     Attributes:
         offsets: by node/name of the log, bytes; of the attempt that `placement` and `attempt` name.
         tail_bytes: of a log that has none, from so far before its end; None: from its beginning.
-        rank: whose output is wanted; None: that of all ranks.
+        rank: global rank whose output to read; None: all ranks.
         file: name of the log that is wanted instead.
         every_log: what the container itself writes is wanted, too.
     """
@@ -52,7 +52,7 @@ class WorkerLog(FrozenModel):
     """The end of one worker's output.
 
     Attributes:
-        written_s: when it was last written.
+        written_s: time of the last write.
     """
 
     rank: int
@@ -62,12 +62,12 @@ class WorkerLog(FrozenModel):
 
 
 class LogPiece(FrozenModel):
-    """What a log of an attempt holds between two places, in whole lines, without secrets.
+    """Piece of an attempt's log between two places, in whole lines, without secrets.
 
     Attributes:
-        name: of the log, as it will be in the store.
+        name: name of the log in the store.
         rank: global rank that writes it, None when no rank does.
-        offset: where the piece ends.
+        offset: end of the piece, in bytes.
         is_last: whether that is the end of the log, for now.
     """
 
@@ -84,10 +84,10 @@ class CollectedFile(FrozenModel):
     """One log in the store.
 
     Attributes:
-        key: of the object.
+        key: key of the object in the store.
         size_bytes: compressed.
-        log_bytes: of the log that are in it.
-        cut_bytes: of the log before them that are left out.
+        log_bytes: bytes of the log in the object.
+        cut_bytes: earlier bytes of the log that the object leaves out.
     """
 
     key: str
@@ -97,7 +97,7 @@ class CollectedFile(FrozenModel):
 
 
 class Collected(FrozenModel):
-    """What a node has put into the store of the logs of an attempt.
+    """Logs of an attempt that a node has put into the store.
 
     Attributes:
         is_done: whether nothing more comes.
@@ -112,6 +112,6 @@ class Collected(FrozenModel):
 
 
 def logs_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
-    """Where the logs of a run, or of one attempt, lie in the store."""
+    """Return the key prefix of the logs of a run, or of an attempt, in the store."""
     base = f"runs/{run_id}/logs/"
     return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base

@@ -1,11 +1,7 @@
-"""The question which addresses the devices of a node have, for a rank table, and its answer.
+"""Messages about the devices of a node: addresses for a rank table, healing, checks, samples.
 
-The order to heal the chips of a node between two attempts in place, and how far that is.
-
-What a node reports about itself: checks before it is used, samples while it works.
-
-What a tool does not report is None; a tool that is missing, or gives no answer, is a gap with its
-name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epoch.
+A value that a tool does not report is None; a tool that is missing, or gives no answer, is a gap
+with its name. Percentages are 0 to 100, sizes bytes, times seconds; `at_s` since the epoch.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from typing import Literal
 from pydantic import Field, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.recovery.healing import HealPlan
@@ -44,7 +41,7 @@ class DeviceAddress(FrozenModel):
 
     Attributes:
         device_id: physical number on the node.
-        device_ip: of its network port.
+        device_ip: address of its network port.
         super_device_id: SDID, in a super pod.
     """
 
@@ -61,22 +58,22 @@ class NodeDevices(FrozenModel):
 
 
 def device_ids(slots: int, visible: str) -> Sequence[int]:
-    """Physical numbers of the devices, by local rank.
+    """Return the physical numbers of the devices, by local rank.
 
     Raises:
-        ValueError: `visible` is no list of numbers, names one twice, or too few.
+        ValueError: `visible` is no list of numbers, names a device twice, or too few.
     """
     if not visible:
         return range(slots)
     parts = [part.strip() for part in visible.split(",")]
     if not all(re.fullmatch(r"[0-9]+", part) for part in parts):
         raise ValueError(f"{VISIBLE}={visible} is no list of device numbers, as 0,1,2,3")
-    seen = [int(part) for part in parts]
-    if len(set(seen)) < len(seen):
+    devices = [int(part) for part in parts]
+    if len(set(devices)) < len(devices):
         raise ValueError(f"{VISIBLE}={visible} names a device twice")
-    if len(seen) < slots:
+    if len(devices) < slots:
         raise ValueError(f"{VISIBLE}={visible} has fewer than {slots} devices")
-    return seen[:slots]
+    return devices[:slots]
 
 
 class HealOrder(FrozenModel):
@@ -85,7 +82,7 @@ class HealOrder(FrozenModel):
     Repeated after its end it gives the same answer: a supervisor may have died while it waited.
 
     Attributes:
-        rung: that would start processes there again.
+        rung: recovery that would start processes there again.
         slots_per_node: devices that the job uses on the node, from 0 on.
         variables: environment of the workers.
         cwd: their folder.
@@ -124,8 +121,8 @@ class Check(FrozenModel):
     """One check.
 
     Attributes:
-        name: of the check.
-        node: that was checked; None: the job or the gang as a whole.
+        name: the check's name.
+        node: the checked node; None: the job or the gang as a whole.
         seen: what was found.
         allowed: what it is compared with; "" where nothing is.
         seconds: it took.
@@ -142,20 +139,20 @@ class Check(FrozenModel):
 
 
 class NodeTask(FrozenModel):
-    """What a node is asked to check.
+    """Task of checking a node.
 
     Attributes:
-        job: as JSON, without secrets.
-        folder: of the container.
-        node_folder: that outlives its containers; None: there is none.
-        first_rank: of the ranks of this node, one for each slot.
+        job: it holds no secrets.
+        folder: the container's scratch folder.
+        node_folder: outlives the node's containers; None: there is none.
+        first_rank: first global rank of this node, which has a rank for each slot.
         state_bytes: model and optimizer state of the whole job; None: not known.
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first rank listens; None: no check of the gang.
         with_store: whether the keys of the store are there.
     """
 
-    job: str
+    job: Job
     node: str
     folder: str
     node_folder: str | None
@@ -174,12 +171,12 @@ CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
 
 
 def unanswered(node: str, why: str) -> Check:
-    """The check of a node whose agent did not answer."""
+    """Make the check of a node whose agent did not answer."""
     return Check(name="agent", node=node, outcome=CheckOutcome.FAILED, seen=why)
 
 
 def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
-    """The worst of several outcomes; skipped when there is none."""
+    """Choose the worst of several outcomes; skipped when there is none."""
     order = list(CheckOutcome)
     return max(outcomes, key=order.index, default=CheckOutcome.SKIPPED)
 
@@ -190,8 +187,8 @@ class DeviceSample(FrozenModel):
     Attributes:
         index: as workers count them (LOCAL_RANK).
         health: word of its driver: OK, Warning, Alarm, Critical; None when it reports none.
-        error_codes: that its driver reports at the moment.
-        link_is_up: of its network port.
+        error_codes: present error codes of the driver.
+        link_is_up: state of its network port.
         net_health: word of hccn_tool: Success, Init, Socket failed, ...
     """
 

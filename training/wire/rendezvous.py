@@ -1,4 +1,4 @@
-"""The rendezvous store in which processes find each other, as the one that serves it makes it.
+"""The rendezvous store in which processes find each other.
 
 torch binds a store that it serves to every address of the host, and has no authentication: who
 reaches the port reads and writes the keys of all ranks. Here it listens on one address. Times are
@@ -18,13 +18,13 @@ TIMEOUT_S = 300.0  # torch's own default
 def serve_store(
     host: str, port: int, world_size: int | None = None, *, timeout_s: float = TIMEOUT_S
 ) -> TCPStore:
-    """A store that listens on this address of this host alone.
+    """Serve a store that listens on this address of this host alone.
 
     Args:
-        host: name or address; of several addresses of a name the first one.
-        port: 0: any free one.
-        world_size: of those that will connect, None: any number.
-        timeout_s: of each of its calls.
+        host: name or address; of several addresses of a name the first.
+        port: port to listen on; 0: any free port.
+        world_size: number of clients, None: any number.
+        timeout_s: limit of each of a client's calls.
 
     Raises:
         OSError: the address is none of this machine's, or the port is taken.

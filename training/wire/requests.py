@@ -1,4 +1,4 @@
-"""What a user requests of a run while it goes on: one small object in its store.
+"""Requests of a user to a run that goes on: a small object in its store.
 
 The coordinator of an attempt reads it every other second, so a request reaches the ranks without
 any supervisor. It holds over attempts and supervisors until it is withdrawn, at the latest when
@@ -23,7 +23,7 @@ class Control(FrozenModel):
     Attributes:
         pause: whether all ranks are to pause at a step boundary.
         cancel: whether the run is to end; its supervisor looks for it.
-        at_s: when it was made, 0 when there never was one.
+        at_s: time of the request, 0: there was none.
     """
 
     pause: bool = False
@@ -32,7 +32,7 @@ class Control(FrozenModel):
 
 
 def read_control(store: ObjectStore, run_id: str) -> Control:
-    """What is requested of the run now.
+    """Read the present request to the run.
 
     Raises:
         Corrupt: the object is no request.
@@ -107,11 +107,11 @@ def clear_requests(store: ObjectStore, run_id: str) -> None:
         control = read_control(store, run_id)
         is_wanted = control.pause or control.cancel
     except Corrupt:
-        is_wanted = True  # replaced by a sound one
+        is_wanted = True  # a sound request replaces it
     if is_wanted:
         write_control(store, run_id, pause=False)
 
 
 def control_key(run_id: str) -> str:
-    """Where the request is in the store."""
+    """Return the key of the request in the store."""
     return f"runs/{run_id}/control.json"

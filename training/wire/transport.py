@@ -1,10 +1,10 @@
 """JSON lines over TCP between the processes of a run: framing, tokens, deadlines.
 
 One message per line, of a bounded size. The first line of a connection carries a token; a peer
-that sends none in time is disconnected. There are two kinds of connections: a request with its
-reply (supervisor to agent, `call` and `RequestServer`), and one that lasts as long as the attempt,
-on which both sides send (workers and agents to the coordinator, `Connection`). The coordinator
-accepts thousands of those, so its server is asyncio's and uses the framing alone. Times are
+that sends none in time is disconnected. There are two kinds of connections: for a request
+with its reply (supervisor to agent, `call` and `RequestServer`), and for a whole attempt, with both
+sides sending (workers and agents to the coordinator, `Connection`). The coordinator accepts
+thousands of the second, so its server is asyncio's and uses the framing alone. Times are
 seconds.
 
 Calls to thousands of agents at once, from one thread of its own.
@@ -47,7 +47,7 @@ INTO_A_CONNECTION = {"connection": True}
 
 
 def dump_line(message: BaseModel) -> bytes:
-    """A message as a line; its token is in clear text, for this connection alone."""
+    """Encode a message as a line; its token is in clear text, for this connection alone."""
     document = message.model_dump(mode="json", context=INTO_A_CONNECTION)
     # pydantic writes a SecretStr as asterisks.
     token = getattr(message, "token", None)
@@ -57,7 +57,7 @@ def dump_line(message: BaseModel) -> bytes:
 
 
 def read_line(stream: BufferedIOBase) -> bytes:
-    """The next line, empty at the end of the connection.
+    """Read the next line, empty at the end of the connection.
 
     Raises:
         OSError: the connection broke, or nothing came in time.
@@ -70,7 +70,7 @@ def read_line(stream: BufferedIOBase) -> bytes:
 
 
 async def next_line(reader: asyncio.StreamReader) -> bytes:
-    """The next line of an asyncio connection, empty at its end.
+    """Read the next line of an asyncio connection, empty at its end.
 
     Raises:
         ValueError: the line is longer than the reader's limit.
@@ -81,10 +81,10 @@ async def next_line(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def is_authentic(given: SecretStr | None, token: str) -> bool:
-    """Whether a message's token is the right one; compared in constant time."""
+def is_authentic(received: SecretStr | None, token: str) -> bool:
+    """Whether a message's token is right; compared in constant time."""
     # As bytes: of text, compare_digest takes ASCII alone.
-    secret = given.get_secret_value() if given is not None else ""
+    secret = received.get_secret_value() if received is not None else ""
     return hmac.compare_digest(secret.encode(), token.encode())
 
 
@@ -125,7 +125,7 @@ class RequestServer(socketserver.ThreadingTCPServer):
 
     Args:
         host: address to bind.
-        port: likewise; 0: one that is free.
+        port: port to listen on; 0: a free port.
         answer: the reply to a line; what it raises ends that connection alone.
     """
 
@@ -163,8 +163,8 @@ class Connection(ABC):
     """A client's lasting connection: any thread sends, one thread receives.
 
     Args:
-        host: where the server listens.
-        port: likewise.
+        host: the server's address.
+        port: the server's port.
         joined: first message, with the token.
         timeout_s: limit for connecting.
 
@@ -179,14 +179,14 @@ class Connection(ABC):
         self.connect(host, port, joined, timeout_s=timeout_s)
 
     def connect(self, host: str, port: int, joined: BaseModel, *, timeout_s: float) -> None:
-        """Connect, or leave the server before for another one, of which nothing is `lost`.
+        """Connect, or leave the previous server for another, of which nothing is `lost`.
 
         Raises:
             OSError: nothing listens there; what was there before stays.
         """
         connected = socket.create_connection((host, port), timeout=timeout_s)
         connected.settimeout(None)  # create_connection leaves its own, and peers may be silent
-        # Without it a second small line waits until the first one is acknowledged.
+        # Without it a second small line waits until the first is acknowledged.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end_when_cut_off(connected, silent_s=CUT_OFF_S)
         try:
@@ -195,8 +195,8 @@ class Connection(ABC):
             connected.close()
             raise
         with self._sending:
-            before, self._socket, self._is_open = self._socket, connected, True
-        _shut_down(before)
+            previous, self._socket, self._is_open = self._socket, connected, True
+        _shut_down(previous)
         threading.Thread(
             target=self._listen, args=(connected,), daemon=True, name="connection"
         ).start()
@@ -207,7 +207,7 @@ class Connection(ABC):
 
     @abstractmethod
     def lost(self, why: str) -> None:
-        """The connection ended without `close`; called once, by the listening thread."""
+        """Handle an end without `close`; the listening thread calls this once."""
 
     @property
     def is_open(self) -> bool:
@@ -266,7 +266,7 @@ OTHER_FILES = 512  # that this process may open beside them
 
 @dataclass(frozen=True, slots=True)
 class TimedLine:
-    """A line that answers a request, and when the one was sent and the other there (epoch)."""
+    """A line that answers a request, with the times of request and answer (epoch)."""
 
     line: bytes
     sent_s: float
@@ -274,7 +274,7 @@ class TimedLine:
 
 
 class FanOut:
-    """Carries calls out; the thread begins with the first one and ends with the process.
+    """Carries calls out; the thread begins with the first call and ends with the process.
 
     Args:
         max_open: connections at a time; a call beyond it waits, and its time begins after that.
@@ -315,7 +315,7 @@ class FanOut:
 
 
 def room_for(connections: int) -> int:
-    """How many of these connections the limit of open files leaves room for, raised if it must."""
+    """Count the connections within the limit of open files, which is raised if necessary."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -18,27 +17,28 @@ import pytest
 from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.agent.control import ADDRESS_FILE, AgentClient
 from perdure.training.agent.workers import WorkerGroup
+from perdure.training.config.job import Job
 from perdure.training.processes import MARKER, container_processes, kill_container
 from perdure.training.wire.agent import (
     AgentAddress,
     AgentConfig,
     AgentReply,
-    AgentStatus,
     Order,
     StartOrder,
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.logs import LogsQuery
-from tests.jobs import job_document
+from tests.jobs import small_job
 from tests.waiting import PATIENCE_S, wait_for
 
 TOKEN = "a-token"
 EPOCH = 10
 
 
-def job_text(folder: Path | None = None, **sections: Any) -> str:
-    """The text of a job whose store lies below a folder; without one, no log is collected.
+def agent_job(folder: Path | None = None, **sections: Any) -> Job:
+    """A job whose store lies below a folder; without one, no log is collected.
 
     Its programs here save nothing, so that no checkpoint server is needed.
     """
@@ -48,7 +48,7 @@ def job_text(folder: Path | None = None, **sections: Any) -> str:
         "checkpoint": {"host_memory": False},
         "watch": {"log_limit_bytes": 1 << 20 if folder else 0},
     }
-    return json.dumps(job_document(folder, **own | sections))
+    return small_job(folder, **own | sections)
 
 
 def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:
@@ -67,7 +67,7 @@ def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:
         "grace_s": 5,
         "log_path": None,
         "variables": {},
-        "job": job_text(),
+        "job": agent_job(),
         "data_manifest_key": None,
     }
     fields["is_launcher"] = changes.get("is_command", False)
@@ -131,7 +131,7 @@ class Container:
             "is_command": True,
             "grace_s": 0.5,
             "variables": {"OMP_NUM_THREADS": "1"},
-            "job": job_text(),
+            "job": agent_job(),
         }
         return start_order(self.folder, *command, **{**fields, **changes})
 

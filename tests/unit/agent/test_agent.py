@@ -31,7 +31,7 @@ from perdure.training.wire.agent import (
 )
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 from tests.jobs import job_document, small_job
-from tests.unit.agent.conftest import EPOCH, Container, job_text
+from tests.unit.agent.conftest import EPOCH, Container, agent_job
 from tests.waiting import BEYOND_A_TEST_S, wait_for
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
@@ -346,7 +346,7 @@ def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_on
     pipe = tmp_path / "store" / key
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)  # reading it takes as long as we like
-    shared.start("true", job=job_text(tmp_path), data_manifest_key=key)
+    shared.start("true", job=agent_job(tmp_path), data_manifest_key=key)
     shared.until("staging")
     shared.call(StopOrder(grace_s=1))
     assert shared.status().state == "ended"
@@ -363,7 +363,7 @@ def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_on
 
 
 def test_data_that_cannot_be_staged_ends_the_attempt_with_an_error(shared, tmp_path):
-    status = shared.finish("true", job=job_text(tmp_path), data_manifest_key="no/such.json")
+    status = shared.finish("true", job=agent_job(tmp_path), data_manifest_key="no/such.json")
     assert status.staging_error is not None
     assert "no/such.json" in status.staging_error
     assert status.workers == ()

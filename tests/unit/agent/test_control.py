@@ -13,11 +13,13 @@ from perdure.training.agent.control import AgentClient, control_server
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import (
     AgentReply,
+    CheckOrder,
     MetricsQuery,
     Request,
     StatusQuery,
     StopOrder,
 )
+from tests.jobs import small_job
 
 TOKEN = "the-token"
 HOST = "127.0.0.1"
@@ -42,6 +44,13 @@ def server(requests):
 
 def client(port: int, *, token: str = TOKEN, epoch: int = 1) -> AgentClient:
     return AgentClient(HOST, port, token, epoch)
+
+
+def check_order() -> CheckOrder:
+    return CheckOrder(
+        job=small_job(), num_nodes=1, slots_per_node=1, state_bytes=None, is_new=True,
+        gang_host=None, variables={}, timeout_s=1.0,
+    )  # fmt: skip
 
 
 def send_line(port: int, line: bytes) -> AgentReply:
@@ -85,6 +94,18 @@ def test_a_garbage_line_gets_an_error_and_the_next_caller_an_answer(server, requ
     assert error.startswith("not a request")
     assert requests == []
     assert client(server.port).call(StatusQuery()).text == "received"
+
+
+def test_an_order_with_a_job_of_another_version_is_refused_on_one_line(server, requests):
+    order = check_order().model_dump(mode="json")
+    order["job"]["setting_of_tomorrow"] = 1
+    request = {"token": TOKEN, "epoch": 1, "order": order}
+    error = send_line(server.port, json.dumps(request).encode() + b"\n").error
+    assert error == (
+        "not a request of this version: order.check.job.setting_of_tomorrow: "
+        "Extra inputs are not permitted"
+    )
+    assert requests == []
 
 
 def test_a_refusal_does_not_repeat_the_token(server):

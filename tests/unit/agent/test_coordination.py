@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -22,7 +23,7 @@ from perdure.training.recovery.protocol import (
 )
 from perdure.training.wire.coordinator import AgentJoined, CoordinatorAddress, NodeSampled
 from perdure.training.wire.node import DeviceSample, NodeSample
-from tests.unit.agent.conftest import job_text
+from tests.unit.agent.conftest import agent_job
 from tests.unit.agent.coordinator_end import CoordinatorEnd
 from tests.waiting import wait_for
 
@@ -211,15 +212,23 @@ def test_an_end_carries_the_error_that_was_recorded_and_whether_memory_was_short
     assert (ended.error, ended.is_oom) == (error, is_oom)
 
 
+BEAT_AT_30 = """
+import os, pathlib
+from perdure.training.liveness.heartbeat import HeartbeatWriter
+HeartbeatWriter(pathlib.Path(os.environ["PERDURE_HEARTBEAT"])).beat(step=30)
+"""
+AT_ITS_TARGET = (sys.executable, "-c", BEAT_AT_30)
+
+
 def test_a_worker_that_ends_well_is_not_reported(coordinated, coordinator, line):
-    group = coordinated("true", slots_per_node=1)
+    group = coordinated(*AT_ITS_TARGET, slots_per_node=1, job=agent_job(steps=30))
     wait_for(group.poll)
     line.close()
     assert coordinator.is_closed_by_peer(), "nothing was sent"
 
 
 def test_a_session_that_exits_well_before_its_target_is_reported(coordinated, coordinator):
-    job = job_text(steps=30)
+    job = agent_job(steps=30)
     group = coordinated("true", slots_per_node=1, job=job)
     status = until(group, lambda worker: worker.is_recovering)
     ended = coordinator.receive()
@@ -231,7 +240,7 @@ def test_a_session_that_exits_well_before_its_target_is_reported(coordinated, co
 
 
 def test_a_command_that_exits_well_has_no_step_to_be_judged_by(coordinated, coordinator, line):
-    group = coordinated("true", is_command=True, job=job_text(worker={"command": ["true"]}))
+    group = coordinated("true", is_command=True, job=agent_job(worker={"command": ["true"]}))
     wait_for(group.poll)
     assert not group.statuses()[0].ended_early
     line.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.agent.conftest import job_text
+from tests.unit.agent.conftest import agent_job
 
 STDOUT = "command-00001.stdout.log"
 SECRETS = {"X": "delivered-with-the-order", "Y": "read-on-the-node"}
@@ -11,7 +11,7 @@ PRINT = ("sh", "-c", "echo $$X and $$Y; sleep 0.2; echo $$PERDURE_SECRETS; exit 
 
 def test_workers_print_their_secrets_and_neither_file_nor_answer_has_them(shared, tmp_path):
     mounted = tmp_path / "token"
-    job = job_text(env_from={"X": {"block": "b"}, "Y": {"file": str(mounted)}})
+    job = agent_job(env_from={"X": {"block": "b"}, "Y": {"file": str(mounted)}})
     given = {"job": job, "secrets": {"X": SECRETS["X"]}}
 
     status = shared.finish(*PRINT, **given)
@@ -28,7 +28,7 @@ def test_workers_print_their_secrets_and_neither_file_nor_answer_has_them(shared
 
 def test_a_renewed_secret_reaches_the_next_attempt(shared, tmp_path):
     mounted = tmp_path / "token"
-    job = job_text(env_from={"Y": {"file": str(mounted)}})
+    job = agent_job(env_from={"Y": {"file": str(mounted)}})
     for value in ("the-first-value", "the-second-value"):
         mounted.write_text(value)
         shared.finish("sh", "-c", f"test $$Y = {value}", job=job)

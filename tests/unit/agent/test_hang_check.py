@@ -15,7 +15,7 @@ from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.liveness.hang_limits import MIN_LIMIT_S
 from perdure.training.processes import MARKER, process_state
-from perdure.training.wire.agent import HangReport, RankStatus
+from perdure.training.wire.agent_status import HangReport, RankStatus
 from tests.unit.agent.conftest import agent_config
 from tests.unit.commands.test_ranks import BEATING
 from tests.waiting import wait_for

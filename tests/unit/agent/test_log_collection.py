@@ -26,7 +26,7 @@ from perdure.training.agent.log_collection import (
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.wire.agent import AgentConfig, ShutdownOrder
 from perdure.training.wire.logs import Collected, CollectOrder, logs_prefix
-from tests.unit.agent.conftest import TOKEN, job_text
+from tests.unit.agent.conftest import TOKEN, agent_job
 from tests.waiting import wait_for
 
 PREFIX = "runs/run-1/logs/p0001-a0001/node-1/"
@@ -78,7 +78,7 @@ def run(new_group: Any, *command: str, **changes: Any) -> WorkerGroup:
 
 def test_all_logs_come_the_most_informative_first(new_group, collector, store, tmp_path):
     group = run(new_group, "sh", "-c", "echo out; echo err >&2; exit 3",
-                job=job_text(tmp_path))  # fmt: skip
+                job=agent_job(tmp_path))  # fmt: skip
     for name in ("coordinator.log", "agent.log", "fork-server.log"):
         (tmp_path / name).write_text(f"of {name}\n")
     (tmp_path / "checkpoint-server.log").write_text("")
@@ -102,7 +102,7 @@ def test_all_logs_come_the_most_informative_first(new_group, collector, store, t
 
 
 def test_an_attempt_that_is_gone_or_never_was_has_nothing(new_group, collector, tmp_path):
-    group = run(new_group, "true", job=job_text(tmp_path))
+    group = run(new_group, "true", job=agent_job(tmp_path))
     for started in (None, group.order):
         state = collector.collect(CollectOrder(placement=1, attempt=2), started, group)
         assert state.is_done
@@ -110,7 +110,7 @@ def test_an_attempt_that_is_gone_or_never_was_has_nothing(new_group, collector, 
 
 
 def test_with_a_limit_of_zero_nothing_is_collected(new_group, collector, store, tmp_path):
-    group = run(new_group, "echo", "out", job=job_text(tmp_path, watch={"log_limit_bytes": 0}))
+    group = run(new_group, "echo", "out", job=agent_job(tmp_path, watch={"log_limit_bytes": 0}))
     assert collected(collector, group).files == ()
     assert list(store.list("runs/")) == []
 
@@ -120,10 +120,10 @@ def test_what_the_container_wrote_before_the_attempt_is_not_the_attempts(
 ):
     log = tmp_path / "agent.log"
     log.write_text("first\n")
-    collected(collector, run(new_group, "true", job=job_text(tmp_path)))
+    collected(collector, run(new_group, "true", job=agent_job(tmp_path)))
     with log.open("a") as file:
         file.write("second\n")
-    group = run(new_group, "true", job=job_text(tmp_path), attempt=2)
+    group = run(new_group, "true", job=agent_job(tmp_path), attempt=2)
     assert collected_second(collector, group, store, "agent.log") == "second\n"
 
 
@@ -136,7 +136,7 @@ def test_the_drivers_own_logs_come_last_as_far_as_they_are_of_the_attempt(
         log.parent.mkdir(parents=True)
         log.write_text("first\n")
     os.utime(old, (1.0, 1.0))
-    job = job_text(tmp_path, watch={"log_limit_bytes": 1 << 20, "system_logs": [str(folder)]})
+    job = agent_job(tmp_path, watch={"log_limit_bytes": 1 << 20, "system_logs": [str(folder)]})
     state = collected(collector, run(new_group, "echo", "out", job=job))
     assert names(state) == ["command-00001.stdout.log", "slog/debug/device-0/device-0_2.log"]
     with new.open("a") as file:
@@ -149,9 +149,9 @@ def test_the_drivers_own_logs_come_last_as_far_as_they_are_of_the_attempt(
 def test_a_log_that_was_rotated_is_new_from_its_beginning(new_group, collector, store, tmp_path):
     log = tmp_path / "agent.log"
     log.write_text("a long line of the first attempt\n")
-    collected(collector, run(new_group, "true", job=job_text(tmp_path)))
+    collected(collector, run(new_group, "true", job=agent_job(tmp_path)))
     log.write_text("second\n")
-    group = run(new_group, "true", job=job_text(tmp_path), attempt=2)
+    group = run(new_group, "true", job=agent_job(tmp_path), attempt=2)
     assert collected_second(collector, group, store, "agent.log") == "second\n"
 
 
@@ -161,7 +161,7 @@ def test_secrets_are_masked_before_anything_leaves_the_node(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "from/the/environment")
     printed = f"{TOKEN}-x from/the/environment of-the-job-1 password=form"
     group = run(new_group, "echo", printed,
-                job=job_text(tmp_path, env={"HF_TOKEN": "of-the-job-1"}))  # fmt: skip
+                job=agent_job(tmp_path, env={"HF_TOKEN": "of-the-job-1"}))  # fmt: skip
     collected(collector, group)
     assert text_of(store, "command-00001.stdout.log") == "***-x *** *** password=***\n"
 
@@ -169,7 +169,7 @@ def test_secrets_are_masked_before_anything_leaves_the_node(
 def test_a_store_that_fails_is_reported_and_waited_for_once(
     new_group, collector, tmp_path, monkeypatch
 ):
-    group = run(new_group, "sh", "-c", "echo out; echo err >&2", job=job_text(tmp_path))
+    group = run(new_group, "sh", "-c", "echo out; echo err >&2", job=agent_job(tmp_path))
     tries = []
 
     class Down:
@@ -184,7 +184,7 @@ def test_a_store_that_fails_is_reported_and_waited_for_once(
 
 
 def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, monkeypatch):
-    group = run(new_group, "echo", "out", job=job_text(tmp_path))
+    group = run(new_group, "echo", "out", job=agent_job(tmp_path))
     is_up = threading.Event()
     inner = LocalStore(tmp_path / "store")
 
@@ -203,7 +203,7 @@ def test_a_slow_store_keeps_no_order_waiting(new_group, collector, tmp_path, mon
 def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
     new_group, collector, tmp_path, monkeypatch
 ):
-    group = run(new_group, "echo", "out", job=job_text(tmp_path))
+    group = run(new_group, "echo", "out", job=agent_job(tmp_path))
     is_over = threading.Event()
 
     class Hung:
@@ -219,7 +219,7 @@ def test_a_container_that_goes_away_waits_for_a_slow_store_only_so_long(
 
 def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container, store, tmp_path):
     container = new_container()
-    container.finish("echo", "hello", job=job_text(tmp_path), attempt=1)
+    container.finish("echo", "hello", job=agent_job(tmp_path), attempt=1)
     container.call(ShutdownOrder(grace_s=1))
     container.process.wait(240)
     keys = [info.key for info in store.list(logs_prefix("run-1"))]
@@ -228,7 +228,7 @@ def test_an_agent_that_shuts_down_collects_what_was_not_requested(new_container,
 
 def test_an_agent_answers_while_it_collects_and_reports_how_far_it_is(new_container, tmp_path):
     container = new_container()
-    order = container.start("echo", "hello", job=job_text(tmp_path))
+    order = container.start("echo", "hello", job=agent_job(tmp_path))
     container.until("ended")
     wanted = CollectOrder(placement=order.placement, attempt=order.attempt)
     assert container.call(wanted).collected is not None

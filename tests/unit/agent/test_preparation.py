@@ -11,13 +11,13 @@ import pytest
 from perdure.training.errors import EngineError
 from perdure.training.wire.agent import AgentReply, CheckOrder, ClockQuery
 from perdure.training.wire.node import CheckOutcome
-from tests.unit.agent.conftest import Container, job_text
+from tests.unit.agent.conftest import Container, agent_job
 from tests.waiting import wait_for
 
 
 def order(folder: Path | None = None, burn_in_s: float = 0.0) -> CheckOrder:
     return CheckOrder(
-        job=job_text(folder, preflight={"burn_in_s": burn_in_s}),
+        job=agent_job(folder, preflight={"burn_in_s": burn_in_s}),
         num_nodes=1,
         slots_per_node=1,
         state_bytes=None,

@@ -13,9 +13,10 @@ import pytest
 
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.protocol import GiveUp, NotReplaced, ReplaceWorker, WorkerEnded
-from perdure.training.wire.agent import StopOrder, WorkerStatus
+from perdure.training.wire.agent import StopOrder
+from perdure.training.wire.agent_status import WorkerStatus
 from perdure.training.wire.coordinator import AgentJoined, NodeSampled
-from tests.unit.agent.conftest import Container, end_container, job_text, start_container
+from tests.unit.agent.conftest import Container, agent_job, end_container, start_container
 from tests.unit.agent.coordinator_end import CoordinatorEnd
 from tests.unit.telemetry.driver_tools import SAMPLES, install
 from tests.waiting import wait_for
@@ -107,7 +108,7 @@ def attempt(container, tools) -> Iterator[Attempt]:
         "batch": {"global_batch_size": 8, "micro_batch_size": 1},
         "watch": {"log_limit_bytes": 0, "sample_every_s": 600},
     }
-    container.start("unused", is_command=False, job=job_text(**job), coordinator=end.address)
+    container.start("unused", is_command=False, job=agent_job(**job), coordinator=end.address)
     wait_for(
         lambda: sum("up\n" in text for text in container.logs().values()) == 2,
         timeout_s=START_TIMEOUT_S,

@@ -6,10 +6,10 @@ import threading
 
 from perdure.training.agent.sampler import Sampling
 from perdure.training.wire.agent import StopOrder
-from tests.unit.agent.conftest import job_text
+from tests.unit.agent.conftest import agent_job
 from tests.waiting import wait_for
 
-OFTEN = job_text(watch={"sample_every_s": 0.1, "log_limit_bytes": 0})
+OFTEN = agent_job(watch={"sample_every_s": 0.1, "log_limit_bytes": 0})
 
 
 def test_samples_are_taken_while_an_attempt_runs_and_the_last_one_stays(new_container):

@@ -12,7 +12,7 @@ import pytest
 from perdure.training.wire.agent import RendezvousOrder, ShutdownOrder, StartOrder, StopOrder
 from perdure.training.wire.coordinator import WorkerJoined
 from perdure.training.wire.transport import dump_line
-from tests.unit.agent.conftest import Container, end_container, job_text, start_container
+from tests.unit.agent.conftest import Container, agent_job, end_container, start_container
 from tests.waiting import wait_for
 
 FORK_SERVER_TIMEOUT_S = 240.0  # it imports torch, on a machine that may have much else to do
@@ -58,7 +58,7 @@ def shared(container):
 
 
 def order(container: Container, todo: str) -> StartOrder:
-    job = job_text(
+    job = agent_job(
         worker={"recipe": "own:main"},
         engine={"nodes": 2, "slots_per_node": 2},
         batch={"global_batch_size": 8, "micro_batch_size": 1},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -18,16 +17,15 @@ from perdure.training.commands.checkpoint_watch import (
     fetch_resume_checkpoint,
     saved_reply,
 )
-from perdure.training.config.job import parse_job
 from perdure.training.wire.agent import SavedQuery
-from tests.jobs import job_document
+from tests.jobs import small_job
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
 
 
 def watch(folder: Path, **spec: Any) -> CommandCheckpointWatcher:
     where = {"kind": "glob", "path": "${OUT}/step-*.bin", "settle_s": 10.0, **spec}
-    own = json.dumps(job_document(worker={"command": ["true"], "checkpoints": where}))
+    own = small_job(worker={"command": ["true"], "checkpoints": where})
     order = start_order(folder, "true", is_command=True, job=own)
     watched = not_none(CommandCheckpointWatcher.of(order, 0, {"OUT": str(folder)}))
     watched.look()
@@ -118,10 +116,9 @@ def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
 @pytest.mark.parametrize("name", ["__0_0.distcp", "mp_rank_00/model_optim_rng.pt"])
 def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, name):
     where = {"kind": "megatron", "path": str(tmp_path / "out"), "upload": True}
-    document = job_document(
+    job = small_job(
         tmp_path, worker={"command": ["true"], "checkpoints": where}, engine={"nodes": 1}
     )
-    job = parse_job(document)
     spec = not_none(job.worker.checkpoints)
     file = tmp_path / "out" / "iter_0000010" / name
     file.parent.mkdir(parents=True)
@@ -133,7 +130,7 @@ def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, nam
     )  # fmt: skip
     assert [one.step for one in saved_reply(query, "node-0", 0).saved] == [10]
     order = start_order(
-        tmp_path, "true", is_command=True, job=json.dumps(document), num_nodes=1, attempt=2,
+        tmp_path, "true", is_command=True, job=job, num_nodes=1, attempt=2,
         resume_step=10, resume_attempt=(1, 1),
     )  # fmt: skip
     fetch_resume_checkpoint(order, 0, {})

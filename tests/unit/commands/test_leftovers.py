@@ -10,7 +10,7 @@ import pytest
 from perdure.training.commands import leftovers as left_running
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.processes import MARKER
-from perdure.training.wire.agent import LeftProcess
+from perdure.training.wire.agent_status import LeftProcess
 from tests.waiting import wait_for
 
 SLEEP = "sleep 300"

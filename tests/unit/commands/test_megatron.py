@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -25,7 +24,7 @@ from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher,
 from perdure.training.commands.megatron import make_ready
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import SavedQuery, StartOrder
-from tests.jobs import job_document
+from tests.jobs import small_job
 from tests.unit.agent.conftest import start_order
 from tests.values import not_none
 from tests.waiting import BEYOND_A_TEST_S, wait_for
@@ -334,13 +333,13 @@ def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
 
 def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> CommandCheckpointWatcher:
     where = {"kind": "megatron", "path": str(node.root), "upload": True, **spec}
-    document = job_document(
+    job = small_job(
         worker={"command": ["true"], "checkpoints": {**where, "path": f"{node.root}$PERDURE_NODE"}},
         engine={"nodes": 2},
     )
     placement, number = attempt
     order: StartOrder = start_order(
-        node.root, "true", is_command=True, job=json.dumps(document),
+        node.root, "true", is_command=True, job=job,
         placement=placement, attempt=number,
     )  # fmt: skip
     watched = not_none(CommandCheckpointWatcher.of(order, node.member, {"PERDURE_NODE": ""}))

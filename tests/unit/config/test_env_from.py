@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import pytest
 import yaml
 
-from perdure.training.config.job import parse_job, refuse_secrets
+from perdure.training.config.job import parse_job
+from perdure.training.config.job_file import refuse_secrets
 from perdure.training.config.secrets import SecretSource, values_on_node
 from perdure.training.errors import InputError
 from perdure.training.node_checks.host import check_secrets
@@ -152,7 +153,7 @@ def test_an_order_shows_its_secrets_to_the_agent_that_it_is_sent_to_and_to_nobod
             "placement": 1, "attempt": 1, "num_nodes": 1, "slots_per_node": 1, "hosts": ["h"],
             "master_addr": "h", "master_port": 1, "command": [], "is_command": False,
             "is_launcher": False, "cwd": "/", "grace_s": 1, "log_path": None, "variables": {},
-            "job": "{}", "data_manifest_key": None, "secrets": {"X": "the-secret"},
+            "job": job_document(), "data_manifest_key": None, "secrets": {"X": "the-secret"},
         }
     )  # fmt: skip
     for shown in (order.model_dump_json(), str(order), repr(order), str(order.model_dump())):

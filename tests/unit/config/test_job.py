@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from perdure.cli import main
-from perdure.training.config.job import Job, departures, load_job, parse_job
+from perdure.training.config.job import Job, parse_job
+from perdure.training.config.job_file import load_job
+from perdure.training.config.recommendations import departures
 from perdure.training.errors import InputError
 from tests.jobs import job_document
 

@@ -14,20 +14,16 @@ from pydantic import BaseModel
 
 from perdure.training.config.engine import EngineSpec
 from perdure.training.config.job import Job
-from perdure.training.config.recovery import RestartSpec
 from perdure.training.platforms.forms import FORMS, Platform, read_platform
 from perdure.training.platforms.modelarts import NO_FORCED_END
 from perdure.training.platforms.settings import PAIRS
+from perdure.training.recovery.rungs import JobPolicy
 from tests.unit.config.readers import Product, product, with_reader
 
-# RestartSpec.policy hands its fields to those of the same names.
-POLICY = "perdure.training.recovery.rungs.Policy"
 # What only shows settings, to people.
 ADVICE = frozenset(
     {
-        ("perdure.training.config.job", "departures"),
-        ("perdure.training.config.job", "_temporary_places"),
-        ("perdure.training.config.job", "_interval_text"),
+        ("perdure.training.config.recommendations", "*"),
         ("perdure.training.preflight.job", "*"),
         ("perdure.training.platforms.printing", "*"),
         ("perdure.preflight", "*"),
@@ -75,17 +71,14 @@ def source() -> Product:
 def unread(source: Product) -> set[str]:
     """Fields of the job's schema that nothing acts on."""
     found = set(sections())
-    settings = {POLICY, qualified(EngineSpec), *map(qualified, found)}
+    settings = {qualified(JobPolicy), qualified(EngineSpec), *map(qualified, found)}
     live = with_reader(source, settings=settings, advice=ADVICE)
     dead = set()
     for kind in found:
         for name in kind.model_fields:
             owner = source.owner(qualified(kind), name)
             assert owner is not None, f"{kind.__qualname__}.{name}"
-            is_read = (owner.name, name) in live
-            if kind is RestartSpec and (POLICY, name) in live:
-                is_read = True
-            if not is_read:
+            if (owner.name, name) not in live:
                 dead.add(f"{owner.name.rpartition('.')[2]}.{name}")
     return dead
 

@@ -16,7 +16,7 @@ DUE = datetime(2026, 11, 23, 18, 0, tzinfo=UTC)
 
 
 def named(template: str, *known: str, now_named: str = "fuzzy-otter", due: datetime = DUE) -> str:
-    return name_of(template, due=due, known=known, now_named=now_named)
+    return name_of(template, due=due, run_names=known, now_named=now_named)
 
 
 def test_a_name_without_fields_is_the_name():

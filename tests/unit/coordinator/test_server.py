@@ -49,7 +49,7 @@ from perdure.training.wire.coordinator import (
 )
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 from perdure.training.wire.transport import dump_line
-from tests.jobs import job_document
+from tests.jobs import small_job
 from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
@@ -68,11 +68,11 @@ class Served:
         self, folder: Path, *, restart: Mapping[str, Any] | None = None, **watch: Any
     ) -> None:
         self.folder = folder
-        job = job_document(
+        job = small_job(
             folder, run_id="run-1", watch=watch, restart=dict(restart or {}), engine=ENGINE
         )
         self.config = CoordinatorConfig(
-            job=json.dumps(job),
+            job=job,
             host=HOST,
             store_port=0,
             token=TOKEN,

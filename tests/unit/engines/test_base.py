@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from perdure.training.engines.base import Placement, Snapshot, plan, plan_replacement
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
-from perdure.training.wire.agent import AgentState, AgentStatus
+from perdure.training.wire.agent_status import AgentState, AgentStatus
 
 NODES = [f"node-{index}" for index in range(5)]
 

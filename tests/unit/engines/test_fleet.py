@@ -23,18 +23,16 @@ from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import (
     AgentReply,
-    AgentState,
-    AgentStatus,
     AssignOrder,
     KillOrder,
     NodeLog,
     Order,
     Request,
-    ShownStep,
     StartOrder,
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentState, AgentStatus, ShownStep
 from perdure.training.wire.logs import LogsQuery
 from perdure.training.wire.node import HealOrder
 from tests.jobs import small_job
@@ -52,7 +50,7 @@ HEAL = HealOrder(
 ORDER = StartOrder(
     placement=1, attempt=1, num_nodes=NUM_MEMBERS, slots_per_node=1, hosts=(), master_addr="",
     master_port=1, command=(), is_command=False, is_launcher=False, cwd="/", grace_s=1.0,
-    log_path=None, variables={}, job="{}", data_manifest_key=None,
+    log_path=None, variables={}, job=small_job(), data_manifest_key=None,
 )  # fmt: skip
 
 

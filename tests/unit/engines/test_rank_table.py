@@ -129,7 +129,7 @@ def test_an_agent_without_the_addresses_says_so_before_anything_starts(tmp_path)
             placement=1, attempt=1, num_nodes=1, slots_per_node=2, hosts=(), master_addr="",
             master_port=0, command=("true",), is_command=True, is_launcher=True,
             cwd=str(tmp_path), grace_s=1, log_path=None, variables={},
-            job=job.model_dump_json(), data_manifest_key=None, failover_grace_s=1,
+            job=job, data_manifest_key=None, failover_grace_s=1,
         )  # fmt: skip
         words = r"comm.rank_table=v1.0 cannot be written, node-0: /etc/hccn.conf has no address_0"
         with pytest.raises(EngineError, match=words):

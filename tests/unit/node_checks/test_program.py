@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from perdure.training.config.job import Job
 from perdure.training.config.recovery import CommSpec, RankTableForm
 from perdure.training.node_checks.program import merged
 from perdure.training.node_checks.runner import NodeProgram, check_this_machine
@@ -28,7 +29,7 @@ def job(tmp_path):
     )
 
 
-def task_of(job: str, folder: Path, *, is_new: bool = False, **changes: Any) -> NodeTask:
+def task_of(job: Job, folder: Path, *, is_new: bool = False, **changes: Any) -> NodeTask:
     """The check of a node with one slot, whose gang is that node alone."""
     fields: dict[str, Any] = {"world_size": 1, "gang_host": None, **changes}
     return NodeTask(
@@ -65,7 +66,7 @@ def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
 
 def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
     hurried = job.preflight.model_copy(update={"timeout_s": 21.0})
-    document = job.model_copy(update={"preflight": hurried}).model_dump_json()
+    document = job.model_copy(update={"preflight": hurried})
     task = task_of(document, tmp_path, world_size=2, gang_host="127.0.0.1", gang_port=0)
     joined, reduced = NodeProgram().run(task, os.environ)
     assert (joined.name, joined.outcome) == ("join", CheckOutcome.OK)
@@ -76,7 +77,7 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
 def test_a_node_whose_rank_table_cannot_be_written_is_found_before_an_attempt(job, tmp_path):
     assert not HCCN_CONF.exists(), "this machine has NPUs"
     wanted = job.model_copy(update={"comm": CommSpec(rank_table=RankTableForm.V1_0)})
-    task = task_of(wanted.model_dump_json(), tmp_path, is_new=True, with_store=False)
+    task = task_of(wanted, tmp_path, is_new=True, with_store=False)
     found = {check.name: check for check in NodeProgram().run(task, os.environ)}
     check = found["rank_table"]
     assert (check.node, check.outcome) == ("node-0", CheckOutcome.FAILED)
@@ -99,7 +100,8 @@ def test_a_node_is_asked_for_the_devices_that_its_workers_will_see(job, tmp_path
 
 
 def test_a_program_that_gives_no_result_is_a_failed_check(job, tmp_path):
-    (check,) = NodeProgram().run(task_of("{}", tmp_path, is_new=True), os.environ)
+    without_python = {**os.environ, "PYTHONHOME": str(tmp_path)}
+    (check,) = NodeProgram().run(task_of(job, tmp_path, is_new=True), without_python)
     assert (check.node, check.outcome) == ("node-0", CheckOutcome.FAILED)
     assert check.seen == "the program ended with exit code 1 and no result"
 

@@ -73,7 +73,7 @@ def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_ch
     monkeypatch.setattr("perdure.server.configured_api", lambda: None)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     monkeypatch.setattr(
-        "perdure.training.config.job.TEMPORARY_FOLDERS", ()
+        "perdure.training.config.recommendations.TEMPORARY_FOLDERS", ()
     )  # no warning of the job
     job = tmp_path / "job.yaml"
     document = {"worker": {"command": ["true"]}, "preflight": {"nodes": False}}

@@ -26,7 +26,7 @@ from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage
-from perdure.training.wire.agent import (
+from perdure.training.wire.agent_status import (
     AgentState,
     AgentStatus,
     HangReport,

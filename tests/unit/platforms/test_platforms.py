@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from perdure.training.platforms.printing import print_platform
 from perdure.training.platforms.settings import JOB_FIELDS, PAIRS, POLICY_FIELDS, Fact, Setting
 from perdure.training.recovery.rungs import Policy, RestartCount
 
-SWITCHES = sorted(f.name for f in fields(Policy) if f.type == "bool")
+SWITCHES = sorted(n for n, field in Policy.model_fields.items() if field.annotation is bool)
 IN_PROCESS = (
     "end_of_life_checkpoint", "memory_retry", "collective_retry", "process_replace",
     "numeric_retry",
@@ -59,9 +58,9 @@ def test_every_set_of_modelarts_annotations_is_printed_back_as_it_was_read(entri
 @given(policies, st.sampled_from(Platform))
 def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
     printed = print_platform(policy, platform)
-    back = asdict(read_platform(printed.entries).policy())
+    back = read_platform(printed.entries).policy().model_dump()
     lost = {warning.partition("=")[0] for warning in printed.warnings}
-    differs = {name for name, value in asdict(policy).items() if back[name] != value}
+    differs = {name for name, value in policy.model_dump().items() if back[name] != value}
     if platform is Platform.MODELARTS or not printed.entries:
         # Nothing is lost by a switch that is off where the platform has none.
         differs -= {name for name in (*IN_PROCESS[:4], "node_replace") if not getattr(policy, name)}

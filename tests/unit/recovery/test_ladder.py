@@ -75,7 +75,7 @@ def test_the_scope_of_a_rung_decides_what_its_row_has():
 def test_a_job_can_set_every_switch_of_the_policy():
     elsewhere = {"operator_retry"}  # comm.op_retry and comm.link_retry turn it on
     missing = POLICY_FIELDS - elsewhere - set(RestartSpec.model_fields)
-    assert not missing, "training/config/recovery.py: RestartSpec needs a field of the same name"
+    assert not missing, "training/recovery/rungs.py: the field of a switch belongs in JobPolicy"
 
 
 def test_the_call_of_a_supervisor_needs_no_more_than_it_did():

@@ -216,10 +216,10 @@ def play(row: Row) -> tuple[list[Recovery], str | None]:
 
 def used_up(row: Row, history: Sequence[Recovery]) -> int:
     """How many restarts of the job are gone: with one more than that it could still move."""
-    asked = replace(policy_of(row), unconditional=False, pod_retries=0)
+    asked = policy_of(row).model_copy(update={"unconditional": False, "pod_retries": 0})
     later = replace(diagnosed.lost_node("node-9"), at_s=1e9)
     for most in range(129):
-        policy = replace(asked, max_restarts=most + 1)
+        policy = asked.model_copy(update={"max_restarts": most + 1})
         past = [one for one in history if one.rung is not STOP and not one.failed]
         if decide(later, now_s=1e9, history=past, supported=SUPPORTED, policy=policy).rung != STOP:
             return most

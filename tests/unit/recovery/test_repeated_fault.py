@@ -57,7 +57,7 @@ def rungs(found: Outlook) -> list[tuple[Rung, int]]:
 
 
 def with_policy(**settings: object) -> Terms:
-    policy = Policy(**settings)  # type: ignore[arg-type]
+    policy = Policy(**settings)
     return replace(TERMS, policy=policy, inside=policy)
 
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from perdure.training.runtime.process_group.generations import (
     GLOO,
     GroupConnection,
-    Seat,
+    GroupMembership,
     Sockets,
     StoreClient,
     new_sockets,
@@ -28,7 +28,7 @@ from tests.waiting import BEYOND_A_TEST_S
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-FIRST = Seat("world", 0, 2)
+FIRST = GroupMembership("world", 0, 2)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_a_division_by_the_micro_batches_is_named_once(made, num_micro_batches, 
     check = DivisionCheck(noticed.append)
     with caplog.at_level(logging.WARNING, logger="perdure"):
         for _ in range(3):
-            check.look(made(), num_micro_batches)
+            check.check(made(), num_micro_batches)
     assert len(caplog.messages) == int(is_named)
     assert all(f"divided by {num_micro_batches}" in line for line in caplog.messages)
     assert noticed == caplog.messages
@@ -59,6 +59,6 @@ def test_a_division_by_the_micro_batches_is_named_once(made, num_micro_batches, 
 def test_only_the_first_losses_are_looked_at(caplog):
     check = DivisionCheck()
     for _ in range(MAX_LOOKS):
-        check.look(loss(), 8)
-    check.look(loss() / 8, 8)
+        check.check(loss(), 8)
+    check.check(loss() / 8, 8)
     assert caplog.messages == []

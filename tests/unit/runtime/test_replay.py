@@ -29,7 +29,7 @@ from perdure.training.runtime.errors import WorkerError, classify
 from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
-    Seat,
+    GroupMembership,
     shut_down,
 )
 from perdure.training.runtime.process_group.replay import (
@@ -471,7 +471,7 @@ def test_what_ends_an_operation_does_not_keep_its_connection_alive():
     connections = ReplayableConnections(
         generations, open_store=not_asked, report=not_asked, budget_s=1.0, replays=False
     )
-    group = ReplayableProcessGroup(generations, connections, Seat("all", 0, 2))
+    group = ReplayableProcessGroup(generations, connections, GroupMembership("all", 0, 2))
     future: torch.futures.Future[Any] = torch.futures.Future()
     work = SimpleNamespace(get_future=lambda: future)
     connection = GroupConnection("gloo", CPU)

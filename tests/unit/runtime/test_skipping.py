@@ -31,11 +31,11 @@ def test_a_later_start_knows_what_an_earlier_one_wrote_down_in_the_order_of_the_
     earlier, later = data(store), data(store)
     for one in (batch(160), batch(16), batch(24, loss=None, grad_norm=None)):
         earlier.record(one)
-    found = later.on_record()
+    found = later.read_stored()
     assert [one.start for one in found] == [16, 24, 160]
-    later.know(found)
-    assert later.known(24, 32) == batch(24, loss=None, grad_norm=None)
-    assert later.known(32, 40) is None
+    later.add(found)
+    assert later.find_skipped(24, 32) == batch(24, loss=None, grad_norm=None)
+    assert later.find_skipped(32, 40) is None
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_a_later_start_knows_what_an_earlier_one_wrote_down_in_the_order_of_the_
 )
 def test_a_batch_that_the_limits_of_today_accept_is_trained_on_again(store, limits, is_known):
     skipping = data(store, limits)
-    skipping.know([batch(16)])
-    assert (skipping.known(16, 24) is not None) == is_known
+    skipping.add([batch(16)])
+    assert (skipping.find_skipped(16, 24) is not None) == is_known
 
 
 @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ def test_a_batch_of_another_size_is_passed_over_where_it_has_any_of_the_samples(
     store, span, is_known
 ):
     skipping = data(store)
-    skipping.know([batch(16)])
-    assert (skipping.known(*span) is not None) == is_known
+    skipping.add([batch(16)])
+    assert (skipping.find_skipped(*span) is not None) == is_known
 
 
 def test_what_is_no_number_is_on_record_as_none_and_stays_skipped_whatever_the_limits(store):
     one = skipped_batch(Vote(step=3, loss=math.nan, grad_norm=math.inf), 16, 24)
     assert (one.loss, one.grad_norm) == (None, None)
     skipping = data(store, Limits())
-    skipping.know([one])
-    assert skipping.known(16, 24) == one
+    skipping.add([one])
+    assert skipping.find_skipped(16, 24) == one
 
 
 def test_a_record_that_cannot_be_read_is_left_out_and_named(store, caplog):
     key = f"{skipped_prefix('run-1')}000000000000008.json"
     store.put(key, b"{}")
     data(store).record(batch(16))
-    assert [one.start for one in data(store).on_record()] == [16]
+    assert [one.start for one in data(store).read_stored()] == [16]
     assert key in caplog.text

@@ -16,14 +16,8 @@ from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import Progress
-from perdure.training.wire.agent import (
-    AgentState,
-    AgentStatus,
-    CheckOrder,
-    NodeLog,
-    StartOrder,
-    WorkerStatus,
-)
+from perdure.training.wire.agent import CheckOrder, NodeLog, StartOrder
+from perdure.training.wire.agent_status import AgentState, AgentStatus, WorkerStatus
 from perdure.training.wire.logs import Collected, LogPiece, ReadLogsQuery, WorkerLog
 from perdure.training.wire.node import Check, HealOrder, HealReply
 

@@ -16,7 +16,7 @@ from perdure.training.supervisor.exit_zero import (
     is_done,
     was_stopped,
 )
-from perdure.training.wire.agent import (
+from perdure.training.wire.agent_status import (
     AgentState,
     AgentStatus,
     LeftProcess,

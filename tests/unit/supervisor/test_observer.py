@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from perdure.storage.local import LocalStore
-from perdure.training.config.job import parse_job
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.starting import MAX_PAST
@@ -182,7 +180,7 @@ def test_workers_receive_the_failure_rate_that_the_run_has_shown(
     run = ClusterRun(job.model_copy(update={"checkpoint": expecting}), home=tmp_path)
     run.cluster = cluster
     supervise(run)
-    reported = [parse_job(json.loads(order.job)).checkpoint.mtbf_s for order in cluster.orders]
+    reported = [order.job.checkpoint.mtbf_s for order in cluster.orders]
     assert reported[0] == 1000.0
     assert reported[1] == pytest.approx(500.0, abs=100.0), "one failure in no time at all"
     assert run.history.job is not None

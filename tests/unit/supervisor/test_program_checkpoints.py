@@ -19,7 +19,8 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.preflight.job import check_without_store
 from perdure.training.supervisor.starting import CheckpointFinder, Resumption
 from perdure.training.supervisor.watch import Progress
-from perdure.training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
+from perdure.training.wire.agent import SavedQuery
+from perdure.training.wire.agent_status import AgentState, AgentStatus, SavedCheckpoint
 from tests.jobs import job_document
 from tests.values import not_none
 

@@ -16,7 +16,8 @@ from perdure.training.journal.history import Isolation, RunHistory
 from perdure.training.journal.records import Member, PlacementCreated
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.warm_spares import CHECK_AGAIN_S, RETRY_S, UP_S, WarmSpares
-from perdure.training.wire.agent import AgentReply, AgentState, AgentStatus, CheckOrder, Order
+from perdure.training.wire.agent import AgentReply, CheckOrder, Order
+from perdure.training.wire.agent_status import AgentState, AgentStatus
 from perdure.training.wire.node import Check, CheckOutcome
 from perdure.training.wire.transport import TimedLine
 from tests.jobs import small_job
@@ -123,7 +124,7 @@ class Spares:
     # What it asks of the placer.
     def check_order(self) -> CheckOrder:
         return CheckOrder(
-            job="{}", num_nodes=2, slots_per_node=1, state_bytes=None, is_new=True,
+            job=small_job(), num_nodes=2, slots_per_node=1, state_bytes=None, is_new=True,
             gang_host=None, variables={}, timeout_s=60.0,
         )  # fmt: skip
 

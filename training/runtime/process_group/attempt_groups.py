@@ -28,16 +28,16 @@ class RankMembership:
     """The groups of this process; joins the current generation, or waits for one to join.
 
     Args:
-        context: of this process.
+        context: rank, job and folders of this process.
         coordinator: file with the address of the coordinator.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: counts collectives.
 
     Attributes:
-        generations: of the groups.
-        client: of the coordinator.
-        step: newest completed one, for the reports of broken connections.
-        connections: that can be replaced within a generation; None: the backend has none.
+        generations: the present and the announced generation.
+        client: connection to the coordinator.
+        step: newest completed step, for the reports of broken connections.
+        connections: those replaceable within a generation; None: the backend has none.
     """
 
     def __init__(
@@ -47,30 +47,18 @@ class RankMembership:
         device: torch.device,
         heartbeat: HeartbeatWriter,
     ) -> None:
-        comm = context.job.comm
         self.step = 0
         self.generations = Generations(
             context.rank,
             device=device,
-            op_timeout_s=comm.timeout_s,
+            op_timeout_s=context.job.comm.timeout_s,
             open_store=_open_store,
             on_collective=heartbeat.enter_collective,
             on_collective_end=heartbeat.leave_collective,
             on_transfer=heartbeat.transfer,
             stop_device=healing_of(device).stop,
         )
-        self.connections: ReplayableConnections | None = None
-        new_group: NewGroup | None = None
-        if self.generations.backend == GLOO:
-            self.connections = ReplayableConnections(
-                self.generations,
-                open_store=_open_store,
-                report=self._report_broken,
-                budget_s=comm.link_retry_s,
-                replays=comm.link_retry,
-            )
-            new_group = partial(ReplayableProcessGroup, self.generations, self.connections)
-        install(self.generations, world_size=context.world_size, new_group=new_group)
+        self.connections = self._install_groups(context)
         self.client = CoordinatorClient(
             coordinator,
             rank=context.rank,
@@ -86,11 +74,27 @@ class RankMembership:
         if context.generation is None:
             self.generations.enter(self.client.newer_than(0))
         else:
-            # What the others built together is built alone here; their state comes later.
+            # The others built their groups together. Here they are built alone; state comes later.
             self.generations.is_alone = True
 
+    def _install_groups(self, context: WorkerContext) -> ReplayableConnections | None:
+        """Install the default group of this process; gloo's connections can be replaced."""
+        connections: ReplayableConnections | None = None
+        new_group: NewGroup | None = None
+        if self.generations.backend == GLOO:
+            connections = ReplayableConnections(
+                self.generations,
+                open_store=_open_store,
+                report=self._report_broken,
+                budget_s=context.job.comm.link_retry_s,
+                replays=context.job.comm.link_retry,
+            )
+            new_group = partial(ReplayableProcessGroup, self.generations, connections)
+        install(self.generations, world_size=context.world_size, new_group=new_group)
+        return connections
+
     def end_step(self) -> None:
-        """All ranks have completed a step: nothing of it will be replayed."""
+        """Drop the operations of a step that all ranks have completed."""
         if self.connections is not None:
             self.connections.end_step()
 
@@ -120,7 +124,7 @@ class RankMembership:
 
 
 def _moved(address: CoordinatorAddress) -> None:
-    """The rendezvous store is where the coordinator is."""
+    """Go over to the rendezvous store beside the new coordinator."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.host, str(address.store_port)
 
 

@@ -1,6 +1,6 @@
 """The generations of the process groups in this process, and the connections of the current one.
 
-Recovery begins a new generation; everything that waits in the one before fails.
+Recovery begins a new generation; everything that waits in the previous one fails.
 
 Gloo and the store's client have no abort. Their sockets are shut down instead, found as those
 that were opened with the group: every operation on them fails at once, in whatever thread it
@@ -39,19 +39,19 @@ Sockets = Mapping[int, str]  # descriptor: what /proc says it is
 
 
 def open_sockets() -> Sockets:
-    """The sockets that this process has."""
-    found: dict[int, str] = {}
+    """List the sockets of this process."""
+    sockets: dict[int, str] = {}
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 the names alone, and fast
         with suppress(OSError):
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 likewise
+            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115 as above
             if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
+                sockets[int(name)] = target
+    return sockets
 
 
-def new_sockets(before: Sockets) -> Sockets:
-    """The sockets that were opened since `before`."""
-    return {fd: target for fd, target in open_sockets().items() if before.get(fd) != target}
+def new_sockets(previous: Sockets) -> Sockets:
+    """List the sockets that were opened since `previous`."""
+    return {fd: target for fd, target in open_sockets().items() if previous.get(fd) != target}
 
 
 def shut_down(sockets: Sockets) -> int:
@@ -61,20 +61,20 @@ def shut_down(sockets: Sockets) -> int:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{descriptor}") != target:  # noqa: PTH115
                 continue  # closed, and another file has its number
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    one.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
                     count += 1
     return count
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class GroupMembership:
     """The place of this process in a group.
 
     Attributes:
-        name: of the group.
+        name: the group's name.
         rank: in it.
         size: number of its ranks.
         ranks: their global ranks; empty: all of them.
@@ -89,8 +89,8 @@ class Seat:
 class Running:
     """The operations that run on a connection.
 
-    A thread of gloo that ends one knows this and not the connection: with the last reference to a
-    group it would join itself ("Resource deadlock avoided", then terminate()).
+    A thread of gloo that ends an operation knows this and not the connection: with the last
+    reference to a group it would join itself ("Resource deadlock avoided", then terminate()).
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class GroupConnection:
 
     Args:
         backend: name of the collective library.
-        device: of the tensors.
+        device: where the tensors are.
 
     Attributes:
         running: the operations on it.
@@ -128,7 +128,7 @@ class GroupConnection:
         self._backend = backend
         self._device = device
         self._lock = threading.Lock()
-        self._before: Sockets = {}
+        self._previous_sockets: Sockets = {}
         self._sockets: Sockets = {}
         self._is_aborted = False
         self._is_connecting = False
@@ -137,7 +137,9 @@ class GroupConnection:
         self._outcomes: SimpleQueue[dist.ProcessGroup | Exception] = SimpleQueue()
         self.group: dist.ProcessGroup | None = None
 
-    def connect(self, store: Store, seat: Seat, *, timeout_s: float) -> dist.ProcessGroup:
+    def connect(
+        self, store: Store, membership: GroupMembership, *, timeout_s: float
+    ) -> dist.ProcessGroup:
         """Connect to the other ranks; collective.
 
         Raises:
@@ -146,8 +148,8 @@ class GroupConnection:
         with self._lock:
             if self._is_aborted:
                 raise RuntimeError(_ABORTED)
-            self._before, self._is_connecting = open_sockets(), True
-        make = partial(_make, self._backend, self._device, store, seat, timeout_s)
+            self._previous_sockets, self._is_connecting = open_sockets(), True
+        make = partial(_make, self._backend, self._device, store, membership, timeout_s)
         if self._is_left_behind:
             # Gloo's constructor waits for the connection of a peer that may have died since it
             # published its address: there is no socket yet that could be shut down. So does
@@ -175,7 +177,7 @@ class GroupConnection:
         with self._lock:
             self._is_connecting = False
             if not self._is_aborted:
-                self._sockets = new_sockets(self._before)
+                self._sockets = new_sockets(self._previous_sockets)
         self._outcomes.put(outcome)
 
     @property
@@ -191,7 +193,7 @@ class GroupConnection:
         with self._lock:
             self._is_aborted = True
             if self._is_connecting:
-                self._sockets = new_sockets(self._before)
+                self._sockets = new_sockets(self._previous_sockets)
             sockets = self._sockets
         if self._backend == GLOO:
             shut_down(sockets)
@@ -215,7 +217,7 @@ class StoreClient:
     """A client of the rendezvous store that can be aborted."""
 
     def __init__(self, host: str, port: int) -> None:
-        before = open_sockets()
+        previous_sockets = open_sockets()
         self.store: Store = TCPStore(
             host,
             port,
@@ -223,7 +225,7 @@ class StoreClient:
             wait_for_workers=False,
             timeout=dt.timedelta(seconds=STORE_TIMEOUT_S),
         )
-        self._sockets = new_sockets(before)
+        self._sockets = new_sockets(previous_sockets)
 
     def abort(self) -> None:
         """Make every call on it fail; from any thread."""
@@ -231,10 +233,10 @@ class StoreClient:
 
 
 def _make(
-    backend: str, device: torch.device, store: Store, seat: Seat, timeout_s: float
+    backend: str, device: torch.device, store: Store, membership: GroupMembership, timeout_s: float
 ) -> tuple[dist.ProcessGroup, Any]:
     timeout = dt.timedelta(seconds=timeout_s)
-    rank, size = seat.rank, seat.size
+    rank, size = membership.rank, membership.size
     group = dist.ProcessGroup(store, rank, size)
     if backend == GLOO:
         kind = dist.ProcessGroup.BackendType.GLOO
@@ -248,7 +250,7 @@ def _make(
         collectives._set_sequence_number_for_group()  # noqa: SLF001
     else:
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        collectives = _plugin(backend, store, seat, timeout)
+        collectives = _plugin(backend, store, membership, timeout)
     group._set_default_backend(kind)  # noqa: SLF001
     group._register_backend(torch.device(device.type), kind, collectives)  # noqa: SLF001
     if backend in ENDED_BY_THE_DEVICE:
@@ -256,17 +258,17 @@ def _make(
     return group, collectives
 
 
-def _plugin(backend: str, store: Store, seat: Seat, timeout: dt.timedelta) -> Any:
-    """A backend that another library registered: HCCL of torch_npu."""
+def _plugin(backend: str, store: Store, membership: GroupMembership, timeout: dt.timedelta) -> Any:
+    """Make a backend that another library registered: HCCL of torch_npu."""
     plugin = dist.Backend._plugins[backend.upper()]  # noqa: SLF001 there is no public way
     if not plugin.extended_api:
-        return plugin.creator_fn(store, seat.rank, seat.size, timeout)
+        return plugin.creator_fn(store, membership.rank, membership.size, timeout)
     options = torch._C._distributed_c10d._DistributedBackendOptions()  # noqa: SLF001
     options.store, options.timeout = store, timeout
-    options.group_rank, options.group_size = seat.rank, seat.size
+    options.group_rank, options.group_size = membership.rank, membership.size
     # Without ranks ProcessGroupHCCL takes a group for that of all, and its rank for the one in a
     # rank table (createHCCLCommEx).
-    options.group_id, options.global_ranks_in_group = seat.name, list(seat.ranks)
+    options.group_id, options.global_ranks_in_group = membership.name, list(membership.ranks)
     return plugin.creator_fn(options, None)
 
 
@@ -280,10 +282,10 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     copy, from which wait() takes this rank's part. So it is here, and the copy can be followed.
 
     Args:
-        group: that runs it.
+        group: runs the operation.
         operation: method of the group.
-        arguments: of the method.
-        rank: of this process in the group.
+        arguments: passed to the method.
+        rank: this process's number within the group.
         size: number of ranks in it.
 
     Returns:
@@ -291,13 +293,13 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     """
     if not operation.startswith("reduce_scatter"):
         return getattr(group, operation)(*arguments), lambda: None
-    outputs, inputs, given = arguments
+    outputs, inputs, reduce_options = arguments
     if operation == "reduce_scatter_single":
         outputs, inputs = [outputs], [inputs]
-    wholes = [_copy(one) for one in inputs]
+    wholes = [_copy(tensors) for tensors in inputs]
     options = dist.AllreduceCoalescedOptions()
-    if given is not None:
-        options.reduceOp = given.reduceOp
+    if reduce_options is not None:
+        options.reduceOp = reduce_options.reduceOp
 
     def take_part() -> None:
         for output, whole in zip(outputs, wholes, strict=True):
@@ -306,9 +308,9 @@ def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, si
     return group.allreduce_coalesced(wholes, options), take_part
 
 
-def _copy(given: Tensor | Sequence[Tensor]) -> Tensor:
-    """One flat tensor, from one part per rank or from the whole."""
-    parts = [given] if isinstance(given, Tensor) else given
+def _copy(source: Tensor | Sequence[Tensor]) -> Tensor:
+    """Copy into a flat tensor, from a part per rank or from the whole."""
+    parts = [source] if isinstance(source, Tensor) else source
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
@@ -316,14 +318,14 @@ GIVEN_UP = sys.maxsize  # as a generation: there will be none
 
 
 class Generations:
-    """Which generation of the groups this process is in, and which one is announced.
+    """Generation of the groups that this process is in, and the announced generation.
 
     Args:
         rank: global rank.
-        device: of the tensors; its collective library is inside the facades.
+        device: where the tensors are; its collective library is inside the facades.
         op_timeout_s: limit of one collective.
         open_store: connects to the rendezvous store.
-        on_collective: called with its name when one begins.
+        on_collective: called with its name when a collective begins.
         on_collective_end: called at its end; from any thread, and only where the host sees it
             (gloo).
         on_transfer: called with its name when a transfer between two ranks begins.
@@ -333,7 +335,7 @@ class Generations:
     Attributes:
         on_announced: called when a newer generation is announced.
         current: generation that this process takes part in, 0 before the first.
-        announced: newest one that the coordinator has announced.
+        announced: newest generation that the coordinator has announced.
         is_alone: collectives return at once, as if every rank had brought the same: while a
             process that joins later builds what the others have built together.
     """
@@ -397,7 +399,7 @@ class Generations:
         """Leave the connections of the generation before.
 
         Raises:
-            Interrupted: a newer one is announced.
+            Interrupted: a newer generation is announced.
         """
         client = self._open_store()
         with self._lock:
@@ -416,17 +418,17 @@ class Generations:
         connections are kept.
         """
         with self._lock:
-            before = self._retired
-            self._retired = [one for one in before if not one.is_idle]
+            retired = self._retired
+            self._retired = [connection for connection in retired if not connection.is_idle]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Let collectives return at once, without the other ranks."""
-        before, self.is_alone = self.is_alone, True
+        was_alone, self.is_alone = self.is_alone, True
         try:
             yield
         finally:
-            self.is_alone = before
+            self.is_alone = was_alone
 
     def check(self) -> None:
         """Raise when a newer generation is announced.
@@ -441,19 +443,19 @@ class Generations:
         """Raise when this is not the generation that this process is in.
 
         Raises:
-            Interrupted: with the one that is announced.
+            Interrupted: with the announced generation.
         """
         if generation != self.current or self.announced > generation:
             raise self.interruption()
 
     def interruption(self) -> Interrupted:
-        """The error of everything that waits in the current generation."""
+        """Return the error for everything that waits in the current generation."""
         if self.announced == GIVEN_UP:
             return Interrupted("the attempt is given up")
         return Interrupted(f"generation {self.announced} is announced")
 
-    def connection(self, seat: Seat) -> GroupConnection:
-        """The connection of a group, made when there is none yet; collective in that case.
+    def connection(self, membership: GroupMembership) -> GroupConnection:
+        """Return the connection of a group; connect if there is none yet, which is collective.
 
         Raises:
             Interrupted: a newer generation is announced.
@@ -461,15 +463,15 @@ class Generations:
         """
         self.check()
         with self._lock:
-            connection, client = self._connections.get(seat.name), self._client
+            connection, client = self._connections.get(membership.name), self._client
             if connection is None:
                 connection = GroupConnection(self.backend, self.device)
-                self._connections[seat.name] = connection
+                self._connections[membership.name] = connection
         if connection.group is not None:
             return connection
         assert client is not None  # noqa: S101 enter() comes first
-        store = PrefixStore(f"g{self.current}/{seat.name}", client.store)
-        connection.connect(store, seat, timeout_s=self.op_timeout_s)
+        store = PrefixStore(f"g{self.current}/{membership.name}", client.store)
+        connection.connect(store, membership, timeout_s=self.op_timeout_s)
         if self.announced > self.current:
             connection.abort()
         self.check()
@@ -482,7 +484,7 @@ class Generations:
             self._connections[name] = connection
 
     def connections(self) -> dict[str, GroupConnection]:
-        """The connections of this generation, by the name of their group."""
+        """Return the connections of this generation, by the name of their group."""
         with self._lock:
             return dict(self._connections)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, HashStore
 
 from perdure.training.device import ENDED_BY_THE_DEVICE
-from perdure.training.runtime.process_group.generations import Generations, Seat
+from perdure.training.runtime.process_group.generations import Generations, GroupMembership
 
 BACKEND = "perdure"
 TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ
@@ -37,7 +37,7 @@ class FutureWork(dist.Work):
 
     @classmethod
     def done(cls, result: Any) -> Self:
-        """The work of a collective that needs no other rank."""
+        """Return the work of a collective that needs no other rank."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(result)
         return cls(future)
@@ -59,13 +59,13 @@ class FutureWork(dist.Work):
 class ReconfigurableProcessGroup(dist.ProcessGroup):
     """One group. The methods are those that torch calls on a group written in Python."""
 
-    def __init__(self, generations: Generations, seat: Seat) -> None:
-        super().__init__(seat.rank, seat.size)  # type: ignore[call-arg]  # one constructor of two
+    def __init__(self, generations: Generations, membership: GroupMembership) -> None:
+        super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]  # one constructor of two
         self._generations = generations
-        self._seat = seat
-        self._own_rank = seat.rank
-        self._own_size = seat.size
-        self._group_name = seat.name
+        self._membership = membership
+        self._own_rank = membership.rank
+        self._own_size = membership.size
+        self._group_name = membership.name
         self._description = ""
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._register_backend(torch.device(generations.device.type), kind, None)
@@ -83,8 +83,8 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         return work
 
     def _connected(self) -> dist.ProcessGroup:
-        group = self._generations.connection(self._seat).group
-        assert group is not None  # noqa: S101 connection() returns a connected one
+        group = self._generations.connection(self._membership).group
+        assert group is not None  # noqa: S101 connection() returns a connected group
         return group
 
     @property
@@ -93,7 +93,7 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
         # torch describes the group of all ranks as default_pg, and names it 0.
         if self._description == "default_pg":
             return "world"
-        return self._description or self._seat.name
+        return self._description or self._membership.name
 
     def connect(self) -> None:
         """Establish the connection now; collective."""
@@ -101,18 +101,18 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             self._connected()
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Its backend for a device; torch_npu asks for it, and then calls what is below."""
+        """Return its backend for a device; torch_npu calls the methods below on it."""
         if self._generations.backend in ENDED_BY_THE_DEVICE:
             return self
         return super()._get_backend(device)
 
-    # What stop_device and restart_device of torch_npu ask of every group of a process
+    # stop_device and restart_device of torch_npu call these methods of every group of a process
     # (torch_npu/npu/_recovery.py). `Generations` does it for the connections that are inside.
     def set_watchdog_status(self, status: int) -> None:
-        """There is no watchdog of its own."""
+        """Do nothing: these groups have no watchdog."""
 
     def clear_workmeta_list(self) -> None:
-        """Likewise."""
+        """Do nothing: these groups keep no such list."""
 
     # torch asks a group without a C++ backend for these by several names.
     def getBackendName(self) -> str:  # noqa: N802, D102
@@ -168,10 +168,10 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
             "allgather", lambda: _fill_lists(outputs, inputs), outputs, inputs, options
         )
 
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> dist.Work:  # noqa: D102
         options = opts or AllgatherOptions()
         return self._run(
-            "all_gather_single", lambda: self._repeat(output, own), output, own, options
+            "all_gather_single", lambda: self._repeat(output, source), output, source, options
         )
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
@@ -229,17 +229,17 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:  # noqa: D102
         def alone() -> Any:
-            for output, own in zip(outputs, inputs, strict=True):
-                output.copy_(own)
+            for output, source in zip(outputs, inputs, strict=True):
+                output.copy_(source)
             return outputs
 
         return self._run("alltoall", alone, outputs, inputs, opts)
 
-    def all_to_all_single(self, output: Tensor, own: Tensor, *rest: Any) -> dist.Work:  # noqa: D102
+    def all_to_all_single(self, output: Tensor, source: Tensor, *arguments: Any) -> dist.Work:  # noqa: D102
         def alone() -> list[Tensor]:
-            return [output.copy_(own) if output.shape == own.shape else output]
+            return [output.copy_(source) if output.shape == source.shape else output]
 
-        return self._run("all_to_all_single", alone, output, own, *rest)
+        return self._run("all_to_all_single", alone, output, source, *arguments)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
@@ -252,8 +252,8 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:  # noqa: D102
         return self._run("recv", lambda: tensors, tensors, src, tag)
 
-    def _repeat(self, output: Tensor, own: Tensor) -> list[Tensor]:
-        output.view(self._own_size, -1).copy_(own.reshape(1, -1).expand(self._own_size, -1))
+    def _repeat(self, output: Tensor, source: Tensor) -> list[Tensor]:
+        output.view(self._own_size, -1).copy_(source.reshape(1, -1).expand(self._own_size, -1))
         return [output]
 
     def _part(self, output: Tensor, whole: Tensor) -> Tensor:
@@ -261,13 +261,13 @@ class ReconfigurableProcessGroup(dist.ProcessGroup):
 
 
 def _fill_lists(outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> Any:
-    for gathered, own in zip(outputs, inputs, strict=True):
-        for one in gathered:
-            one.copy_(own)
+    for gathered, source in zip(outputs, inputs, strict=True):
+        for target in gathered:
+            target.copy_(source)
     return outputs
 
 
-NewGroup = Callable[[Seat], ReconfigurableProcessGroup]
+NewGroup = Callable[[GroupMembership], ReconfigurableProcessGroup]
 _new_group: NewGroup | None = None
 
 
@@ -277,7 +277,7 @@ def install(
     """Make a reconfigurable group the default one of this process; nothing is connected yet.
 
     Args:
-        generations: of all groups.
+        generations: the present and the announced generation.
         world_size: number of ranks.
         new_group: makes a group; default: `ReconfigurableProcessGroup`.
     """
@@ -296,11 +296,11 @@ def _create(options: Any, _backend_options: Any) -> ReconfigurableProcessGroup:
     assert _new_group is not None  # noqa: S101 install() registers this function
     ranks = tuple(options.global_ranks_in_group)
     name = str(options.group_id or "world")
-    return _new_group(Seat(name, options.group_rank, options.group_size, ranks))
+    return _new_group(GroupMembership(name, options.group_rank, options.group_size, ranks))
 
 
 def default_group() -> ReconfigurableProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     group = dist.group.WORLD
     assert isinstance(group, ReconfigurableProcessGroup)  # noqa: S101 install() made it
     return group

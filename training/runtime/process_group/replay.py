@@ -28,8 +28,8 @@ from torch._C._distributed_c10d import PrefixStore
 from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
+    GroupMembership,
     Running,
-    Seat,
     StoreClient,
     start,
 )
@@ -64,11 +64,11 @@ class _Operation:
     """One operation, until its step is over.
 
     Attributes:
-        name: of the group's method.
-        arguments: of it.
+        name: method of the group.
+        arguments: passed to the method.
         inputs: a copy of what it reads, where operations are replayed.
         number: in its group, from 1.
-        runs_on: those of its connection; what ends on another one does not count.
+        runs_on: those of its connection; an end on another connection does not count.
         is_done: it has ended, and its future has a value, or is about to get one.
     """
 
@@ -83,7 +83,7 @@ class _Operation:
     _end: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
 
     def future(self) -> torch.futures.Future[Any]:
-        """Its result, for code that waits in C++.
+        """Return its result, for code that waits in C++.
 
         Future.set_exception is Python's own: DDP's reducer would take the exception for a list
         of tensors. A callback that raises fails the future that `then` returns, in C++ too.
@@ -120,7 +120,7 @@ class _Operation:
         self.complete(error)
 
     def arguments_again(self) -> tuple[Any, ...]:
-        """The arguments for a replay, which does not write over results in use."""
+        """Return the arguments for a replay, which does not write over results in use."""
         position = INPUT_OF[self.name]
         if position is None:
             return self.arguments
@@ -152,10 +152,10 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         self,
         generations: Generations,
         connections: ReplayableConnections,
-        seat: Seat,
+        membership: GroupMembership,
     ) -> None:
-        super().__init__(generations, seat)
-        self.key = seat.name
+        super().__init__(generations, membership)
+        self.key = membership.name
         self._connections = connections
         self._operations: dict[int, _Operation] = {}
         self._count = 0
@@ -197,7 +197,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
             self._generation = generations.current
         generations.check()
         if self._connection is None:
-            self._connection = generations.connection(self._seat)
+            self._connection = generations.connection(self._membership)
 
     def _begin(self, operation: _Operation, arguments: tuple[Any, ...]) -> None:
         number, connection = self._connections.number, self._connection
@@ -252,7 +252,9 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
     @property
     def first_incomplete(self) -> int:
         """Number of the first operation that this rank has not completed."""
-        incomplete = (number for number, one in self._operations.items() if not one.is_done)
+        incomplete = (
+            number for number, operation in self._operations.items() if not operation.is_done
+        )
         return min(incomplete, default=self._count + 1)
 
     @property
@@ -261,12 +263,12 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         return self._connection is not None and self._generation == self._generations.current
 
     @property
-    def seat(self) -> Seat:
-        """Of this process in the group."""
-        return self._seat
+    def membership(self) -> GroupMembership:
+        """Place of this process in the group."""
+        return self._membership
 
     def detach(self) -> None:
-        """From now on no operation completes before it was replayed.
+        """Let no operation complete from now on before it was replayed.
 
         A late thread of gloo would hand out a result that the replay is writing.
         """
@@ -293,7 +295,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         return len(numbers)
 
     def end_step(self) -> None:
-        """Drop all operations but the last: every rank has entered that one."""
+        """Drop all operations but the last: every rank has entered the last."""
         last = self._operations.get(self._count)
         self._operations = {self._count: last} if last is not None else {}
 
@@ -307,7 +309,7 @@ class ReplayableConnections:
     """The groups of this process, and how their connections are replaced within a generation.
 
     Args:
-        generations: of the groups.
+        generations: the present and the announced generation.
         open_store: connects to the rendezvous store.
         report: called once for each break, with the text of the error and `number`.
         budget_s: for reconnecting and the operations that are replayed.
@@ -377,7 +379,7 @@ class ReplayableConnections:
         """Replace all connections and replay what some rank has not completed. Collective.
 
         Args:
-            generation: that the connections are of.
+            generation: the connections' generation.
             number: how often they have been replaced with this time.
 
         Returns:
@@ -412,11 +414,11 @@ class ReplayableConnections:
     def _replay(
         self, group: ReplayableProcessGroup, client: StoreClient, number: int, deadline_s: float
     ) -> int:
-        rank, size = group.seat.rank, group.seat.size
+        rank, size = group.membership.rank, group.membership.size
         prefix = f"g{self._generations.current}/{group.key}/l{number}"
         store = PrefixStore(prefix, client.store)
         store.set(f"need/{rank}", str(group.first_incomplete))
-        keys = [f"need/{one}" for one in range(size)]
+        keys = [f"need/{peer}" for peer in range(size)]
         store.wait(keys, timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
         first = min(int(text) for text in store.multi_get(keys))
         return group.replay(self._new_connection(group, client, prefix, deadline_s), first)
@@ -425,17 +427,17 @@ class ReplayableConnections:
         self, group: ReplayableProcessGroup, client: StoreClient, prefix: str, deadline_s: float
     ) -> GroupConnection:
         """Connect; again and again, since the network may be down for a while yet."""
-        seat, generations = group.seat, self._generations
+        membership, generations = group.membership, self._generations
         while True:
             generations.check()
             # Ranks fail unequally often: each joins the round that is open.
             entries = PrefixStore(prefix, client.store).add("entered", 1)
-            store = PrefixStore(f"{prefix}/{(entries - 1) // seat.size}", client.store)
+            store = PrefixStore(f"{prefix}/{(entries - 1) // membership.size}", client.store)
             connection = GroupConnection(generations.backend, generations.device)
             generations.replace(group.key, connection)
             try:
                 # Its operations have this limit, too; a generation that comes instead ends both.
-                connection.connect(store, seat, timeout_s=generations.op_timeout_s)
+                connection.connect(store, membership, timeout_s=generations.op_timeout_s)
             except RuntimeError:
                 if time.monotonic() > deadline_s:
                     raise
@@ -448,14 +450,14 @@ def _wait_idle(connections: Sequence[GroupConnection], until_s: float) -> None:
 
     One that waits for ever, as gloo's sometimes do, writes nothing more.
     """
-    while time.monotonic() < until_s and not all(one.is_idle for one in connections):
+    while time.monotonic() < until_s and not all(connection.is_idle for connection in connections):
         time.sleep(POLL_S)
 
 
 def _clone(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return [_clone(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_clone(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _copy(target: Any, source: Any) -> None:
@@ -463,5 +465,5 @@ def _copy(target: Any, source: Any) -> None:
         with torch.no_grad():
             target.copy_(source)
         return
-    for one, other in zip(target, source, strict=True):
-        _copy(one, other)
+    for target_item, source_item in zip(target, source, strict=True):
+        _copy(target_item, source_item)

@@ -43,10 +43,10 @@ class Checkpointer:
     """Saves and restores one training; through the node's checkpoint server where there is one.
 
     Args:
-        context: of this process.
-        checkpoints: of the run, in the store.
+        context: rank, job and folders of this process.
+        checkpoints: the run's checkpoints in the store.
         training: what is saved.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         hooks: called while a save takes long.
 
     Attributes:
@@ -124,7 +124,7 @@ class Checkpointer:
             savers: who saves, one rank per replica group, this one among them.
             data: position of the data after `step`.
             timeout_s: for the store.
-            loss: of `step`, for people.
+            loss: loss at `step`, for people.
             attachments: objects that the store gets with this rank's file, by key.
 
         Raises:
@@ -188,13 +188,13 @@ class Checkpointer:
             data: position of the data after `step`. The loader itself may be further by a batch,
                 which was handed out for a step that is to be executed again.
             attachments: objects that the store gets before the checkpoint, by key.
-            loss: of `step`, for people; kept in the manifest.
+            loss: loss at `step`, for people; the manifest has it.
 
         Returns:
             False when the step was saved before: the same state.
 
         Raises:
-            StorageError: this save, or the one before it, failed; it was not committed.
+            StorageError: this save, or the previous save, failed; it was not committed.
         """
         if step == self._newest_saved:
             return False
@@ -242,7 +242,7 @@ class Checkpointer:
             InputError: the other run's checkpoint does not exist, or does not fit.
             Corrupt: every checkpoint is damaged, and the state was touched on the way: new
                 processes start from nothing.
-            StorageError: the store has one whole, and yet some rank cannot read it.
+            StorageError: the store has a whole checkpoint, and yet some rank cannot read it.
         """
         step = self._restorer.restore()
         spec = self._context.job.init_from
@@ -259,37 +259,39 @@ class Checkpointer:
         """Fill the training with what `read` fills tensors with; None when it gave up."""
         tensors, _ = self.live.tensors()
         saved = self._names.tensors(tensors)
-        own: dict[str, Tensor] = {}
+        local_tensors: dict[str, Tensor] = {}
 
         def state_of(manifest: Manifest) -> dict[str, Tensor]:
             self._names.check(manifest.tensors, step=manifest.step)
-            own.clear()  # an older checkpoint than the one tried before
+            local_tensors.clear()  # an older checkpoint than at the previous try
             own_bytes = {n for n in manifest.tensors if n.startswith(self._random_prefix)}
             if self._names.settings is not None:
                 own_bytes.add(self._names.settings)
             for name in own_bytes:
                 shape = manifest.tensors[name].shape
-                own[name] = torch.empty(shape, dtype=torch.uint8)
-            return {**saved, **own}
+                local_tensors[name] = torch.empty(shape, dtype=torch.uint8)
+            return {**saved, **local_tensors}
 
         manifest = read(state_of)
         if manifest is None:
             return None
         extra: dict[str, Any] = dict(manifest.extra)
         if self._names.settings is not None:
-            extra["optimizer"] = _json_of(own.pop(self._names.settings))
+            extra["optimizer"] = _json_of(local_tensors.pop(self._names.settings))
         self.live.put(tensors, extra)
         self._loader.load_state_dict(extra["data"])
         # A rank that the saved world did not have keeps the state its seed gave it.
         prefix = self._random_prefix
-        set_random_states({n.removeprefix(prefix): s for n, s in own.items()}, self._device)
+        set_random_states(
+            {n.removeprefix(prefix): s for n, s in local_tensors.items()}, self._device
+        )
         self._newest_saved = manifest.step
         return manifest
 
     def _full_state(
         self, data: dict[str, Any], *, loss: float | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that is saved: tensors by name, and the rest as JSON."""
+        """Collect the state to save: tensors by name, and the rest as JSON."""
         live, settings = self.live.tensors()
         tensors = self._names.tensors(live)
         if self._names.settings is not None:
@@ -308,7 +310,7 @@ class Checkpointer:
 
 
 def _json_tensor(document: Any) -> Tensor:
-    """JSON as bytes, in whole pages: a longer number in it shall not change the plan of saves."""
+    """Encode JSON in whole pages: a longer number in it shall not change the plan of saves."""
     text = json.dumps(document).encode()
     padded = text.ljust(-(-len(text) // JSON_PAGE_BYTES) * JSON_PAGE_BYTES)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The beginning of a run from the checkpoint of another one: weights, and the optimizer's moments.
+"""The beginning of a run from the checkpoint of another run: weights, and the optimizer's moments.
 
 Hyperparameters, schedule, step and data position are the new run's own. Which step it is stays
 settled: whatever restarts the run before its first checkpoint begins from the same one. Collective.
@@ -30,28 +30,28 @@ _log = logging.getLogger("perdure.runtime")
 
 
 class InitialState:
-    """What a new run takes over.
+    """Initial state of a new run.
 
     Args:
-        spec: of the job.
-        own: checkpoints of the new run.
+        spec: the job's section.
+        run_store: checkpoints of the new run.
         live: the state of the training.
-        device: of this rank.
-        names: of its tensors in checkpoints.
+        device: the rank's accelerator, or the CPU.
+        names: the rank's tensor names in checkpoints.
     """
 
     def __init__(
         self,
         spec: InitFromSpec,
-        own: CheckpointStore,
+        run_store: CheckpointStore,
         live: LiveState,
         device: torch.device,
         *,
         names: PartNames = ALIKE,
     ) -> None:
         self._spec = spec
-        self._own = own
-        self._source = CheckpointStore(own.store, spec.run)
+        self._run_store = run_store
+        self._source = CheckpointStore(run_store.store, spec.run)
         self._live = live
         self._device = device
         self._names = names
@@ -84,11 +84,11 @@ class InitialState:
         return int(step)
 
     def _settled(self) -> int | None:
-        """The step that is taken, on the first rank; None where the other run has none."""
+        """Choose the step, on the first rank; None where the other run has none."""
         if self._spec.step is not None:
             return self._spec.step
-        store = self._own.store
-        key = f"runs/{self._own.run_id}/init-from/{self._spec.run}.json"
+        store = self._run_store.store
+        key = f"runs/{self._run_store.run_id}/init-from/{self._spec.run}.json"
         with suppress(NotFound):
             return int(json.loads(store.get(key))["step"])
         newest = self._source.latest()
@@ -101,7 +101,7 @@ class InitialState:
         return newest
 
     def _manifest(self, step: int) -> tuple[str | None, tuple[str, str] | None]:
-        """The manifest of a step, or the field at fault and why; on the first rank."""
+        """Read the manifest of a step, or return the field at fault and why; on the first rank."""
         try:
             return self._source.manifest(step).model_dump_json(), None
         except NotFound:
@@ -114,11 +114,11 @@ class InitialState:
         tensors, settings = self._live.tensors() if keeps else (self._live.model_tensors(), {})
         # A learning rate may be a tensor, too: hyperparameters are the new run's.
         wanted = self._names.tensors(
-            {n: one for n, one in tensors.items() if n.startswith((MODEL, STATE))}
+            {n: tensor for n, tensor in tensors.items() if n.startswith((MODEL, STATE))}
         )
         self._names.check(manifest.tensors, step=manifest.step)
-        there = {name for name in manifest.tensors if not self._names.is_anothers(name)}
-        check_fit(manifest, wanted, there=there, keeps_optimizer=keeps)
+        saved_names = {name for name in manifest.tensors if not self._names.is_anothers(name)}
+        check_fit(manifest, wanted, saved_names=saved_names, keeps_optimizer=keeps)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         hashing = readers_of(sorted(manifest.shards), [frozenset()] * world_size)
@@ -135,24 +135,24 @@ def check_fit(
     manifest: Manifest,
     wanted: Mapping[str, Tensor],
     *,
-    there: Collection[str],
+    saved_names: Collection[str],
     keeps_optimizer: bool,
 ) -> None:
     """Check that a checkpoint has what is wanted of it, and no more.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: the checkpoint's tensors.
         wanted: by the names in it.
-        there: the names in it that are this rank's.
+        saved_names: the names in it that are this rank's.
         keeps_optimizer: whether the optimizer's state is wanted, too.
 
     Raises:
         InputError: it is of another model, or of another optimizer.
     """
     prefixes = (MODEL, STATE) if keeps_optimizer else (MODEL,)
-    own = {name for name in there if name.startswith(prefixes)}
+    fitting_names = {name for name in saved_names if name.startswith(prefixes)}
     source = f"run {manifest.run_id} at step {manifest.step}"
-    for name in sorted(own ^ wanted.keys()):
+    for name in sorted(fitting_names ^ wanted.keys()):
         has = f"{source} has no" if name in wanted else "this run has no"
         beside = "which this run has" if name in wanted else f"which {source} has"
         raise _misfit(name, f"{has} {name}, {beside}")

@@ -47,9 +47,9 @@ class LiveState:
         self._model: nn.Module = model.module if isinstance(model, DataParallel) else model
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors by name, and the optimizer's settings, which are plain values.
+        """Collect tensors by name, and the optimizer's settings, which are plain values.
 
-        An optimizer that has no state yet gets one, by a step of nothing.
+        An optimizer that has no state yet gets its state by a step of nothing.
         """
         tensors = self.model_tensors()
         optimizer = get_optimizer_state_dict(
@@ -64,8 +64,8 @@ class LiveState:
         return tensors, settings
 
     def parts(self) -> dict[str, Any]:
-        """Scheduler and scaler, None where there is none; a list of several schedulers."""
-        states = [_state_of(one) for one in self._training.schedulers]
+        """Return scheduler and scaler, None where there is none; a list of several schedulers."""
+        states = [_state_of(scheduler) for scheduler in self._training.schedulers]
         scheduler = states if len(states) > 1 else next(iter(states), None)
         return {"scheduler": scheduler, "scaler": _state_of(self._training.scaler)}
 
@@ -87,9 +87,9 @@ class LiveState:
         self._put_parts(extra)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that a replica needs: tensors by name, and the rest as JSON.
+        """Collect everything that a replica needs: tensors by name, and the rest as JSON.
 
-        Before the first step the optimizer has no state, and making one would count a step.
+        Before the first step the optimizer has no state, and making it would count a step.
         """
         has_state = self._training.has_optimizer_state
         tensors, settings = self.tensors() if has_state else (self.model_tensors(), {})
@@ -120,8 +120,8 @@ class LiveState:
         fill(tensors)
         if not self._are_live(tensors):
             self.put(tensors, extra)
-        for group, kept in zip(training.param_groups, extra["groups"], strict=True):
-            group.update(_revived(kept))  # a schedule's state does not bring its rate along
+        for group, saved_group in zip(training.param_groups, extra["groups"], strict=True):
+            group.update(_revived(saved_group))  # a schedule's state does not bring its rate along
         self._put_parts(extra)
 
     def _allocate_state(self, layouts: Mapping[str, TensorLayout]) -> bool:
@@ -131,12 +131,14 @@ class LiveState:
         themselves take. Whether it was possible; sharded tensors are left to the optimizer.
         """
         names: dict[int, str] = {}
-        for name, one in self.model_tensors().items():
-            names.setdefault(one.data_ptr(), name)  # of tied weights the state has the first
+        for name, parameter_name in self.model_tensors().items():
+            names.setdefault(
+                parameter_name.data_ptr(), name
+            )  # of tied weights the state has the first
         owned = [
-            (one, p)
-            for one in self._training.optimizers
-            for group in one.param_groups
+            (optimizer, p)
+            for optimizer in self._training.optimizers
+            for group in optimizer.param_groups
             for p in group["params"]
         ]
         if any(type(p.data) is not Tensor or p.data_ptr() not in names for _, p in owned):
@@ -147,9 +149,9 @@ class LiveState:
                 name, _, part = key.removeprefix(STATE).rpartition(".")
                 by_name.setdefault(f"model/{name}", {})[part] = layout
         for optimizer, parameter in owned:
-            if own := by_name.pop(names[parameter.data_ptr()], None):
+            if parameter_state := by_name.pop(names[parameter.data_ptr()], None):
                 optimizer.state[parameter] = {
-                    part: layout.empty_beside(parameter) for part, layout in own.items()
+                    part: layout.empty_beside(parameter) for part, layout in parameter_state.items()
                 }
         if by_name:  # the other has a state for what has another name here
             self._forget_optimizer_state()
@@ -163,12 +165,18 @@ class LiveState:
         """Whether values that were put into tensors are in the training: none is a copy."""
         training = self._training
         live = chain(training.model.parameters(), training.model.buffers(), training.kept_tensors())
-        known = {_place_of(one) for one in live}
-        return all(_place_of(one) in known for one in tensors.values())
+        live_places = {_place_of(tensor) for tensor in live}
+        return all(_place_of(tensor) in live_places for tensor in tensors.values())
 
     def _put_parts(self, extra: Mapping[str, Any]) -> None:
-        kept = extra["scheduler"]
-        states = kept if isinstance(kept, list) else [] if kept is None else [kept]
+        scheduler_state = extra["scheduler"]
+        states = (
+            scheduler_state
+            if isinstance(scheduler_state, list)
+            else []
+            if scheduler_state is None
+            else [scheduler_state]
+        )
         schedulers = self._training.schedulers
         if len(states) != len(schedulers):
             raise InputError(
@@ -181,12 +189,12 @@ class LiveState:
             self._training.scaler.load_state_dict(extra["scaler"])
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Those of the model alone, by name: parameters and buffers."""
+        """Collect the model's tensors by name: parameters and buffers."""
         model = get_model_state_dict(self._model)
         return {f"model/{k}": v for k, v in model.items() if isinstance(v, Tensor)}
 
     def _computed(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Buffers that are no part of a checkpoint: damaged memory may have held them."""
+        """Collect buffers that are no part of a checkpoint: damaged memory may have held them."""
         named = self._model.named_buffers()
         short = ((name.removeprefix("module."), buffer) for name, buffer in named)
         return {f"buffer/{n}": buffer for n, buffer in short if f"model/{n}" not in saved}
@@ -205,7 +213,7 @@ def _state_of(part: Any) -> dict[str, Any] | None:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of parameters is trained with: rates, betas, decay."""
+    """Return the settings that train a group of parameters: rates, betas, decay."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -231,7 +239,7 @@ class Snapshots:
 
     @property
     def step(self) -> int | None:
-        """Completed steps in the newest copy, None without one."""
+        """Completed steps in the newest copy, None without a copy."""
         return self._copies[self._newest].step if self._newest is not None else None
 
     def take(self, step: int, tensors: Mapping[str, Tensor], extra: dict[str, Any]) -> None:
@@ -247,7 +255,7 @@ class Snapshots:
             self._copies.clear()
         live = [local_part(tensor) for tensor in tensors.values()]
         if len(self._copies) < 2:
-            self._copies.append(_Copy([_on_host(one) for one in live]))
+            self._copies.append(_Copy([_on_host(tensor) for tensor in live]))
         free = 0 if self._newest is None else 1 - self._newest
         copy = self._copies[free]
         torch._foreach_copy_(copy.tensors, live)
@@ -256,7 +264,7 @@ class Snapshots:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the newest copy was given beside its tensors."""
+        """Values beside the tensors of the newest copy."""
         return self._copies[self._newest_index].extra
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -280,5 +288,5 @@ def damage(training: Training) -> None:
     model = training.model
     with torch.no_grad():
         for value in chain(model.parameters(), model.buffers(), training.kept_tensors()):
-            own = local_part(value)
-            own.fill_(math.nan if own.is_floating_point() else -1)
+            local = local_part(value)
+            local.fill_(math.nan if local.is_floating_point() else -1)

@@ -1,4 +1,4 @@
-"""What the tensors of a rank are called in checkpoints.
+"""Names of a rank's tensors in checkpoints.
 
 Where ranks hold different parts of the model, plain tensors of one name are different ones on
 different ranks: they are named after the part. A DTensor says itself which part it is, but for the
@@ -30,9 +30,9 @@ class PartNames:
     """Names for one rank.
 
     Attributes:
-        part: which one its plain tensors are of; None: they are alike on all ranks.
-        num_parts: that there are, 0: none.
-        stage: of the pipeline; None: there is one alone.
+        part: part that its plain tensors belong to; None: they are alike on all ranks.
+        num_parts: number of parts; 0: the layout has none.
+        stage: pipeline stage; None: the pipeline has a single stage.
     """
 
     part: int | None = None
@@ -41,7 +41,7 @@ class PartNames:
 
     @classmethod
     def of(cls, context: WorkerContext) -> Self:
-        """Names for a rank of this layout."""
+        """Make the names for a rank of this layout."""
         layout = context.layout
         if not context.holds_parts:
             return cls()
@@ -56,7 +56,7 @@ class PartNames:
         return None if self.part is None else f"settings/{_part_tag(self.part)}"
 
     def tensors(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names they are saved with."""
+        """Map tensors to the names they are saved with."""
         return {self._saved(name, tensor): tensor for name, tensor in live.items()}
 
     def is_anothers(self, name: str) -> bool:
@@ -70,11 +70,11 @@ class PartNames:
         Raises:
             InputError: it was not.
         """
-        found = {tag for tag in map(_tag_of, names) if tag is not None and tag.startswith("part")}
-        if found != {_part_tag(number) for number in range(self.num_parts)}:
+        tags = {tag for tag in map(_tag_of, names) if tag is not None and tag.startswith("part")}
+        if tags != {_part_tag(number) for number in range(self.num_parts)}:
             raise InputError(
                 "parallelism",
-                f"the checkpoint of step {step} is of a model in {len(found) or 'no'} parts, and "
+                f"the checkpoint of step {step} is of a model in {len(tags) or 'no'} parts, and "
                 f"the layout has {self.num_parts or 'none'}: go on with the sizes of tensor, "
                 "pipeline and expert parallelism that it was saved with",
             )
@@ -109,5 +109,5 @@ def _prefix_of(name: str) -> str:
 
 
 def _tag_of(name: str) -> str | None:
-    found = _TAG.match(name, len(_prefix_of(name)))
-    return found.group() if found is not None else None
+    match = _TAG.match(name, len(_prefix_of(name)))
+    return match.group() if match is not None else None

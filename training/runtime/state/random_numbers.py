@@ -26,21 +26,21 @@ PYTHON_STATE_BYTES = 32 * 2**10  # two Mersenne twisters of 624 words, as JSON
 
 
 def seed_of(seed: int, *, rank: int, step: int) -> int:
-    """A seed for the generators of one rank in one step, 63 bits, unlike that of any other."""
+    """Derive a 63-bit seed for the generators of a rank in a step, unlike any other."""
     text = f"{seed}/{rank}/{step}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def seed_step(seed: int, *, rank: int, step: int) -> None:
     """Seed Python's, numpy's and torch's generators, those of devices included."""
-    own = seed_of(seed, rank=rank, step=step)
+    rank_seed = seed_of(seed, rank=rank, step=step)
     if _has_device():
-        torch.manual_seed(own)
+        torch.manual_seed(rank_seed)
     else:
         # The other keeps a stack trace for every kind of device that is not in use (torch 2.13).
-        torch.default_generator.manual_seed(own)
-    np.random.seed(own % 2**32)  # noqa: NPY002 the generator that libraries use
-    random.seed(own)
+        torch.default_generator.manual_seed(rank_seed)
+    np.random.seed(rank_seed % 2**32)  # noqa: NPY002 the generator that libraries use
+    random.seed(rank_seed)
 
 
 def seed_epoch(seed: int, *, epoch: int) -> int:
@@ -59,7 +59,7 @@ def _has_device() -> bool:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of this process's generators by name, uint8 [bytes] each on the host."""
+    """Read the states of this process's generators by name, uint8 [bytes] each on the host."""
     states = {"torch": torch.get_rng_state(), "python": _python_state()}
     device_state = device_rng_state(device)
     if device_state is not None:
@@ -78,7 +78,7 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
 
 
 def _python_state() -> Tensor:
-    """Of Python's and numpy's generators; always of one size, or every save would be planned."""
+    """Read Python's and numpy's generators; always of one size, or every save would be planned."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     document = {
@@ -133,8 +133,8 @@ def seeded_after() -> Iterator[None]:
     Torch's generators, of the host and of devices, are seeded at the end with a number that
     follows from the host's at the beginning.
     """
-    before = torch.Generator()
-    before.set_state(torch.get_rng_state())
-    seed = int(torch.randint(2**63 - 1, (), generator=before))
+    previous = torch.Generator()
+    previous.set_state(torch.get_rng_state())
+    seed = int(torch.randint(2**63 - 1, (), generator=previous))
     yield
     torch.manual_seed(seed)

@@ -42,9 +42,9 @@ class Restorer:
     """Restores one training, once.
 
     Args:
-        context: of this process.
-        checkpoints: of the run, in the store.
-        device: of this rank.
+        context: rank, job and folders of this process.
+        checkpoints: the run's checkpoints in the store.
+        device: the rank's accelerator, or the CPU.
         load: fills the training by the function it is given, which fills tensors.
         on_wait: called now and then while something takes long.
 
@@ -126,19 +126,24 @@ class Restorer:
                 break
         if manifest.step != committed:
             self._publish(nodes, chosen)
+        self._finish_nodes(nodes, chosen, manifest.step)
+        return manifest.step
+
+    def _finish_nodes(self, nodes: NodeRestore, chosen: RestorableSave, step: int) -> None:
+        """Record where the restored state came from. Collective."""
         nodes.node.client.close()
         in_memory = all(chosen.local[h][r] is Tier.MEMORY for r, h in chosen.holders.items())
         are_same = chosen.save.world_size == self._context.world_size
         if in_memory and are_same:
             self.from_memory = chosen.save
-        self._log(f"step {manifest.step} restored from the nodes' memory or disks")
+        self._log(f"step {step} restored from the nodes' memory or disks")
         fetched = sum(gather_json(nodes.num_fetched, self._device))
         partners = self._partner_nodes(nodes)
         self._record_restored(
             CheckpointRestored(
                 at_s=time.time(),
                 number=1,
-                step=manifest.step,
+                step=step,
                 shares=places_of(
                     chosen, nodes.brought, has_partners=nodes.name is not None and are_same
                 ),
@@ -147,17 +152,16 @@ class Restorer:
                 why=self._why,
             )
         )
-        return manifest.step
 
     def _partner_nodes(self, nodes: NodeRestore) -> dict[str, str]:
-        """By node that got shares from its partner, that one. Collective where there are copies."""
+        """Map nodes that got shares from a partner to it. Collective where there are copies."""
         if nodes.name is None:
             return {}
         names = gather_json(nodes.name, self._device)
         return {names[rank]: partner for rank, partner in nodes.brought.items()}
 
     def _record_restored(self, event: CheckpointRestored) -> None:
-        """In the attempt's log, and through it in the run's ledger."""
+        """Record it in the attempt's log, and through that in the run's ledger."""
         if self._context.rank != 0:
             return
         _log.info(event.text)
@@ -170,17 +174,17 @@ class Restorer:
     def _publish(self, nodes: NodeRestore, chosen: RestorableSave) -> None:
         """Copy to the store what so far only the nodes have."""
         context = self._context
-        given = tuple(r for r, holder in chosen.holders.items() if holder == context.rank)
+        ranks = tuple(r for r, holder in chosen.holders.items() if holder == context.rank)
         nodes.node.client.republish(
             chosen.save,
-            ranks=given if nodes.name is not None else None,
+            ranks=ranks if nodes.name is not None else None,
             owner=(context.placement, context.attempt),
             commit=context.rank == 0,
             announce=str(context.metrics_path),
         )
 
     def _restore_from_store(self, nodes: NodeRestore | None) -> int:
-        """The newest committed step; shards that a node holds are taken from there."""
+        """Restore the newest committed step; shards that a node holds are taken from there."""
         tried: set[int] = set()
         while (newest := from_first(self._newest_manifest, self._device)) is not None:
             step, text, problem = newest
@@ -212,7 +216,7 @@ class Restorer:
         )
 
     def _newest_manifest(self) -> tuple[int, str | None, str | None] | None:
-        """The newest committed step with its manifest, or with what is wrong with that."""
+        """Find the newest committed step with its manifest, or with the fault of that."""
         step = self._checkpoints.latest()
         if step is None:
             return None
@@ -274,17 +278,17 @@ class Restorer:
         from_first(lambda: None, self._device)  # the others look for the next one after that
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
-        """What is wrong with which shard; every rank hashes its part of them."""
-        own = sorted(manifest.shards)[self._context.rank :: self._context.world_size]
+        """Describe the damage of each shard; every rank hashes its part of them."""
+        shards = sorted(manifest.shards)[self._context.rank :: self._context.world_size]
         damages = self._checkpoints.verify_shards(
-            manifest.step, {name: manifest.shards[name] for name in own}
+            manifest.step, {name: manifest.shards[name] for name in shards}
         )
         self._on_wait()
-        lines = [f"{one.file} {one.kind}: {one.detail}" for one in damages]
+        lines = [f"{damage.file} {damage.kind}: {damage.detail}" for damage in damages]
         return [line for of_rank in gather_json(lines, self._device) for line in of_rank]
 
     def _log_damage(self, step: int, text: str, *, is_repaired: bool) -> None:
-        """In the rank's log, and through the attempt's log in the run's ledger."""
+        """Write to the rank's log, and through the attempt's log to the run's ledger."""
         self._log(f"checkpoint of step {step} {'repaired' if is_repaired else 'set aside'}: {text}")
         if self._context.rank != 0:
             return
@@ -314,7 +318,7 @@ class Restorer:
 def places_of(
     chosen: RestorableSave, brought: Mapping[int, str], *, has_partners: bool
 ) -> dict[str, int]:
-    """How many shares of a save lay where, by the name of the place. Pure.
+    """Count the shares of a save by the name of their place. Pure.
 
     Args:
         chosen: save that was restored.
@@ -329,16 +333,16 @@ def places_of(
         is_copy = rank in brought or (is_elsewhere and tier is Tier.MEMORY)
         return PARTNER_MEMORY if is_copy else tier.value
 
-    return dict(sorted(Counter(place(*one) for one in chosen.holders.items()).items()))
+    return dict(sorted(Counter(place(*item) for item in chosen.holders.items()).items()))
 
 
 def joined(*reasons: str) -> str:
-    """Reasons in one line; those that are empty are none."""
-    return "; ".join(one for one in reasons if one)
+    """Join reasons on a line, without the empty ones."""
+    return "; ".join(reason for reason in reasons if reason)
 
 
 def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict[str, int]:
-    """For every shard a rank that does not have it at hand, spread over the ranks."""
+    """Choose for every shard a rank that does not have it at hand, spread over the ranks."""
     readers: dict[str, int] = {}
     for number, shard in enumerate(shards):
         ranks = ((number + i) % len(at_hand) for i in range(len(at_hand)))
@@ -349,5 +353,5 @@ def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict
 
 
 def from_first(answer: Callable[[], Any], device: torch.device) -> Any:
-    """The first rank's answer, JSON, on every rank; the others do not call `answer`."""
+    """Return the first rank's answer, JSON, on every rank; the others do not call `answer`."""
     return gather_json(answer() if dist.get_rank() == 0 else None, device)[0]

@@ -1,4 +1,4 @@
-"""A rank's state, sent to the one that lost it: tensors over the process group, the rest as JSON.
+"""A rank's state for the rank that lost its own: tensors over the process group, the rest as JSON.
 
 Both sides must be connected. Tensors are sent many at a time: waiting for each costs a state of
 many small tensors several times what its bytes do. Sizes are bytes.
@@ -25,11 +25,11 @@ MAX_TRANSFERS = 32
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How a tensor looks, whatever its values: what another rank needs to make one.
+    """Layout of a tensor without its values, from which another rank can make it.
 
     Attributes:
         dtype: by torch's name.
-        shape: of this rank's part of it.
+        shape: sizes of this rank's part.
         device: type of device.
     """
 
@@ -39,12 +39,12 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """That of a tensor."""
+        """Describe a tensor."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(dtype, list(local_part(tensor).shape), tensor.device.type)
 
     def empty_beside(self, parameter: Tensor) -> Tensor:
-        """A tensor without values, on the parameter's device if that is of this type.
+        """Make a tensor without values, on the parameter's device if that is of this type.
 
         Raises:
             ValueError: torch has no such type.
@@ -99,7 +99,7 @@ def send_state(
 def receive_header(
     *, source: int, device: torch.device
 ) -> tuple[dict[str, TensorLayout], dict[str, Any]]:
-    """How the tensors look that follow, by name in their order, and the rest of the state.
+    """Receive the layouts of the next tensors by name, in order, and the rest of the state.
 
     Raises:
         RuntimeError: the connection broke.
@@ -125,22 +125,22 @@ def receive_tensors(
     transfers = _Transfers()
     with torch.no_grad():
         for name in names:
-            own = local_part(tensors[name])
-            is_fit = own.is_contiguous() and own.device.type == device.type
-            fresh = partial(torch.empty, own.numel(), dtype=own.dtype, device=device)
-            flat = own.reshape(-1) if is_fit else fresh()
-            transfers.add(dist.irecv(flat, source), partial(_fill, own, flat))
+            local = local_part(tensors[name])
+            is_fit = local.is_contiguous() and local.device.type == device.type
+            fresh = partial(torch.empty, local.numel(), dtype=local.dtype, device=device)
+            flat = local.reshape(-1) if is_fit else fresh()
+            transfers.add(dist.irecv(flat, source), partial(_fill, local, flat))
         transfers.finish_all()
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor is in this process."""
+    """Return the part of a tensor in this process."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _fill(own: Tensor, flat: Tensor) -> None:
-    if flat.data_ptr() != own.data_ptr():
-        own.copy_(flat.view_as(own))
+def _fill(target: Tensor, flat: Tensor) -> None:
+    if flat.data_ptr() != target.data_ptr():
+        target.copy_(flat.view_as(target))
 
 
 def _send_json(document: Any, *, to: int, device: torch.device) -> None:

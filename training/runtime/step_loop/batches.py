@@ -1,9 +1,8 @@
 """Micro-batches of any form: what a loader may return for a step, and the way to the device.
 
-Whether a program divides its losses by the number of micro-batches, as the step does itself.
-
-Programs that accumulate gradients by hand do so. Done twice, the gradient is too small by that
-number; clipping and adaptive optimizers hide it, so that nothing but a slower curve shows it.
+Programs that accumulate gradients by hand divide their losses by the number of micro-batches, as
+the step does itself. Done twice, the gradient is too small by that number; clipping and adaptive
+optimizers hide it, so that nothing but a slower curve shows it: `DivisionCheck` warns.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from perdure.training.errors import InputError
 from perdure.training.runtime.program import MicroBatch
 
 
-def checked(given: Any) -> Sequence[MicroBatch]:
-    """What a loader returned for a step, if it is a list of micro-batches.
+def checked(batches: Any) -> Sequence[MicroBatch]:
+    """Check that a loader returned a list of micro-batches for a step.
 
     Raises:
         InputError: it is one batch, whose parts would be taken for micro-batches, or nothing.
     """
-    is_pair = isinstance(given, tuple) and all(isinstance(one, Tensor) for one in given)
-    if isinstance(given, (list, tuple)) and given and not is_pair:
-        return given
-    what = "nothing" if given is None else f"an empty {type(given).__name__}"
-    if is_pair and given:
-        what = "a tuple of tensors"
-    elif not isinstance(given, (list, tuple, type(None))):
-        what = f"a {type(given).__name__}"
+    is_pair = isinstance(batches, tuple) and all(isinstance(item, Tensor) for item in batches)
+    if isinstance(batches, (list, tuple)) and batches and not is_pair:
+        return batches
+    kind = "nothing" if batches is None else f"an empty {type(batches).__name__}"
+    if is_pair and batches:
+        kind = "a tuple of tensors"
+    elif not isinstance(batches, (list, tuple, type(None))):
+        kind = f"a {type(batches).__name__}"
     raise InputError(
         "session.register(data=...)",
-        f"next_step() returned {what}: it returns the list of this rank's micro-batches of a "
+        f"next_step() returned {kind}: it returns the list of this rank's micro-batches of a "
         "step, [(inputs, targets)] for one",
     )
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on a device; what holds no tensor stays as it is.
+    """Move the tensors of a structure to a device; parts without tensors stay as they are.
 
     Tensors, mappings, lists, tuples and dataclasses of them, and whatever has a method `to`, as
     the batches of tokenizers have.
@@ -58,7 +57,7 @@ def on_device(batch: Any, device: torch.device) -> Any:
         moved.update((key, on_device(value, device)) for key, value in batch.items())
         return moved
     if isinstance(batch, (list, tuple)):
-        parts = [on_device(one, device) for one in batch]
+        parts = [on_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = (field.name for field in dataclasses.fields(batch) if field.init)
@@ -85,7 +84,7 @@ class DivisionCheck:
         self._notice = notice
         self._left = MAX_LOOKS
 
-    def look(self, loss: Tensor, num_micro_batches: int) -> None:
+    def check(self, loss: Tensor, num_micro_batches: int) -> None:
         """Warn if the last thing that was done to the loss is the division."""
         if self._left == 0 or num_micro_batches == 1:
             return
@@ -104,7 +103,7 @@ class DivisionCheck:
 
 
 def divisor_of(loss: Tensor) -> float | None:
-    """The number that a tensor was divided by last, as autograd recorded it; None: it was not."""
+    """Find the number that a tensor was divided by last, as autograd recorded it; None: none."""
     node = loss.grad_fn
     kind = type(node).__name__
     if kind not in {"DivBackward0", "MulBackward0"}:

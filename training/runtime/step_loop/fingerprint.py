@@ -26,14 +26,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
 def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = False) -> Tensor:
-    """The hashes of this rank, as floats [WIDTH].
+    """Hash this rank's weights and gradients, as floats [WIDTH].
 
     To be taken when gradients are reduced and not yet clipped: a norm of sharded gradients may
     differ in its last bit between the replicas of a shard, and so do weights that follow from it.
 
     Args:
         model: as it was registered.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         is_split: ranks have different parts of the model: all parameters count as shards.
     """
     plain, shards = _parts(model)
@@ -41,32 +41,32 @@ def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = Fals
         plain, shards = [], [p for n, p in model.named_parameters() if n not in _ignored(model)]
     sums = [
         _sum_of(plain, device),
-        _sum_of((one.grad for one in plain), device),
-        _sum_of((one.grad for one in shards), device),
+        _sum_of((parameter.grad for parameter in plain), device),
+        _sum_of((parameter.grad for parameter in shards), device),
     ]
-    halves = [(one >> shift) & (_HALF - 1) for one in sums for shift in (0, _HALF_BITS)]
+    halves = [(bits >> shift) & (_HALF - 1) for bits in sums for shift in (0, _HALF_BITS)]
     return torch.stack(halves).float()
 
 
-def slots(own: Tensor, *, rank: int, world_size: int, is_finite: bool = True) -> Tensor:
-    """What a rank adds to a vote: its hashes in its own place, [world_size * WIDTH].
+def slots(hashes: Tensor, *, rank: int, world_size: int, is_finite: bool = True) -> Tensor:
+    """Put a rank's hashes in its own place of a vote, [world_size * WIDTH].
 
     Args:
-        own: its hashes.
-        rank: this one.
+        hashes: its hashes.
+        rank: global rank of this process.
         world_size: number of ranks.
         is_finite: whether its gradients are. What is not a number has many forms, and no rank is
             wrong that has another one.
     """
-    filled = own.new_zeros(world_size, WIDTH)
-    filled[rank] = own
+    filled = hashes.new_zeros(world_size, WIDTH)
+    filled[rank] = hashes
     if not is_finite:
         filled[rank, 2:] = NOT_FINITE
     return filled.flatten()
 
 
 def hashes_of(voted: Sequence[float]) -> list[Hashes]:
-    """The hashes by rank, from the sum of all ranks' slots."""
+    """Read the hashes by rank, from the sum of all ranks' slots."""
     halves = zip(voted[::2], voted[1::2], strict=True)
     whole = [int(low) + int(high) * _HALF for low, high in halves]
     return [
@@ -75,7 +75,7 @@ def hashes_of(voted: Sequence[float]) -> list[Hashes]:
 
 
 def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The parameters that every rank holds alike, and those of which it holds a shard."""
+    """Divide parameters into those that every rank holds alike, and sharded ones."""
     parameters = [p for name, p in model.named_parameters() if name not in _ignored(model)]
     shards: list[nn.Parameter] = [p for p in parameters if isinstance(p, DTensor)]
     plain = [p for p in parameters if not isinstance(p, DTensor)]
@@ -83,7 +83,7 @@ def _parts(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def _ignored(model: nn.Module) -> frozenset[str]:
-    """Parameters that a program keeps different on purpose."""
+    """Find parameters that a program keeps different on purpose."""
     if not isinstance(model, DistributedDataParallel):
         return frozenset()
     return frozenset(f"module.{name}" for name in model.parameters_to_ignore)
@@ -95,26 +95,26 @@ def _are_alike(model: nn.Module, shards: Iterable[nn.Parameter]) -> bool:
     if isinstance(model, DistributedDataParallel):
         return dist.get_world_size(model.process_group) == world_size
     return all(
-        one.device_mesh.size() == world_size
-        and sum(not isinstance(p, Replicate) for p in one.placements) <= 1
-        for one in shards
-        if isinstance(one, DTensor)
+        tensor.device_mesh.size() == world_size
+        and sum(not isinstance(p, Replicate) for p in tensor.placements) <= 1
+        for tensor in shards
+        if isinstance(tensor, DTensor)
     )
 
 
 def _sum_of(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
-    """Of all bits, int64; odd factors make it depend on the tensor that an element belongs to."""
-    parts = [(2 * n + 1, one) for n, one in enumerate(tensors) if one is not None]
+    """Sum all bits, int64; odd factors make it depend on the tensor that an element belongs to."""
+    parts = [(2 * n + 1, tensor) for n, tensor in enumerate(tensors) if tensor is not None]
     sums = [
-        _bits_of(local_part(one)).to(device).long() * factor
-        for factor, one in parts
-        if not one.is_sparse
+        _bits_of(local_part(tensor)).to(device).long() * factor
+        for factor, tensor in parts
+        if not tensor.is_sparse
     ]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _bits_of(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, each taken as an integer: int32, modulo 2**32."""
+    """Sum a tensor's elements, each taken as an integer: int32, modulo 2**32."""
     flat = tensor.detach().contiguous().view(-1)
     size = flat.element_size()
     is_fit = flat.numel() * size % 4 == 0 and flat.storage_offset() * size % 4 == 0

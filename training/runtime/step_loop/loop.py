@@ -44,7 +44,7 @@ SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
 
 
 class AgentRequests:
-    """What the node agent or a user requests of this process by a signal.
+    """Requests of the node agent or a user to this process, by a signal.
 
     Attributes:
         stop: SIGTERM came: save and end at the next step boundary.
@@ -77,18 +77,18 @@ class StepLoop:
 
     Attributes:
         until: target step.
-        context: of this process.
+        context: rank, job and folders of this process.
         training: what is trained.
         checkpointer: saves and restores it.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: shows that this process lives.
         faults: injects the faults of a drill.
-        records: of completed steps.
-        requests: of the agent.
+        records: takes the records of completed steps.
+        requests: the agent's signals.
         recovery: from faults while the process lives; None: they end it.
-        skipping: of abnormal batches; None: an abnormal step is a fault.
+        skipping: takes abnormal batches; None: an abnormal step is a fault.
         stays: the program goes on behind the last step, and calls `leave` at its end.
-        state: of this rank.
+        state: place of this rank in the loop.
         has_applied: the newest recovery let ranks apply the step that they were in.
     """
 
@@ -141,28 +141,30 @@ class StepLoop:
         if self.context.generation is not None:
             self.state.is_fresh = True
             if self.skipping is not None:  # nobody writes to it: the others wait for this rank
-                self.skipping.know(self.skipping.on_record())
+                self.skipping.add(self.skipping.read_stored())
             self.recover(None)
         else:
             self.state.step = self.checkpointer.restore()
             self.state.data = self.training.loader.state_dict()
             if self.skipping is not None:
-                self.skipping.know(self._skipped_before(self.skipping))
+                self.skipping.add(self._skipped_before(self.skipping))
             if self.recovery is not None:
                 self.recovery.snapshot(self.state)
                 self.recovery.report_training(self.state.step)
         self._comparison.aligned_at = self.state.step
         self._at_step(Phase.DATA)
-        # A job without an interval gets the recommended one for the size of its model.
+        # A job without an interval gets the recommended interval for the size of its model.
         num_parameters = sum(p.numel() for p in self.training.model.parameters())
         spec = self.context.job.checkpoint.resolved(num_parameters)
         self._clock = SaveClock(spec, self.training.loader, self.state.step)
         self.requests.in_loop = True
 
     def _skipped_before(self, skipping: SkippedData) -> list[SkippedBatch]:
-        """The record, the same on every rank. Collective."""
-        found = from_first(lambda: [one.model_dump() for one in skipping.on_record()], self.device)
-        return [SkippedBatch.model_validate(one) for one in found]
+        """Read the record, the same on every rank. Collective."""
+        documents = from_first(
+            lambda: [batch.model_dump() for batch in skipping.read_stored()], self.device
+        )
+        return [SkippedBatch.model_validate(document) for document in documents]
 
     def _at_step(self, phase: Phase | None = None) -> None:
         self.heartbeat.beat(phase=phase, step=self.state.step)
@@ -171,12 +173,12 @@ class StepLoop:
 
     @property
     def completed_step(self) -> int:
-        """Steps that are in the weights; the one handed out counts once it is applied."""
+        """Steps that are in the weights; the step handed out counts once it is applied."""
         step = self.state.in_flight
         return step.number if step is not None and step.is_applied else self.state.step
 
     def next_step(self) -> Step | None:
-        """The next step, or the one before once more; None at the end.
+        """Return the next step, or the previous step once more; None at the end.
 
         Raises:
             ValueError: the step before was not used as `with step:`.
@@ -225,7 +227,7 @@ class StepLoop:
         )
 
     def recover(self, error: BaseException | None) -> None:
-        """Bring this rank to one step with the others; None: it takes the place of another one.
+        """Bring this rank to one step with the others; None: it takes the place of another.
 
         Afterwards `state.step` says whether the step under way is in the weights, or comes again.
 
@@ -241,7 +243,7 @@ class StepLoop:
         self._is_first = False  # on every rank alike; the next save prepares
         if plan.applies or plan.moves or plan.pending:
             # A rank that took a state has not done yet what the others have.
-            state.pending = self._after(state.vote)
+            state.pending = self._list_pending(state.vote)
         self._at_step()
         self._record(state.vote)
         for batch in state.skipped:  # a first rank that died may not have put it on record
@@ -274,7 +276,7 @@ class StepLoop:
         state.step, state.vote, state.in_flight = step.number, step.vote, None
         state.skipped = ()
         state.data = self.training.loader.state_dict()
-        state.pending = self._after(step.vote)
+        state.pending = self._list_pending(step.vote)
         self._record(step.vote)
         self._at_step()
         every = self.context.job.restart.snapshot_every_steps
@@ -299,10 +301,10 @@ class StepLoop:
         """Put it on record, once, on the first rank."""
         if self.skipping is None or self.context.rank != 0:
             return
-        is_new = self.skipping.known(batch.start, batch.stop) is None
+        is_new = self.skipping.find_skipped(batch.start, batch.stop) is None
         if is_new:
             self.skipping.record(batch)
-            self.skipping.know([batch])
+            self.skipping.add([batch])
         if is_new or is_known:
             self.records.skipped(batch, is_known=is_known)
 
@@ -323,8 +325,8 @@ class StepLoop:
                 f"the learning rate; restart.max_skipped_in_a_row={limit}"
             )
 
-    def _after(self, vote: Vote | None) -> tuple[str, ...]:
-        """What is to be done, by the vote of a step, before the next one."""
+    def _list_pending(self, vote: Vote | None) -> tuple[str, ...]:
+        """List the work before the next step, by the vote of a step."""
         pending: list[str] = ["prepare"] if self._is_first else []
         is_last = self.state.step >= self.until or (vote is not None and vote.stop)
         if is_last:
@@ -407,7 +409,7 @@ class StepLoop:
         return step
 
     def _next_batch(self) -> Sequence[MicroBatch]:
-        """The next batch that is to be trained on."""
+        """Return the next batch to train on."""
         state, loader = self.state, self.training.loader
         while True:
             state.data = loader.state_dict()
@@ -415,27 +417,27 @@ class StepLoop:
             batch = checked(loader.next_step())
             self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
             state.span = (start, loader.position)
-            known = self.skipping.known(*state.span) if self.skipping is not None else None
-            if known is None:
+            skipped = self.skipping.find_skipped(*state.span) if self.skipping is not None else None
+            if skipped is None:
                 return batch
             self.heartbeat.beat(phase=Phase.DATA)
-            self._pass_over(known)
-            self._record_skipped(known, is_known=True)
+            self._pass_over(skipped)
+            self._record_skipped(skipped, is_known=True)
 
     def _end(self) -> None:
-        """The target is reached."""
+        """End the loop at its target."""
         if self._is_first:  # nothing was left to do, but what was restored may not be in the store
             self.heartbeat.beat(phase=Phase.SAVE)
             self.checkpointer.settle(SETTLE_TIMEOUT_S)
         if self.stays:
             self.requests.in_loop = False
-            # What comes behind the last step has the limit of an evaluation.
+            # The work behind the last step has the limit of an evaluation.
             self.heartbeat.beat(phase=Phase.EVALUATE)
             return
         self.leave()
 
     def leave(self) -> None:
-        """The end of a program that reached its last step. Collective."""
+        """End a program that reached its last step. Collective."""
         self._leave(Phase.DONE)
 
     def _leave(self, phase: Phase) -> None:

@@ -1,4 +1,4 @@
-"""How a rank recovers from a fault at the same step as all others, on the coordinator's plan.
+"""Recovery of a rank from a fault at the same step as all others, on the coordinator's plan.
 
 Times are seconds, steps completed optimizer steps.
 """
@@ -74,13 +74,13 @@ class RankState:
     Attributes:
         step: completed steps in its tensors.
         data: position of the data after them.
-        vote: of the last of them, None when it was not taken here.
+        vote: result of the last step's vote, None when it was not taken here.
         in_flight: the step after, once it is handed out.
-        batch: of the step after, which is to be executed again.
+        batch: the next step's batch, which is to be executed again.
         span: global samples handed out before the newest batch and after it.
         skipped: batches passed over since `step`, oldest first.
         pending: what is to be done before the next step, by name.
-        started_s: when the newest step was asked for, on the clock of time.perf_counter().
+        started_s: request of the newest step, on the clock of time.perf_counter().
         is_fresh: there is no state yet: this process takes the place of another.
         is_dirty: the tensors are not to be trusted.
         is_damaged: the device has reported that its memory is damaged, and was not cleaned since.
@@ -101,7 +101,7 @@ class RankState:
 
     @property
     def loss(self) -> float | None:
-        """Of `step`, None where the vote of it was not taken here."""
+        """Loss of `step`, None where its vote was not taken here."""
         return self.vote.loss if self.vote is not None and self.vote.step == self.step else None
 
     @property
@@ -110,7 +110,7 @@ class RankState:
         return time.perf_counter() - self.started_s
 
     def report(self, rank: int, snapshot_step: int | None) -> RankReport:
-        """For the coordinator."""
+        """Report to the coordinator."""
         step = self.in_flight
         votes = (self.vote, step.vote if step is not None else None)
         return RankReport(
@@ -141,15 +141,15 @@ class RankRecovery:
     """Brings this rank to one step with the others.
 
     Attributes:
-        groups: of this process.
-        context: of this process.
+        groups: this process's process groups.
+        context: rank, job and folders of this process.
         training: what is trained.
         checkpointer: gives and takes state.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: shows that this process lives.
         faults: injects the faults of a drill.
-        snapshots: to go back to, None when the job has none.
-        records: of completed steps, which a new first rank gets from another one.
+        snapshots: earlier states for a rollback, None when the job has none.
+        records: completed steps, which a new first rank gets from another one.
         healing: what the device needs.
     """
 
@@ -169,7 +169,7 @@ class RankRecovery:
         self.healing = healing_of(self.device)
 
     def classify(self, error: BaseException) -> RecoverableError | None:
-        """What an exception is, None when it is the program's own."""
+        """Classify an exception; None when it is the program's own."""
         if isinstance(error, NumericAnomaly):
             return RecoverableError(WorkerFaultKind.NUMERIC, str(error))
         if isinstance(error, SilentCorruption):
@@ -188,7 +188,7 @@ class RankRecovery:
         """Report a fault, and recover from it together with the others.
 
         Args:
-            state: of this rank; brought up to date.
+            state: place of this rank in the loop; brought up to date.
             error: what was caught, None for a process that takes the place of another.
 
         Raises:
@@ -212,47 +212,47 @@ class RankRecovery:
 
     def _leave(self, error: BaseException | None, given_up: GivenUp) -> NoReturn:
         """End this process with what it knows: its traceback, if the fault was here."""
-        found = self.classify(error) if error is not None else None
-        if error is not None and (found is None or found.kind is not None):
+        fault = self.classify(error) if error is not None else None
+        if error is not None and (fault is None or fault.kind is not None):
             raise error from None
-        reason = f"{given_up}; it ran into: {found.text}" if found is not None else str(given_up)
+        reason = f"{given_up}; it ran into: {fault.text}" if fault is not None else str(given_up)
         _log.info(f"rank {self.context.rank} ends: {reason}")
         raise SystemExit(EXIT_RESTART_ME) from None
 
     def _report(self, error: BaseException, state: RankState) -> None:
-        found = self.classify(error)
-        if found is None or found.kind is None:
+        fault = self.classify(error)
+        if fault is None or fault.kind is None:
             return
-        self._note_damage(found, state)
+        self._note_damage(fault, state)
         vote = state.in_flight.vote if state.in_flight is not None else None
-        self._send_fault(found.kind, found, state.step, vote)
+        self._send_fault(fault.kind, fault, state.step, vote)
 
-    def _note_damage(self, found: RecoverableError, state: RankState) -> None:
-        if found.is_of_device:
+    def _note_damage(self, fault: RecoverableError, state: RankState) -> None:
+        if fault.is_of_device:
             state.is_damaged = True  # how far, the device is asked
-        elif found.kind is WorkerFaultKind.MEMORY:
+        elif fault.kind is WorkerFaultKind.MEMORY:
             state.is_dirty = True
 
     def _report_failed_recovery(self, error: BaseException, state: RankState) -> None:
-        """Have the coordinator begin another generation, unless there is one already."""
-        found = self.classify(error)
-        if found is None:
+        """Have the coordinator begin another generation, unless it already has."""
+        fault = self.classify(error)
+        if fault is None:
             raise error
-        self._note_damage(found, state)
+        self._note_damage(fault, state)
         if not self._is_interrupted:
-            self._send_fault(WorkerFaultKind.REPAIR, found, state.step)
+            self._send_fault(WorkerFaultKind.REPAIR, fault, state.step)
 
     def _send_fault(
-        self, kind: WorkerFaultKind, found: RecoverableError, step: int, vote: Vote | None = None
+        self, kind: WorkerFaultKind, fault: RecoverableError, step: int, vote: Vote | None = None
     ) -> None:
         self.groups.client.send(
             WorkerFault(
                 generation=self.groups.generations.current,
                 kind=kind,
-                text=masked_text(found.text, secret_values(os.environ))[:500],
+                text=masked_text(fault.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),
-                code=found.code,
+                code=fault.code,
                 grad_norm=vote.grad_norm if vote is not None else None,
                 culprit=vote.culprit if vote is not None else None,
                 is_finite=vote is None
@@ -299,13 +299,13 @@ class RankRecovery:
         return plan
 
     def _heal(self, state: RankState) -> None:
-        """Have the device take work again; one that cannot is left to a new process."""
+        """Have the device take work again; a device that cannot is left to a new process."""
         training = self.training
         tensors = chain(
             training.model.parameters(), training.model.buffers(), training.kept_tensors()
         )
-        own = [local_part(one) for one in tensors]
-        is_whole = self.healing.clean(own, is_damaged=state.is_damaged)
+        local_tensors = [local_part(tensor) for tensor in tensors]
+        is_whole = self.healing.clean(local_tensors, is_damaged=state.is_damaged)
         state.is_dirty = state.is_dirty or not is_whole
         state.is_damaged = False
 
@@ -318,7 +318,7 @@ class RankRecovery:
             state.vote = step.vote  # another fault may come before the end: it is reported again
             state.skipped = ()
         elif step is not None:
-            # Whatever this plan is: it may fail, and the next one may execute this step again.
+            # This plan may fail, and the next may execute this step again.
             state.batch = step.data
             state.is_dirty = state.is_dirty or step.is_dirty
         state.in_flight = None
@@ -329,7 +329,7 @@ class RankRecovery:
         return any(move.target == self.context.rank for move in plan.moves)
 
     def _transfer(self, state: RankState, plan: RepairPlan) -> None:
-        """Send this rank's state to those that lost theirs, or receive one."""
+        """Send this rank's state to those that lost theirs, or receive a state."""
         live, rank = self.checkpointer.live, self.context.rank
         for move in plan.moves:
             if move.source == rank:
@@ -350,7 +350,7 @@ class RankRecovery:
                 state.is_fresh = False
 
     def _roll_back(self, state: RankState, plan: RepairPlan) -> None:
-        """Take this rank's own snapshot, unless it receives another one's."""
+        """Take this rank's own snapshot, unless it receives another rank's."""
         if self._is_given_a_state(plan):
             return
         assert self.snapshots is not None  # noqa: S101 the plan follows from what was reported

@@ -1,6 +1,6 @@
-"""When a job saves.
+"""The clock of a job's saves.
 
-Times are seconds of one monotonic clock, steps completed optimizer steps.
+Times are seconds of a monotonic clock, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from perdure.training.runtime.program import Loader
 
 
 class SaveClock:
-    """When the last save was, and whether the next one is due.
+    """When the last save was, and whether the next is due.
 
     With `mtbf_s` a save is due after sqrt(2 x cost of a save x mean time between failures), as
     soon as the first save has a measured cost (J. W. Young, CACM 17(9), 1974; J. T. Daly, FGCS
     22(3), 2006, first order).
 
     Args:
-        spec: of the job, with an interval.
+        spec: the job's section, with an interval.
         loader: counts the epochs.
-        step: that was restored.
+        step: the restored step.
         clock: monotonic; `now_s` is this clock.
     """
 

@@ -2,13 +2,13 @@
 
 As MindFormers does with `use_skip_data_by_global_norm` ("Data Skip And Checkpoint Health Monitor";
 wrapper/wrapper.py leaves out the optimizer, core/callback/callback.py counts): an abnormal step
-changes neither weights nor optimizer nor schedule, and the next batch comes; one that is not
+changes neither weights nor optimizer nor schedule, and the next batch comes; a batch that is not
 abnormal ends the row; so many in a row end the run. There a skipped batch has a number of its own
 among the steps; here steps are completed optimizer steps, so the next batch becomes the step that
-this one did not. What is not a number counts in the row as well.
+this one did not. A value that is not a number counts in the row as well.
 
 Each is an object in the store, written before training goes on, so that a restart from an older
-checkpoint does not bring it back: a norm may be another one on another number of ranks. Positions
+checkpoint does not bring it back: a norm may differ on another number of ranks. Positions
 are global samples.
 """
 
@@ -29,12 +29,12 @@ _log = logging.getLogger("perdure.runtime")
 
 
 def skipped_prefix(run_id: str) -> str:
-    """Where the skipped batches of a run are in its store, an object each."""
+    """Return the key prefix of a run's skipped batches in its store, an object each."""
     return f"runs/{run_id}/skipped/"
 
 
 def skipped_batch(vote: Vote, start: int, stop: int) -> SkippedBatch:
-    """The record of a batch, from the vote of the step that it did not become."""
+    """Make the record of a batch, from the vote of the step that it did not become."""
     loss, norm = vote.loss, vote.grad_norm
     return SkippedBatch(
         step=vote.step,
@@ -57,9 +57,9 @@ class SkippedData:
     """The batches that the run has skipped.
 
     Args:
-        store: of the run.
+        store: holds a record for each batch.
         run_id: of the run.
-        limits: of the job.
+        limits: loss and norm from which a step is abnormal.
         max_in_a_row: as many as this end the run.
     """
 
@@ -70,35 +70,41 @@ class SkippedData:
         self._prefix = skipped_prefix(run_id)
         self._limits = limits
         self.max_in_a_row = max_in_a_row
-        self._known: dict[int, SkippedBatch] = {}
+        self._skipped: dict[int, SkippedBatch] = {}
 
-    def on_record(self) -> list[SkippedBatch]:
-        """What the store has.
+    def read_stored(self) -> list[SkippedBatch]:
+        """Read the records in the store.
 
         Raises:
             StorageError: it does not answer.
         """
-        found = []
+        batches = []
         for info in self._store.list(self._prefix):
             try:
-                found.append(SkippedBatch.model_validate_json(self._store.get(info.key)))
+                batches.append(SkippedBatch.model_validate_json(self._store.get(info.key)))
             except ValidationError:
-                _log.error(f"{info.key} is not the record of a skipped batch: it is left out")
-        return sorted(found, key=lambda one: one.start)
+                _log.error(
+                    f"{info.key} is not the record of a skipped batch, so this run leaves it out"
+                )
+        return sorted(batches, key=lambda batch: batch.start)
 
-    def know(self, batches: Iterable[SkippedBatch]) -> None:
+    def add(self, batches: Iterable[SkippedBatch]) -> None:
         """Pass over these as well, as far as they are abnormal by the limits of today."""
-        self._known |= {one.start: one for one in batches if is_abnormal_still(one, self._limits)}
+        self._skipped |= {
+            batch.start: batch for batch in batches if is_abnormal_still(batch, self._limits)
+        }
 
-    def known(self, start: int, stop: int) -> SkippedBatch | None:
-        """The batch that was skipped with any of these samples, None without one.
+    def find_skipped(self, start: int, stop: int) -> SkippedBatch | None:
+        """Find a skipped batch that has any of these samples; None: there is none.
 
         The job may have another batch size than when it was.
         """
-        if start in self._known:
-            return self._known[start]
-        found = (one for one in self._known.values() if one.start < stop and start < one.stop)
-        return next(found, None)
+        if start in self._skipped:
+            return self._skipped[start]
+        overlapping = (
+            batch for batch in self._skipped.values() if batch.start < stop and start < batch.stop
+        )
+        return next(overlapping, None)
 
     def record(self, batch: SkippedBatch) -> None:
         """Write it down for later starts; without the store, training goes on all the same."""
@@ -106,4 +112,4 @@ class SkippedData:
         try:
             self._store.put(key, batch.model_dump_json().encode())
         except StorageError as exc:
-            _log.error(f"{key} is not on record, a restart may train on it: {exc}")
+            _log.error(f"the store did not take {key}, a restart may train on that batch: {exc}")

@@ -38,7 +38,7 @@ from perdure.training.runtime.step_loop.fingerprint import fingerprint, hashes_o
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """What this rank requests for the step boundary; the vote carries it to the others."""
+    """Requests of this rank for the step boundary; the vote carries them to the others."""
 
     stop: bool
     save: bool
@@ -59,7 +59,7 @@ class Limits:
     grad_norm: float | None = None
 
     def refusal(self, vote: Vote, *, has_scaler: bool) -> str | None:
-        """Why a step is abnormal, None while it is not. The same on every rank."""
+        """Explain why a step is abnormal, None while it is not. The same on every rank."""
         if not math.isfinite(vote.loss):
             return f"loss is {vote.loss}"
         # A scaler skips a step of infinite gradients by itself.
@@ -79,7 +79,7 @@ class Comparison:
     Attributes:
         groups: ranks that hold the same shards, every rank in one of them.
         every_steps: between two comparisons; 0: none.
-        aligned_at: step from which all ranks began together, the newest one.
+        aligned_at: newest step from which all ranks began together.
         is_split: ranks of different groups have different parts of the model.
     """
 
@@ -101,23 +101,23 @@ class Comparison:
             RanksDiffer: the program trains differently on each rank.
             SilentCorruption: values have changed on a rank.
         """
-        found = find_difference(
+        difference = find_difference(
             hashes_of(voted), self.groups, step=step, aligned_at=self.aligned_at
         )
-        if found is None:
+        if difference is None:
             return
-        if found.cause is Cause.PROGRAM:
-            raise RanksDiffer(found.text)
-        raise SilentCorruption(found.text, culprits=found.culprits)
+        if difference.cause is Cause.PROGRAM:
+            raise RanksDiffer(difference.text)
+        raise SilentCorruption(difference.text, culprits=difference.culprits)
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What the steps of a loop have in common.
+    """Common context of a loop's steps.
 
     Attributes:
         training: what is trained.
-        device: of this rank.
+        device: the rank's accelerator, or the CPU.
         heartbeat: takes the time of the vote.
         faults: injects the faults of a drill.
         requests: this rank's for the boundary after a step, by its number.
@@ -125,7 +125,7 @@ class StepContext:
         limits: from which on a step is abnormal.
         skips: an abnormal step is left, and its batch with it; else it is an error.
         division: warns of losses that are divided twice.
-        comparison: of what the ranks hold.
+        comparison: compares the ranks' values.
         settle: waits for the optimizer where a recovery would cut it short.
     """
 
@@ -191,7 +191,7 @@ class Step:
         return True
 
     def batch(self) -> MicroBatch:
-        """The batch of a step that has just one micro-batch, on the device.
+        """Return the batch of a step with a single micro-batch, on the device.
 
         Raises:
             ValueError: the job accumulates gradients; use micro_batches().
@@ -203,29 +203,29 @@ class Step:
         return next(self.micro_batches())
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Every micro-batch on the device; gradients are reduced with the last one only."""
+        """Yield the micro-batches on the device; gradients are reduced with the last alone."""
         self._reached("start")  # not on entering: __exit__ does not handle its errors
         for index, batch in enumerate(self.data):
             _reduce_gradients(self._training.model, when=index == len(self.data) - 1)
             yield on_device(batch, self._context.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of one micro-batch's mean loss, weighted so that the step is their mean."""
+        """Run backward on a micro-batch's mean loss, weighted so that the step is their mean."""
         self._reached("backward")
-        self._context.division.look(loss, len(self.data))
+        self._context.division.check(loss, len(self.data))
         share = self.drilled(loss / len(self.data))
         self._count(share)
         scaler = self._training.scaler
         (scaler.scale(share) if scaler is not None else share).backward()  # type: ignore[no-untyped-call]
 
     def drilled(self, loss: Tensor) -> Tensor:
-        """The loss as a drill has it, for a program that runs backward by itself."""
+        """Return the loss as a drill has it, for a program that runs backward by itself."""
         if self._factor is None:  # one for all micro-batches
             self._factor = self._context.faults.loss_factor(self.number)
         return loss if self._factor == 1.0 else loss * self._factor
 
     def report_loss(self, loss: Tensor) -> None:
-        """The mean loss of the step, of a program whose pipeline schedule runs backward by itself.
+        """Report the mean loss of a step whose pipeline schedule runs backward by itself.
 
         Ranks of stages that have no loss report none.
         """
@@ -241,8 +241,8 @@ class Step:
 
         Raises:
             NumericAnomaly: loss or gradients are abnormal; nothing has been applied.
-            RanksDiffer: the ranks train different models; likewise.
-            SilentCorruption: a rank's values have changed; likewise.
+            RanksDiffer: the ranks train different models.
+            SilentCorruption: a rank's values have changed.
         """
         if (vote := self.agree()) is not None:
             self.finish(vote)
@@ -328,10 +328,10 @@ class Step:
         flags.append(float(self._has_loss))
         # One copy to the device for everything from the host. The number of ranks whose loss is
         # abnormal, and the sum of those ranks, name the culprit where it is the only one.
-        others = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
+        peer_sums = torch.tensor([*flags, 1.0, float(dist.get_rank())], device=self._context.device)
         own_loss = self._loss_sum.float().reshape(1)
-        others[len(flags) :] *= self._is_abnormal(own_loss)
-        vote = torch.cat([own_loss, others, *self._slots(norm, hashes)])
+        peer_sums[len(flags) :] *= self._is_abnormal(own_loss)
+        vote = torch.cat([own_loss, peer_sums, *self._slots(norm, hashes)])
         began_ns = time.monotonic_ns()
         dist.all_reduce(vote)
         loss_sum, stop, save, pause, norm, num_losses, *others_found = vote.tolist()
@@ -351,7 +351,7 @@ class Step:
         )
 
     def _slots(self, norm: float, hashes: Tensor | None) -> list[Tensor]:
-        """This rank's hashes, in a step that is compared."""
+        """Return this rank's hashes, in a step that is compared."""
         if hashes is None:
             return []
         rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What the first rank puts on record of completed steps: the attempt's log, and event files.
+"""Records of completed steps that the first rank writes: the attempt's log, and event files.
 
 The event files are TensorBoard's: optional, and never a fault. One folder per run; a later attempt
 continues in it, and `purge_step` voids the records of steps that are executed again.
@@ -45,11 +45,11 @@ class StepRecords:
     """Records of completed steps; the first rank puts them on record.
 
     The others keep the newest in memory, for a first rank that is lost with its node. A save takes
-    the records since the one before into the store. They stay unsaved until it has
+    the records since the previous one into the store. They stay unsaved until it has
     succeeded: a save that a fault cuts short is done again.
 
     Args:
-        context: of this process.
+        context: rank, job and folders of this process.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -106,7 +106,7 @@ class StepRecords:
             self._event_files.step(record)
 
     def recent(self) -> list[dict[str, Any]]:
-        """The newest records, for a first rank that has none; empty on the first rank itself."""
+        """Return the newest records, for a first rank that has none; empty on the first rank."""
         return [STEP.dump_python(record, mode="json") for record in self._recent]
 
     def adopt(self, recent: Sequence[Mapping[str, Any]]) -> None:
@@ -137,12 +137,12 @@ class StepRecords:
             )
 
     def unsaved(self) -> dict[str, str]:
-        """Objects for the store, by key, with the records that no save has taken yet."""
+        """Make objects for the store, by key, with the records that no save has taken yet."""
         self._unsaved |= self._steps.take()
         return self._unsaved
 
     def surviving(self) -> dict[str, str]:
-        """The same for a last save, which any rank may make: the first one may be gone.
+        """Make the same objects for a last save, which any rank may make without the first rank.
 
         It may have died after a vote, before it put the step on record that the others completed.
         """
@@ -155,7 +155,7 @@ class StepRecords:
         return steps.take()
 
     def saved(self) -> None:
-        """A save has taken what `unsaved` returned."""
+        """Forget the records that `unsaved` returned: a save has taken them."""
         self._unsaved = {}
 
     def committed(self, step: int) -> None:
@@ -164,7 +164,7 @@ class StepRecords:
             self._log.append(CheckpointCommitted(step=step))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         if self._log is not None:
             self._log.close()
         if self._event_files is not None:
@@ -180,7 +180,7 @@ class EventFiles:
     """Writes step records as scalars.
 
     Args:
-        folder: of the run.
+        folder: the run's event files.
         open_writer: `torch.utils.tensorboard.SummaryWriter`.
     """
 
@@ -192,7 +192,7 @@ class EventFiles:
 
     @classmethod
     def of(cls, folder: str | None, run_id: str) -> Self | None:
-        """Event files below a folder; None where none are wanted, or TensorBoard is missing."""
+        """Open event files below a folder; None: they are not wanted, or TensorBoard is missing."""
         if folder is None:
             return None
         try:
@@ -221,7 +221,7 @@ class EventFiles:
             self._fail(error)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
         try:
             if self._writer is not None and not self._failed:
                 self._writer.close()

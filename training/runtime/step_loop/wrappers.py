@@ -1,4 +1,4 @@
-"""What torch's wrappers keep between steps, brought to one state on every rank.
+"""State of torch's wrappers between steps, brought to the same values on every rank.
 
 DDP's reducer keeps which gradients have come, FSDP2 keeps unsharded gradients that the next
 backward would add to, a GradScaler keeps that it has unscaled: after an exception in the middle of
@@ -42,8 +42,8 @@ def _reset_sharded(model: FSDPModule) -> None:
     state = model._get_fsdp_state()  # noqa: SLF001 reset_iter_state() leaves these gradients
     if state._is_root is None:  # noqa: SLF001 no forward yet: nothing is left of one
         return
-    for one in state._state_ctx.all_states:  # noqa: SLF001
-        for group in one._fsdp_param_groups:  # noqa: SLF001
+    for module_state in state._state_ctx.all_states:  # noqa: SLF001
+        for group in module_state._fsdp_param_groups:  # noqa: SLF001
             for parameter in group.fsdp_params:
                 unsharded = getattr(parameter, "_unsharded_param", None)
                 if unsharded is not None:

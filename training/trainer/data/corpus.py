@@ -55,22 +55,22 @@ class SourceFile:
 
 
 def find_sources(spec: DataSpec) -> tuple[SourceFile, ...]:
-    """Every file that is not empty, in path order.
+    """List every file that is not empty, in path order.
 
     Raises:
         CorpusError: a source names nothing usable, a file cannot be read, or all are empty.
     """
     paths = sorted({path for source in spec.sources for path in _expand(source)})
-    found = tuple(file for path in paths if (file := _inspect(path)).size_bytes > 0)
-    if not found:
+    sources = tuple(file for path in paths if (file := _inspect(path)).size_bytes > 0)
+    if not sources:
         raise CorpusError(f"data.sources={list(spec.sources)}: all {len(paths)} files are empty")
-    return found
+    return sources
 
 
 def iterate_documents(
     path: Path, *, text_field: str, block_chars: int = BLOCK_CHARS
 ) -> Iterator[str]:
-    """The documents of one file in order, none of them empty; always encodable as UTF-8.
+    """Yield the documents of a file in order, none of them empty; always encodable as UTF-8.
 
     Args:
         path: a file of a known kind.
@@ -93,13 +93,13 @@ def iterate_documents(
 
 
 def _kind(name: str) -> tuple[str | None, str | None]:
-    """Suffix and compression; no suffix where the kind is unknown."""
+    """Return suffix and compression; no suffix where the kind is unknown."""
     stem, suffix = os.path.splitext(name.lower())  # noqa: PTH122 a name, not a path
     if suffix == ".parquet":
         return suffix, None
     compression = COMPRESSIONS.get(suffix)
     if compression:
-        suffix = os.path.splitext(stem)[1]  # noqa: PTH122 likewise
+        suffix = os.path.splitext(stem)[1]  # noqa: PTH122 as above
     return (suffix if suffix in (*TEXT_SUFFIXES, ".jsonl") else None), compression
 
 
@@ -120,12 +120,12 @@ def _expand(source: str) -> list[Path]:
             candidates.extend(_walk(folder, source))
     else:
         raise CorpusError(f"source {source!r}: no such file or folder")
-    found = [path for path in candidates if _kind(path.name)[0] is not None]
-    if not found:
+    files = [path for path in candidates if _kind(path.name)[0] is not None]
+    if not files:
         raise CorpusError(
             f"source {source!r}: nothing usable among {len(candidates)} files; known are {KNOWN}"
         )
-    return found
+    return files
 
 
 def _walk(folder: Path, source: str) -> Iterator[Path]:
@@ -150,7 +150,7 @@ def _inspect(path: Path) -> SourceFile:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turn what reading raises into one line with the file's name."""
+    """Turn an error of reading into a line with the file's name."""
     try:
         yield
     except CorpusError:

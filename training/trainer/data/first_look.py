@@ -1,4 +1,4 @@
-"""A look at a corpus before it is prepared: is there enough of it, and is it text.
+"""The first look at a corpus before preparation: is there enough of it, and is it text.
 
 Nothing is read beyond what answers that: the first tokens, and the beginnings of some files.
 """
@@ -31,12 +31,12 @@ class TooFewTokens(CorpusError):  # noqa: N818 a state of affairs, named as it i
 
 
 def num_strange(text: str) -> int:
-    """How many characters are none that a text has."""
+    """Count the characters that no text has."""
     return sum(map(text.count, _STRANGE))
 
 
 def strange_text(num_strange: int, num_chars: int) -> str | None:
-    """What is wrong with a file of so many strange characters; None: nothing."""
+    """Describe the fault of a file with so many strange characters; None: it has none."""
     if num_strange <= num_chars * MAX_STRANGE_SHARE:
         return None
     share = num_strange / num_chars
@@ -44,7 +44,7 @@ def strange_text(num_strange: int, num_chars: int) -> str | None:
 
 
 def strange_files(spec: DataSpec) -> Iterator[str]:
-    """One line for each file whose beginning is no text, of at most `NUM_FILES` of a corpus.
+    """Yield a line for each file that does not begin as text, of at most `NUM_FILES`.
 
     Raises:
         CorpusError: the sources cannot be used.
@@ -76,14 +76,14 @@ def check_enough(
         CorpusError: a file is damaged.
     """
     block_chars = min(BLOCK_CHARS, spec.shard_size_bytes)  # each block is a document
-    found = 0
+    num_found = 0
     for source in sources:
         for text in _documents(source, spec, block_chars):
             (ids,) = tokenizer.encode_batch([text])
-            found += ids.size + 1  # its end
-            if found >= num_tokens:
+            num_found += ids.size + 1  # its end
+            if num_found >= num_tokens:
                 return
-    raise TooFewTokens(f"needs at least {num_tokens:,} tokens, the corpus has {found:,}")
+    raise TooFewTokens(f"needs at least {num_tokens:,} tokens, the corpus has {num_found:,}")
 
 
 def _documents(source: SourceFile, spec: DataSpec, block_chars: int) -> Iterator[str]:

@@ -93,9 +93,9 @@ class TokenDataset(Dataset[Pair]):
         while filled < out.size:
             tokens = self._shard(shard)
             offset = start + filled - (int(self._ends[shard]) - tokens.size)
-            taken = min(out.size - filled, tokens.size - offset)
-            out[filled : filled + taken] = tokens[offset : offset + taken]
-            filled += taken
+            count = min(out.size - filled, tokens.size - offset)
+            out[filled : filled + count] = tokens[offset : offset + count]
+            filled += count
             shard += 1
         return out
 
@@ -126,7 +126,7 @@ class SampleOrder:
             raise ValueError(f"num_samples={self.num_samples} must be at least 1")
 
     def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Sample indices [count] at positions start .. start + count - 1."""
+        """Return the sample indices [count] at positions start .. start + count - 1."""
         positions = np.arange(start, start + count, dtype=np.int64)
         epochs, offsets = np.divmod(positions, self.num_samples)
         if not self.shuffle:
@@ -168,7 +168,7 @@ def _network(
 
 
 def _mix(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64, wrapping at 2**64."""
+    """Apply the finalizer of splitmix64, wrapping at 2**64."""
     out = values + np.uint64(key)
     out = (out ^ (out >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     out = (out ^ (out >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -187,7 +187,7 @@ class _Cut:
     """One rank's part of a global batch.
 
     Raises:
-        ValueError: the sizes do not divide, or the rank is not one of the world.
+        ValueError: the sizes do not divide, or the rank is outside the world.
     """
 
     global_batch_size: int
@@ -240,11 +240,11 @@ class ResumableLoader:
         micro_batch_size: B; global_batch_size is a multiple of B x world_size.
         rank: this process among those that share the global batch.
         world_size: number of them.
-        seed: of the order of samples.
+        seed: fixes the order of samples.
         shuffle: a new order each epoch, or always the order of the corpus.
         num_workers: worker processes; 0 fetches in line.
         prefetch_factor: micro-batches each worker keeps ready.
-        persistent_workers: keep the workers when an epoch ends; else the next one has new ones.
+        persistent_workers: keep the workers when an epoch ends; else the next has new workers.
         pin_memory: hand out page-locked tensors; only with an accelerator.
 
     Raises:
@@ -291,7 +291,7 @@ class ResumableLoader:
         return self._position // self._order.num_samples
 
     def next_step(self) -> list[Pair]:
-        """This rank's micro-batches of the next step: (inputs, targets), int64 [B, S] each.
+        """Load this rank's micro-batches of the next step: (inputs, targets), int64 [B, S] each.
 
         Raises:
             RuntimeError: a worker process died, or failed to read.
@@ -306,14 +306,14 @@ class ResumableLoader:
         return step
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs, as JSON values; the same on every rank."""
+        """Return the state for `load_state_dict`, as JSON values; the same on every rank."""
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position, before or after the first step.
 
         Raises:
-            ValueError: the order of samples or the corpus is not the one of the state.
+            ValueError: the order of samples or the corpus is not the state's.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
@@ -360,13 +360,13 @@ class ResumableLoader:
             worker_init_fn=_settle_worker,
             multiprocessing_context=START_METHOD if self._num_workers else None,
             prefetch_factor=self._prefetch_factor if self._num_workers else None,
-            # Without one of its own the iterator would draw from the trainer's random state.
+            # Without its own generator the iterator would draw from the trainer's random state.
             generator=torch.Generator(),
         )
-        before = set(multiprocessing.active_children())
+        previous = set(multiprocessing.active_children())
         iterator: Iterator[Pair] = iter(loader)
         if self._num_workers:
-            workers = set(multiprocessing.active_children()) - before
+            workers = set(multiprocessing.active_children()) - previous
             self._end_workers = functools.partial(_kill, workers)
             # At exit multiprocessing sends SIGTERM, which ours ignore, and waits for them; what is
             # registered last runs first.

@@ -90,7 +90,7 @@ class CorpusManifest(FrozenModel):
 
 
 def dtype_name(vocab_size: int) -> DtypeName:
-    """Smallest dtype that holds every id of a vocabulary."""
+    """Choose the smallest dtype that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= MAX_UINT16_VOCAB else "uint32"
 
 

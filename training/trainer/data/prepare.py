@@ -54,7 +54,7 @@ Group = tuple[SourceFile, ...]
 
 
 class Receipt(FrozenModel):
-    """What became of a group: written after its shards, and all that reuse needs."""
+    """Receipt of a group: written after its shards, and all that reuse needs."""
 
     stem: str  # shard keys without '-PART.tokens'
     sources: tuple[Source, ...]
@@ -62,7 +62,7 @@ class Receipt(FrozenModel):
 
 
 class DataOutcome(FrozenModel):
-    """What a preparation came to, in plain values, as ledger and orchestrator keep it."""
+    """Result of a preparation, in plain values, as ledger and orchestrator keep it."""
 
     manifest_key: str
     num_tokens: int
@@ -102,7 +102,7 @@ class PrepareResult:
 
 
 def inputs_of(spec: DataSpec, tokenizer: Tokenizer) -> str:
-    """The fingerprint of the inputs, which names their manifest; no source is read for it.
+    """Compute the fingerprint of the inputs, which names their manifest; reads no source.
 
     Raises:
         CorpusError: the sources cannot be used.
@@ -110,17 +110,17 @@ def inputs_of(spec: DataSpec, tokenizer: Tokenizer) -> str:
     return fingerprint(settings_fingerprint(spec, tokenizer), find_sources(spec))
 
 
+def _ignore(line: str) -> None:
+    del line
+
+
 def find_prepared(
-    store: ObjectStore,
-    inputs: str,
-    *,
-    prefix: str = "data",
-    log: Callable[[str], None] | None = None,
+    store: ObjectStore, inputs: str, *, prefix: str = "data", log: Callable[[str], None] = _ignore
 ) -> PrepareResult | None:
-    """What an earlier preparation of these inputs has left, if all of it is there and intact.
+    """Find an earlier preparation of these inputs, if all of it is there and intact.
 
     Args:
-        store: that was prepared into.
+        store: holds the shards.
         inputs: as `inputs_of` has it.
         prefix: key prefix of everything written.
         log: takes a line when the manifest is damaged.
@@ -135,7 +135,7 @@ def find_prepared(
     except NotFound:
         return None
     except Corrupt as exc:
-        (log or _ignore)(f"manifest is damaged and will be made again: {exc}")
+        log(f"manifest is damaged and will be made again: {exc}")
         return None
     cache = ShardCache(store, prefix)
     intact = all(map(cache.is_intact, manifest.shards))
@@ -167,7 +167,7 @@ def prepare(
     Args:
         spec: sources and shard size.
         tokenizer: text to ids.
-        store: where to.
+        store: takes the shards.
         prefix: key prefix of everything written.
         log: takes progress, one line per shard written or found damaged.
         warn: takes a line for each file that is no text; None: `log` does.
@@ -178,10 +178,10 @@ def prepare(
         ValueError: the prefix is not a key, or the tokenizer gives ids beyond its vocabulary.
     """
     inputs = inputs_of(spec, tokenizer)
-    found = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
-    if found is not None:
-        return found
     log = log or _ignore
+    prepared = find_prepared(store, inputs, prefix=check_key(prefix), log=log)
+    if prepared is not None:
+        return prepared
     return _Preparation(spec, tokenizer, store, prefix, log, warn or log).run()
 
 
@@ -239,7 +239,7 @@ class _Preparation:
         )
 
     def _settle(self, group: Group) -> tuple[Shard, ...]:
-        """The group's shards, made or reused."""
+        """Make or reuse the group's shards."""
         key = f"{self._prefix}/groups/{_name(self._settings, group)}.json"
         try:
             receipt, touched = load_receipt(self._store, key, group)
@@ -321,7 +321,7 @@ class _Preparation:
         )
 
     def _encode(self, texts: Iterator[str]) -> tuple[npt.NDArray[np.unsignedinteger], int]:
-        """Ids of all documents one after the other, each with its end."""
+        """Encode all documents in order, each with its end."""
         vocab_size = self._tokenizer.vocab_size
         dtype = DTYPES[dtype_name(vocab_size)]
         end = np.array([self._tokenizer.eos_id], dtype=dtype)
@@ -335,7 +335,7 @@ class _Preparation:
 
 
 def settings_fingerprint(spec: DataSpec, tokenizer: Tokenizer) -> str:
-    """Of everything but the sources that decides about the content of shards."""
+    """Hash everything but the sources that decides about the content of shards."""
     identity = (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos_id)
     layout = (FORMAT_VERSION, BLOCK_CHARS, spec.text_field, spec.shard_size_bytes)
     return _digest("", [*identity, *layout])
@@ -373,10 +373,10 @@ def group_sources(sources: Iterable[SourceFile], *, shard_size_bytes: int) -> It
 
 
 def describe_sources(group: Group) -> tuple[Source, ...]:
-    """The group's sources with their hashes, which takes a reading of each.
+    """Hash the group's sources, which takes a reading of each.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a source cannot be read.
     """
     return tuple(
         Source(
@@ -390,7 +390,7 @@ def describe_sources(group: Group) -> tuple[Source, ...]:
 
 
 def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | None, bool]:
-    """The group's receipt if it still holds, and whether files were merely touched since.
+    """Read the group's receipt if it still holds, and whether files were merely touched since.
 
     Raises:
         OSError: a touched file cannot be read.
@@ -399,16 +399,16 @@ def load_receipt(store: ObjectStore, key: str, group: Group) -> tuple[Receipt | 
     try:
         receipt = Receipt.model_validate_json(store.get(key))
     except (NotFound, ValueError):
-        return None, False  # without one the group is prepared again, which is always right
+        return None, False  # without a receipt the group is prepared again, which is always right
     recorded = {source.path: source for source in receipt.sources}
     touched = False
     for source in group:
-        known = recorded.get(str(source.path))
-        if known is None or known.size_bytes != source.size_bytes:
+        recorded_look = recorded.get(str(source.path))
+        if recorded_look is None or recorded_look.size_bytes != source.size_bytes:
             return None, False
-        if known.mtime_ns != source.mtime_ns:
+        if recorded_look.mtime_ns != source.mtime_ns:
             touched = True
-            if known.xxh3_128 != hash_file(source.path):
+            if recorded_look.xxh3_128 != hash_file(source.path):
                 return None, False
     return _touched(receipt, group) if touched else receipt, touched
 
@@ -452,7 +452,3 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _ignore(line: str) -> None:
-    del line

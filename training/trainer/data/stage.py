@@ -45,7 +45,7 @@ def stage(manifest: CorpusManifest, store: ObjectStore, folder: Path) -> StageRe
 
     Args:
         manifest: the shards.
-        store: where they are.
+        store: holds the shards.
         folder: for copies; created when needed, unused where the store has paths.
 
     Raises:
@@ -137,7 +137,7 @@ def _read_record(folder: Path) -> dict[str, str]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the lock falls with its holder."""
+    """Lock out other processes; the lock falls with its holder."""
     with (folder / LOCK_NAME).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""From text to token ids.
+"""Tokenizers: from text to token ids.
 
 Ids are in [0, vocab_size); no tokenizer adds special tokens by itself, the end of a document is
 the caller's `eos_id`. Two tokenizers of one fingerprint give the same ids for the same text.
@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """Ids of each text, [T], without an end of document."""
+        """Encode each text, ids [T], without an end of document."""
         ...
 
 
@@ -54,7 +54,7 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
         """See `Tokenizer.encode_batch`."""
         data = (text.encode("utf-8", "replace") for text in texts)
-        return [np.frombuffer(one, dtype=np.uint8).astype(np.uint32) for one in data]
+        return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in data]
 
 
 class FileTokenizer:
@@ -97,7 +97,7 @@ class FileTokenizer:
 
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer that `spec` names.
+    """Open the tokenizer that `spec` names.
 
     Raises:
         ValueError: as `FileTokenizer`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.config.reading import read_document, read_document_file
+from perdure.training.config.job_file import read_document, read_document_file
 from perdure.training.errors import InputError
 
 

@@ -1,0 +1,181 @@
+"""Job files: YAML or JSON, with overrides from the command line, and without secrets.
+
+Fields that YAML would pass over in silence, such as a second value, are refused. No message holds
+the text itself: it may be that of a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from perdure.training.config import pod_rules
+from perdure.training.config.engine import KubernetesEngineSpec
+from perdure.training.config.job import Job, JobTemplate, parse_job, parse_template
+from perdure.training.config.secrets import why_secret
+from perdure.training.errors import InputError
+from perdure.training.masking import has_key
+
+_NAME = re.compile(r"[A-Za-z_][\w/-]*")
+_MERGE = "tag:yaml.org,2002:merge"
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a YAML or JSON job file; `overrides` are `dotted.key=value` (value is YAML).
+
+    Raises:
+        InputError: the first problem found, naming field, value and what is allowed.
+    """
+    return _load(parse_job, Path(path), overrides)
+
+
+def load_template(path: Path, overrides: Sequence[str] = ()) -> JobTemplate:
+    """Read the job file of a deployment, whose run_id may have fields."""
+    return _load(parse_template, path, overrides)
+
+
+def _load(
+    parse: Callable[[Mapping[str, Any]], AnyJob], path: Path, overrides: Sequence[str]
+) -> AnyJob:
+    document = read_document_file(path)
+    if not isinstance(document, dict):
+        raise InputError(str(path), "must be a mapping of job fields")
+    for override in overrides:
+        _set_override(document, override)
+    job = parse(document)
+    refuse_secrets(job)
+    return job
+
+
+def refuse_secrets(job: Job) -> None:
+    """Check that the job, which others read, holds no secret.
+
+    Raises:
+        InputError: it does; names the variable, never the value.
+    """
+    for name, value in job.env.items():
+        why = why_secret(name, value)
+        if why is not None:
+            raise InputError(
+                f"env.{name}",
+                f"{why}, and a job holds no secrets: name where it is kept, env_from: "
+                f"{{{name}: {{secret: VARIABLE}}}}, or {{file: PATH}}, or {{block: NAME}}",
+            )
+    if isinstance(job.engine, KubernetesEngineSpec):
+        for name, value in pod_rules.literal_variables(job.engine.pod):
+            why = why_secret(name, value)
+            if why is not None:
+                raise InputError(
+                    f"engine.pod: {name}",
+                    f"{why}, and a job holds no secrets: name a Secret of the cluster, "
+                    "valueFrom: {secretKeyRef: ...}, or engine.env_secrets",
+                )
+    if any(has_key(part) for part in job.worker.command or ()):
+        raise InputError(
+            "worker.command", "holds a key: use env_from, and read the variable in the program"
+        )
+
+
+def _set_override(document: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise InputError("--set", f"{override!r} is not of the form key=value")
+    *parents, leaf = key.split(".")
+    target = document
+    for parent in parents:
+        child = target.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise InputError("--set", f"{key}: {parent} is not a section")
+        target = child
+    target[leaf] = read_document(text, where=f"--set: {key}")
+
+
+def read_document_file(path: Path) -> Any:
+    """Read the document in a YAML or JSON file.
+
+    Raises:
+        InputError: it cannot be read, is none, or gives a field twice.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(str(path), f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8, line {line}"
+        raise InputError(str(path), f"is not YAML: {problem}") from None
+    return read_document(text, where=str(path))
+
+
+def read_document(text: str, *, where: str) -> Any:
+    """Parse a YAML text.
+
+    Args:
+        text: YAML or JSON.
+        where: what it is, for the message.
+
+    Raises:
+        InputError: it is none, or gives a field twice.
+    """
+    loader: yaml.SafeLoader | None = None
+    try:
+        loader = yaml.SafeLoader(text)  # looks at every character
+        node = loader.get_single_node()
+        for field, (first, second) in _repeated(node):
+            places = f"lines {first} and {second}" if first != second else f"line {first}"
+            raise InputError(where, f"{field} is given twice, in {places}")
+        return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise InputError(where, f"is not YAML: {_problem(error, text)}") from None
+    except RecursionError:
+        raise InputError(where, "is not YAML: it is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        # SafeLoader makes dates and numbers of what looks like them, such as 2026-13-01.
+        raise InputError(where, "holds a date or number that there is not; quote it") from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def _repeated(root: yaml.Node | None) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Find fields that a mapping has twice, with the lines: the second value would count."""
+    open_nodes, visited = [("", root)], set[int]()
+    while open_nodes:
+        path, node = open_nodes.pop(0)
+        if id(node) in visited:  # an alias
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            open_nodes += [(f"{path}{index}.", child) for index, child in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            continue
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            identity, line = (key.tag, key.value), key.start_mark.line + 1
+            name = key.value if _NAME.fullmatch(key.value) else "a field"
+            if identity in lines:
+                yield f"{path}{name}", (lines[identity], line)
+            lines[identity] = line
+            open_nodes.append((f"{path}{name}.", value))
+
+
+def _problem(error: yaml.YAMLError, text: str) -> str:
+    """Describe the problem and its place."""
+    if isinstance(error, yaml.reader.ReaderError):
+        line = text[: error.position].count("\n") + 1
+        return f"character {error.character:#06x} is not allowed, line {line}"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return "cannot be read"
+    mark = error.problem_mark
+    problem = re.sub(r"(alias|anchor|tag) .*", r"\1", error.problem or "cannot be read")
+    return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"
