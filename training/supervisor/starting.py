@@ -128,7 +128,7 @@ class AttemptStarter:
             failover_grace_s=job.restart.failover_grace_s,
             log_path=job.log_path,
             variables={**variables_of(job), **dict(resumed.variables)},
-            job=self._job_of_workers().model_dump_json(),
+            job=self._job_of_workers(),
             data_manifest_key=self.data_manifest_key,
             past=tuple(recoveries_of(job, history)[-MAX_PAST:]),
             rejoin_s=REJOIN_S if self.replaces_nodes else 0.0,
