@@ -338,11 +338,10 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 each kind has 
             return f"the program: {event.text}"
         case ChipsHealed():
             return f"before {event.rung}: {event.text}"
-        case AlertRaised() | AlertCleared():
-            change = " is over"
-            if isinstance(event, AlertRaised):
-                change = f", {event.point}: {event.text}"
-            return f"alert {event.number}{change}"
+        case AlertRaised():
+            return f"alert {event.number}, {event.point}: {event.text}"
+        case AlertCleared():
+            return f"alert {event.number} is over"
 
 
 def skipped_text(event: BatchSkipped) -> str:

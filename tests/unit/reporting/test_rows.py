@@ -48,7 +48,7 @@ def test_every_row_has_the_same_columns_whatever_it_shows():
 
 def test_the_facts_of_a_recovery_are_plain_values():
     view = history_of(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, CRASH_FAILED).attempts[0]
-    link, crash = (RecoveryFacts.of(view, one).payload for one in view.recoveries)
+    link, crash = (RecoveryFacts.of(view, recovery).payload for recovery in view.recoveries)
     assert link == {
         "placement": 1, "attempt": 1, "number": 1, "generation": 1, "fault_class": "link_down",
         "evidence": "EI0006", "node": "node-1", "rank": 3, "rung": "step_retry",

@@ -78,7 +78,8 @@ LONG = ("crash, then done", "a chip stays ill")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=pytest.mark.long) if one in LONG else one for one in SCRIPTS]
+    "name",
+    [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in SCRIPTS],
 )
 def test_a_supervisor_killed_between_any_two_actions_is_followed_to_the_same_end(
     name, job, tmp_path, without_waits

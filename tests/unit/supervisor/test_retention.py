@@ -81,7 +81,7 @@ def job(**checkpoint):
     return small_job(checkpoint=checkpoint)
 
 
-def gone(checkpoints, spec, *, with_retention=True):
+def removed_steps(checkpoints, spec, *, with_retention=True):
     removed = removals(spec, checkpoints, garbage_after_s=0, with_retention=with_retention)
     return [(removal.kind.value, removal.step) for removal in removed]
 
@@ -119,14 +119,16 @@ def test_without_a_ledger_an_owner_may_live(fence):
 
 
 def test_the_jobs_policy_decides_beside_the_newest_two(checkpoints):
-    assert gone(checkpoints, job(keep_last=1)) == [
+    assert removed_steps(checkpoints, job(keep_last=1)) == [
         ("retention", 10), ("retention", 20), ("retention", 30), ("broken_save", 35),
     ]  # fmt: skip
-    assert gone(checkpoints, job(keep_last=2, keep_every_steps=10)) == [("broken_save", 35)]
+    assert removed_steps(checkpoints, job(keep_last=2, keep_every_steps=10)) == [
+        ("broken_save", 35)
+    ]
 
 
 def test_without_retention_only_garbage_goes(checkpoints):
-    result = gone(checkpoints, job(keep_last=1), with_retention=False)
+    result = removed_steps(checkpoints, job(keep_last=1), with_retention=False)
     assert result == [(RemovalKind.BROKEN_SAVE, 35)]
 
 
@@ -160,13 +162,13 @@ def test_what_is_young_by_the_stores_clock_stays_whatever_this_machines_says(
 
 def test_the_best_are_those_of_the_recorded_loss(checkpoints):
     record_losses(checkpoints, {10: 1.0, 20: 0.1, 30: 2.0, 40: 3.0, 50: 4.0, 51: 0.0})
-    result = gone(checkpoints, job(keep_last=1, keep_best=1))
+    result = removed_steps(checkpoints, job(keep_last=1, keep_best=1))
     assert result == [("retention", 10), ("retention", 30), ("broken_save", 35)]
 
 
 def test_a_step_without_a_recorded_loss_stays_when_the_best_are_kept(checkpoints):
     record_losses(checkpoints, {10: 1.0, 20: 0.1})
-    result = gone(checkpoints, job(keep_last=1, keep_best=1))
+    result = removed_steps(checkpoints, job(keep_last=1, keep_best=1))
     assert result == [("retention", 10), ("broken_save", 35)]
 
 
@@ -179,8 +181,8 @@ def test_a_manifest_may_hold_the_loss_itself(checkpoints):
 
 def test_what_an_attempt_of_the_ledger_uses_stays(checkpoints):
     ledger = begin(checkpoints)
-    assert gone(checkpoints, job(keep_last=1)) == [("broken_save", 35)]
+    assert removed_steps(checkpoints, job(keep_last=1)) == [("broken_save", 35)]
     ledger.append(FirstStep, placement=1, attempt=2, step=21, stepped_s=0.0)
-    assert gone(checkpoints, job(keep_last=1)) == [
+    assert removed_steps(checkpoints, job(keep_last=1)) == [
         ("retention", 10), ("retention", 30), ("broken_save", 35),
     ]  # fmt: skip

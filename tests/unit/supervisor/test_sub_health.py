@@ -47,23 +47,23 @@ def diagnosed(line: str, *, node: str = "node-1") -> Fault:
     return diagnose(Evidence(at_s=20.0, step=40, workers=[worker])).fault
 
 
-def known(*records) -> dict[str, str]:
+def sub_healthy(*records) -> dict[str, str]:
     return {node.node: node.why for node in sub_healthy_nodes(replay([*BEGINNING, *records]))}
 
 
 def test_a_code_of_the_sub_healthy_level_in_a_log_makes_its_node_sub_healthy():
     fault = diagnosed(LANES)
     assert fault.code == "81078605"
-    result = known(over(1, fault=fault), decided(1))
+    result = sub_healthy(over(1, fault=fault), decided(1))
     assert result == {"node-1": "code 81078605 of device 1 (RoCE port: some lanes failed)"}
 
 
 def test_a_link_that_was_mended_under_a_collective_leaves_its_node_sub_healthy():
-    assert known(*seen(RECONNECTED, ended(1))) == {
+    assert sub_healthy(*seen(RECONNECTED, ended(1))) == {
         "node-1": "its connections broke and were made again at step 14"
     }
-    assert known(*seen(LINK_BEGAN, ended(1))) == {}, "a step that was re-executed is not"
-    assert known(*seen(RECONNECTED, ended(1, succeeded=False))) == {}
+    assert sub_healthy(*seen(LINK_BEGAN, ended(1))) == {}, "a step that was re-executed is not"
+    assert sub_healthy(*seen(RECONNECTED, ended(1, succeeded=False))) == {}
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,28 @@ def test_a_link_that_was_mended_under_a_collective_leaves_its_node_sub_healthy()
 )
 def test_open_alerts_about_a_machine_make_it_sub_healthy(point, is_sub_healthy):
     raised = HOT.model_copy(update={"point": point})
-    assert ("node-1" in known(*seen(raised))) is is_sub_healthy
-    assert known(*seen(raised, AlertCleared(at_s=50.0, number=1))) == {}
+    assert ("node-1" in sub_healthy(*seen(raised))) is is_sub_healthy
+    assert sub_healthy(*seen(raised, AlertCleared(at_s=50.0, number=1))) == {}
 
 
 def test_an_ordinary_crash_and_an_isolated_node_are_not_sub_healthy():
-    assert known(over(1, fault=CRASH), decided(1)) == {}
+    assert sub_healthy(over(1, fault=CRASH), decided(1)) == {}
     isolated = decided(1, Rung.POD_RESCHEDULE, isolate="node-1")
-    assert known(*seen(RECONNECTED, ended(1)), over(1), isolated) == {}
+    assert sub_healthy(*seen(RECONNECTED, ended(1)), over(1), isolated) == {}
 
 
 def test_a_released_node_begins_anew():
     previous = (*seen(RECONNECTED, ended(1)),)
     later = NOW | {"at_s": LINK.at_s + 100}
-    assert known(*previous, NodeReleased(**later, node="node-1")) == {}
+    assert sub_healthy(*previous, NodeReleased(**later, node="node-1")) == {}
     second = began(2, Rung.OPERATOR_RETRY, LINK).model_copy(
         update={"at_s": 500.0, "decision": RECONNECTED.decision}
     )
     fault = LINK.__class__(LINK.fault_class, 500.0, "EI0006", node="node-1", step=90)
     second = second.model_copy(update={"fault": fault})
-    result = known(*previous, NodeReleased(**later, node="node-1"), *seen(second, ended(2, 90)))
+    result = sub_healthy(
+        *previous, NodeReleased(**later, node="node-1"), *seen(second, ended(2, 90))
+    )
     assert list(result) == ["node-1"]
 
 
