@@ -68,8 +68,8 @@ def worker_variables(job: Job) -> list[Variable]:
     ASCEND_PROCESS_LOG_PATH, a folder beside the rank's own output, or below that of the job.
     """
     variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs(), *_preload(job)]
-    own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
-    return [own.pop(v.name, v) for v in variables] + list(own.values())
+    by_name = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
+    return [by_name.pop(v.name, v) for v in variables] + list(by_name.values())
 
 
 def variables_of(job: Job) -> dict[str, str]:
@@ -216,8 +216,8 @@ def _hccl(job: Job) -> Iterator[Variable]:
 
 def _execution_s(job: Job) -> int:
     """HCCL_EXEC_TIMEOUT in effect; a value of the job's own that is no number is refused later."""
-    own = job.env.get("HCCL_EXEC_TIMEOUT", "")
-    return int(own) if own.isdecimal() else job.comm.timeouts_s.exec_s
+    text = job.env.get("HCCL_EXEC_TIMEOUT", "")
+    return int(text) if text.isdecimal() else job.comm.timeouts_s.exec_s
 
 
 def _op_retry(job: Job) -> Iterator[Variable]:

@@ -133,31 +133,31 @@ class _Lines:
     def __init__(self, literals: Sequence[bytes], pattern: re.Pattern[bytes]) -> None:
         self._literals = literals
         self._pattern = pattern
-        self._rest = b""
+        self._pending = b""
         self._in_key = False  # between the lines of a private key
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
         """What can be given away after one more piece."""
-        self._rest += piece
-        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1
+        self._pending += piece
+        end = max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1
         if end:
-            whole, self._rest = self._rest[:end], self._rest[end:]
+            whole, self._pending = self._pending[:end], self._pending[end:]
             yield self._mask(whole)
-        if len(self._rest) > WINDOW_BYTES:
+        if len(self._pending) > WINDOW_BYTES:
             cut = self._safe_cut()
-            ready, self._rest = self._rest[:cut], self._rest[cut:]
+            ready, self._pending = self._pending[:cut], self._pending[cut:]
             yield self._mask(ready)
 
     def end(self) -> Iterator[bytes]:
         """The rest."""
-        if self._rest:
-            yield self._mask(self._rest)
+        if self._pending:
+            yield self._mask(self._pending)
 
     def _safe_cut(self) -> int:
         """Where the rest may be cut without cutting a secret."""
-        cut = len(self._rest) - MAX_MATCH_BYTES
-        if self._may_hold(self._rest):
-            for match in self._pattern.finditer(self._rest):
+        cut = len(self._pending) - MAX_MATCH_BYTES
+        if self._may_hold(self._pending):
+            for match in self._pattern.finditer(self._pending):
                 if match.start() < cut < match.end():
                     return match.start()
         return cut
@@ -165,7 +165,9 @@ class _Lines:
     def _may_hold(self, text: bytes) -> bool:
         """Whether there may be a secret in it."""
         lower = text.lower()
-        return any(hint in lower for hint in _HINTS) or any(one in text for one in self._literals)
+        return any(hint in lower for hint in _HINTS) or any(
+            literal in text for literal in self._literals
+        )
 
     def _mask(self, text: bytes) -> bytes:
         if self._in_key or _PEM_MARK in text:
@@ -173,7 +175,7 @@ class _Lines:
         if not self._may_hold(text):
             return text
         return b"".join(
-            self._pattern.sub(_kept, line) if self._may_hold(line) else line
+            self._pattern.sub(_mask_match, line) if self._may_hold(line) else line
             for line in text.splitlines(keepends=True)
         )
 
@@ -200,9 +202,9 @@ class _Lines:
             at = end.end()
 
 
-def _kept(match: re.Match[bytes]) -> bytes:
-    kept = next((text for text in match.groupdict().values() if text is not None), b"")
-    return kept + MASK
+def _mask_match(match: re.Match[bytes]) -> bytes:
+    content = next((text for text in match.groupdict().values() if text is not None), b"")
+    return content + MASK
 
 
 def literals_of(secrets: Collection[str]) -> list[bytes]:
@@ -214,8 +216,8 @@ def literals_of(secrets: Collection[str]) -> list[bytes]:
         for line in lines
         for form in (line, quote(line, safe=""), json.dumps(line)[1:-1], repr(line)[1:-1])
     }
-    found = {form.encode(errors="surrogateescape") for form in forms}
-    fit = (form for form in found if MIN_SECRET_BYTES <= len(form) <= MAX_MATCH_BYTES)
+    literals = {form.encode(errors="surrogateescape") for form in forms}
+    fit = (form for form in literals if MIN_SECRET_BYTES <= len(form) <= MAX_MATCH_BYTES)
     return sorted(fit, key=lambda form: (-len(form), form))
 
 

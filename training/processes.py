@@ -50,14 +50,14 @@ def become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def reap_adopted(own: Collection[int]) -> None:
-    """Collect the exit status of ended children that were not started by us (`own` pids)."""
+def reap_adopted(own_pids: Collection[int]) -> None:
+    """Collect the exit status of ended children but those in `own_pids`, whose owners do."""
     # Mostly there is none: one call of the kernel, where looking for them reads all of /proc.
     with contextlib.suppress(ChildProcessError):
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
     for child in psutil.Process().children():
-        if child.pid in own:
+        if child.pid in own_pids:
             continue
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
@@ -73,12 +73,12 @@ def container_processes(
     children: a program may start others with an environment of its own.
     """
     entry = f"{MARKER}={marker}".encode()
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
-        if process.pid not in found and _carries(process, entry):
-            for one in (process, *_descendants(process)):
-                found[one.pid] = one
-    return [one for pid, one in found.items() if pid != os.getpid() and pid not in spare]
+        if process.pid not in by_pid and _carries(process, entry):
+            for member in (process, *_descendants(process)):
+                by_pid[member.pid] = member
+    return [member for pid, member in by_pid.items() if pid != os.getpid() and pid not in spare]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -157,7 +157,7 @@ def kill_container(
     while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
-        killed = [one for one in processes if not is_tracker(one)]
+        killed = [process for process in processes if not is_tracker(process)]
         if time.monotonic() > trackers_end_s:
             killed = processes
         signal_all(oldest_first(killed), signal.SIGKILL)
@@ -181,10 +181,10 @@ def is_alive(pid: int, process_started_s: float) -> bool:
     """Whether this very process lives; a reused pid does not count."""
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - process_started_s) < 1.0
+        is_same = abs(process.create_time() - process_started_s) < 1.0
     except psutil.NoSuchProcess:
         return False
-    return same and _lives(process)
+    return is_same and _lives(process)
 
 
 def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
@@ -212,7 +212,7 @@ def interface_of(host: str) -> str | None:
     with contextlib.suppress(OSError):
         address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
         for name, assigned in psutil.net_if_addrs().items():
-            if any(_has(one.family, one.address, address) for one in assigned):
+            if any(_has(interface.family, interface.address, address) for interface in assigned):
                 return name
     return None
 
@@ -220,9 +220,11 @@ def interface_of(host: str) -> str | None:
 def _has(family: int, assigned: str, address: _Address) -> bool:
     if family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    found = ipaddress.ip_address(assigned.partition("%")[0])  # a link-local one names its interface
+    assigned_address = ipaddress.ip_address(
+        assigned.partition("%")[0]
+    )  # a link-local one names its interface
     # All of 127.0.0.0/8 is on the loopback interface, which has only its first address.
-    return found == address or (found.is_loopback and address.is_loopback)
+    return assigned_address == address or (assigned_address.is_loopback and address.is_loopback)
 
 
 def oom_kills(

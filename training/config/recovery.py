@@ -310,7 +310,7 @@ class RestartSpec(FrozenModel):
 
     def read_platform(self, given: Sequence[Setting] = ()) -> ImportedSettings:
         """from_platform as fields, beside what the job has elsewhere."""
-        return read_platform(self.from_platform, given=given)
+        return read_platform(self.from_platform, job_settings=given)
 
 
 def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, int]:

@@ -121,7 +121,9 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
 
 # What a device shows explains an exception that nothing else does; what peers and launchers print
 # of the end of its process does not.
-OF_DEVICES = frozenset(met for met, traits in TRAITS.items() if traits.hardware_fault) | {
+OF_DEVICES = frozenset(
+    fault_class for fault_class, traits in TRAITS.items() if traits.hardware_fault
+) | {
     FaultClass.OPERATOR_ERROR,
     FaultClass.DEVICE_OOM,
 }
@@ -209,13 +211,13 @@ def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     finding = best.finding
     if finding.fault_class is not FaultClass.OPERATOR_ERROR or finding.role is Role.ROOT:
         return best
-    same = [o for o in ranked if o.source is best.source]
-    theirs = [o.finding for o in same if o.finding.fault_class is FaultClass.OPERATOR_ERROR]
-    if any(one.recoverable_by is RecoverableBy.USER_FIX for one in theirs):
+    candidates = [o for o in ranked if o.source is best.source]
+    theirs = [o.finding for o in candidates if o.finding.fault_class is FaultClass.OPERATOR_ERROR]
+    if any(finding.recoverable_by is RecoverableBy.USER_FIX for finding in theirs):
         answer = finding.recoverable_by or RecoverableBy.USER_FIX
         finding = replace(finding, recoverable_by=answer)
         best = replace(best, finding=finding)
-    for other in same:
+    for other in candidates:
         wrapper = other.finding
         if _detail(wrapper) is _Detail.WRAPPER:
             informed = replace(
@@ -243,10 +245,10 @@ def choose(
     if not ranked:
         return None
     best, runners_up = _informed(ranked[0], ranked), []
-    seen = {_kind(ranked[0])}
+    kinds = {_kind(ranked[0])}
     for candidate in ranked[1:]:
-        if _kind(candidate) not in seen:
-            seen.add(_kind(candidate))
+        if _kind(candidate) not in kinds:
+            kinds.add(_kind(candidate))
             runners_up.append(fault_of(candidate, at_s=at_s, step=step))
     fault = fault_of(best, at_s=at_s, step=step)
     return Diagnosis(

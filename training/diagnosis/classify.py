@@ -102,10 +102,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
     best, further = replace(causes[0].fault, num_other_nodes=_num_other_nodes(causes)), []
-    seen = {best.fault_class}
+    classes = {best.fault_class}
     for cause in causes[1:]:
-        if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in seen:
-            seen.add(cause.fault.fault_class)
+        if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in classes:
+            classes.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
 
@@ -151,7 +151,7 @@ def _fault(
 
 
 def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
-    known = {loss.node for loss in evidence.losses}
+    explained = {loss.node for loss in evidence.losses}
     for loss in evidence.losses:
         line = f"{loss.node}: {loss.line}"
         fault = _fault(
@@ -159,7 +159,7 @@ def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
         )
         yield _Cause(_Tier.NODE, fault)
     for node in evidence.lost_nodes:
-        if node in known:
+        if node in explained:
             continue
         why = (
             "The first process of the container does not exist any more: the node went down, or "
@@ -186,19 +186,21 @@ def _given_up(evidence: Evidence) -> Iterator[_Cause]:
     # What an exception means is known by the output of its process alone.
     if given_up is None or given_up.fault.fault_class in _BY_OUTPUT_ALONE:
         return
-    known = given_up.fault
-    why = f"{TRAITS[known.fault_class].meaning} Recovery inside the processes: {given_up.why}."
-    fault = _fault(known.fault_class, evidence, known.evidence, why=why)
+    known_fault = given_up.fault
+    why = (
+        f"{TRAITS[known_fault.fault_class].meaning} Recovery inside the processes: {given_up.why}."
+    )
+    fault = _fault(known_fault.fault_class, evidence, known_fault.evidence, why=why)
     placed = replace(
         fault,
-        at_s=known.at_s,
-        node=known.node,
-        rank=known.rank,
-        device=known.device,
-        code=known.code,
-        step=known.step,
+        at_s=known_fault.at_s,
+        node=known_fault.node,
+        rank=known_fault.rank,
+        device=known_fault.device,
+        code=known_fault.code,
+        step=known_fault.step,
     )
-    is_peers = known.fault_class in _OF_PEERS
+    is_peers = known_fault.fault_class in _OF_PEERS
     yield _Cause(_Tier.GIVEN_UP_FOR_PEERS if is_peers else _Tier.GIVEN_UP, placed)
 
 
@@ -234,24 +236,24 @@ def _slowness(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _silence(evidence: Evidence) -> Iterator[_Cause]:
-    found = standstill_of(evidence.rank_progress) if evidence.silent else None
-    if found is not None and found.missing:
-        first = found.missing[0]
-        why = f"The processes live but make no progress. {'; '.join(found.ranks)}."
+    standstill = standstill_of(evidence.rank_progress) if evidence.silent else None
+    if standstill is not None and standstill.missing:
+        first = standstill.missing[0]
+        why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
         fault = _fault(
-            FaultClass.HANG, evidence, found.line, node=first.node, rank=first.rank, why=why
+            FaultClass.HANG, evidence, standstill.line, node=first.node, rank=first.rank, why=why
         )
         # Of a command the step of all may be known, and that of this rank not.
         step = first.step if first.step >= 0 else evidence.step
         yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
         return
     # One whose process a signal has stopped holds the others up.
-    for rank in sorted(evidence.silent, key=lambda one: not one.stopped):
+    for rank in sorted(evidence.silent, key=lambda rank: not rank.stopped):
         why = "The processes live but none of their heartbeats advances."
         if rank.rank is None:
             why = "The program shows no sign of life."
-        if found is not None:
-            why = f"The processes live but make no progress. {found.line}."
+        if standstill is not None:
+            why = f"The processes live but make no progress. {standstill.line}."
         fault = _fault(
             FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, why=why
         )
@@ -316,37 +318,39 @@ def _recorded(end: WorkerEnd, log: LogSource) -> Finding | None:
     """The exception that the worker recorded, with the traceback that its output has of it."""
     if not end.error:
         return None
-    printed = [one for one in log.findings if one.line.strip().endswith(end.error.strip())]
+    printed = [
+        finding for finding in log.findings if finding.line.strip().endswith(end.error.strip())
+    ]
     if printed and printed[-1].replaces and printed[-1].role > Role.SYMPTOM:
         return None  # a mistake in the handling of a fault, which the output names
     place = end.log.rfind(end.error)
-    before = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
-    return recognise(end.error, before if _TRACED in before else _TRACED)
+    context = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
+    return recognise(end.error, context if _TRACED in context else _TRACED)
 
 
-def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
+def _worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
     if end.stopped:
         return _ended(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
     if end.bad_end is not None:
-        return _not_well(end, end.bad_end, found, evidence)
+        return _not_well(end, end.bad_end, finding, evidence)
     meaning = meaning_of(end.exit_code, is_oom=end.node in evidence.oom_nodes)
     number = signal_of(end.exit_code)
     if meaning is not None and number is None:
-        line = found.line if found else f"exit code {end.exit_code}: {meaning.text}"
+        line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
         return _ended(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
-    if meaning and number and (end.exit_code < 0 or found is None or _only_guesses(found)):
-        return _signalled(meaning, number, end, found, evidence)
-    if found is None or found.role is Role.HINT:
+    if meaning and number and (end.exit_code < 0 or finding is None or _only_guesses(finding)):
+        return _signalled(meaning, number, end, finding, evidence)
+    if finding is None or finding.role is Role.HINT:
         lines = [line.strip() for line in end.log.splitlines() if line.strip()]
-        line = end.error or (found.line if found else next(reversed(lines), ""))
+        line = end.error or (finding.line if finding else next(reversed(lines), ""))
         line = line or f"exit code {end.exit_code}"
         return _ended(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
-    return _explained_by_output(end, found, evidence)
+    return _explained_by_output(end, finding, evidence)
 
 
 def _not_well(
-    end: WorkerEnd, bad: FalseSuccess, found: Finding | None, evidence: Evidence
+    end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     """A worker whose exit code says that nothing is wrong."""
     if bad.fault_class is FaultClass.UNKNOWN:
@@ -355,41 +359,43 @@ def _not_well(
     if bad.fault_class is not None:
         cause = _ended(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
         return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
-    if found is None or found.role is Role.HINT:
+    if finding is None or finding.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN
         return _ended(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)
-    cause = _explained_by_output(end, found, evidence)
+    cause = _explained_by_output(end, finding, evidence)
     explanation = f"{PIPE_ADVICE} {cause.fault.explanation}"
     return replace(cause, fault=replace(cause.fault, explanation=explanation))
 
 
-def _only_guesses(found: Finding) -> bool:
+def _only_guesses(finding: Finding) -> bool:
     """Whether a finding infers from an exit what the exit code itself shows."""
-    return found.role is not Role.ROOT and found.fault_class is FaultClass.HOST_OOM
+    return finding.role is not Role.ROOT and finding.fault_class is FaultClass.HOST_OOM
 
 
-def _explained_by_output(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
+def _explained_by_output(end: WorkerEnd, finding: Finding, evidence: Evidence) -> _Cause:
     """A worker whose end its output explains."""
-    killed = _only_guesses(found)
+    killed = _only_guesses(finding)
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
         name = signal.SIGKILL.name
-        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, name)
-    crashed = found.fault_class is FaultClass.NATIVE_CRASH
-    tier = _Tier.ROOT if killed or crashed else _tier_of(found)
-    candidate = Candidate(LogSource(end.name, (found,), rank=end.rank, node=end.node), found)
+        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, finding.line, end, evidence, name)
+    crashed = finding.fault_class is FaultClass.NATIVE_CRASH
+    tier = _Tier.ROOT if killed or crashed else _tier_of(finding)
+    candidate = Candidate(LogSource(end.name, (finding,), rank=end.rank, node=end.node), finding)
     fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
     return _Cause(tier, _placed(fault, end))
 
 
 def _signalled(
-    meaning: ExitMeaning, number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence
+    meaning: ExitMeaning, number: int, end: WorkerEnd, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     name = signal_name(number) or f"SIG{number}"
-    is_echo = found is not None and found.fault_class in _OF_PEERS
-    if name == "SIGABRT" and found and found.role is not Role.ROOT and is_echo:
+    is_echo = finding is not None and finding.fault_class in _OF_PEERS
+    if name == "SIGABRT" and finding and finding.role is not Role.ROOT and is_echo:
         # Communication libraries abort the process when a peer is gone.
-        return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
+        return _ended(
+            _Tier.CASCADE, finding.fault_class, finding.line, end, evidence, name, finding.why
+        )
     line = f"{end.name} ended by {name}"
     # Nothing of a crash: its own words follow from the code.
     is_killed = number == signal.SIGKILL and meaning.fault_class is FaultClass.NATIVE_CRASH

@@ -100,19 +100,19 @@ def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
     fact = chip_fact(code)
     if fact is None:
         return spec
-    known: dict[str, object] = {}
+    updates: dict[str, object] = {}
     if fact.level is not None:
-        known["recoverable_by"] = ANSWERS[fact.level]
+        updates["recoverable_by"] = ANSWERS[fact.level]
     if fact.level is ChipLevel.NOT_HANDLED:
-        known["role"] = Role.SYMPTOM
+        updates["role"] = Role.SYMPTOM
     if fact.cause:
-        known["means"] = f"{spec.means} ({fact.cause})"
+        updates["means"] = f"{spec.means} ({fact.cause})"
     if fact.kind is CodeKind.USER:
         # The chip cannot know that the input is the user's: the ladder counts (ModelArts).
-        known |= {"user_fault": True, "hardware_fault": False}
+        updates |= {"user_fault": True, "hardware_fault": False}
     elif fact.kind is CodeKind.HARDWARE:
-        known["hardware_fault"] = True
-    return spec.model_copy(update=known)
+        updates["hardware_fault"] = True
+    return spec.model_copy(update=updates)
 
 
 def look_up(line: str) -> CodeFact | None:
@@ -120,11 +120,11 @@ def look_up(line: str) -> CodeFact | None:
     if _HEADER.search(line):
         return None
     for table, pattern in _COMPILED.items():
-        for found in pattern.finditer(line):
-            code = next(group for group in found.groups() if group is not None).upper()
+        for match in pattern.finditer(line):
+            code = next(group for group in match.groups() if group is not None).upper()
             if table == "chip":
                 code = _worst(code)
-            if found.groupdict().get("errno"):
+            if match.groupdict().get("errno"):
                 code = str(int(code, 16))
             spec = _find(table, code)
             if spec is not None and table == "chip":
@@ -139,7 +139,7 @@ _WORDS = re.compile(r"^\s*(?:Error Information)?\s*:\s*\S")
 _ANSWERED = re.compile(r"^\s*Error Code\s*:(.*)$", re.MULTILINE)
 
 
-def code_of_words(line: str, before: str, fault_class: FaultClass) -> CodeFact | None:
+def code_of_words(line: str, context: str, fault_class: FaultClass) -> CodeFact | None:
     """The chip's code that a line of an answer of npu-smi has the words for.
 
     A chip may report several at once, and nothing says which words are whose: those of the same
@@ -147,10 +147,10 @@ def code_of_words(line: str, before: str, fault_class: FaultClass) -> CodeFact |
 
     Args:
         line: with the words.
-        before: text shortly before it.
+        context: text shortly before it.
         fault_class: what the words mean.
     """
-    answers = _ANSWERED.findall(before) if _WORDS.match(line) else []
+    answers = _ANSWERED.findall(context) if _WORDS.match(line) else []
     each = re.findall(rf"\b{_EIGHT}", answers[-1]) if answers else []
     facts = [fact for code in each if (fact := look_up(f"Error Code : {code}")) is not None]
     fitting = [fact for fact in facts if fact.spec.fault_class is fault_class] or facts
@@ -166,14 +166,14 @@ def _worst(codes: str) -> str:
     facts = [fact for code in each if (fact := chip_fact(code)) is not None]
     order = list(ChipLevel)
     rated = [(order.index(fact.level), fact.code) for fact in facts if fact.level is not None]
-    return max(rated, key=lambda one: one[0], default=(0, each[0]))[1]
+    return max(rated, key=lambda pair: pair[0], default=(0, each[0]))[1]
 
 
 def _find(table: str, code: str) -> CodeSpec | None:
-    known = load_codes()[table]
+    specs = load_codes()[table]
     if table in {"acl", "hccl"}:
-        return known.get(code)
+        return specs.get(code)
     for length in range(len(code), -1, -1):
-        if code[:length] in known:
-            return known[code[:length]]
+        if code[:length] in specs:
+            return specs[code[:length]]
     return None

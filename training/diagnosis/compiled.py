@@ -69,11 +69,11 @@ def every_match() -> hyperscan.Database:
 def _every_match() -> hyperscan.Database:
     wanted = patterns()
     path = _place(wanted)
-    found = _load(path)
-    if found is None:
-        found = _compile(wanted)
-        _keep(path, found)
-    return found
+    database = _load(path)
+    if database is None:
+        database = _compile(wanted)
+        _keep(path, database)
+    return database
 
 
 def _place(wanted: Sequence[bytes]) -> Path:

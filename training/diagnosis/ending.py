@@ -68,15 +68,15 @@ def first_failed(text: str) -> FailedRank | None:
     root = _ENTRY.search(text, place)
     if root is None:
         return None
-    entries = [_entry(found) for found in _ENTRY.finditer(text, begin)]
-    first = [one for one in entries if one.time == _entry(root).time]
-    killed = [one for one in first if one.is_killed]
+    entries = [_entry(match) for match in _ENTRY.finditer(text, begin)]
+    first = [entry for entry in entries if entry.time == _entry(root).time]
+    killed = [entry for entry in first if entry.is_killed]
     candidates = killed or first
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _entry(found: re.Match[str]) -> FailedRank:
-    time, rank, local_rank, exit_code = found.groups()
+def _entry(match: re.Match[str]) -> FailedRank:
+    time, rank, local_rank, exit_code = match.groups()
     return FailedRank(time, int(rank), int(local_rank), int(exit_code))
 
 
@@ -265,11 +265,11 @@ def shows_steps(text: str) -> bool:
     return counts.has_any
 
 
-def again_short(fault: Fault, before: Fault | None) -> Fault:
+def again_short(fault: Fault, previous: Fault | None) -> Fault:
     """A program that ends at the same step when it is started again does so by itself."""
-    if fault.code != SHORT_CODE or before is None:
+    if fault.code != SHORT_CODE or previous is None:
         return fault
-    if (before.code, before.evidence) != (fault.code, fault.evidence):
+    if (previous.code, previous.evidence) != (fault.code, fault.evidence):
         return fault
     traits = TRAITS[FaultClass.USER_CODE_ERROR]
     return replace(
@@ -289,13 +289,13 @@ def crash_in(outputs: Sequence[Output]) -> str | None:
     Args:
         outputs: the streams of one process, and of what it has started.
     """
-    times = [one.written_s for one in outputs if one.written_s is not None]
+    times = [output.written_s for output in outputs if output.written_s is not None]
     newest_s = max(times, default=0.0)
-    for one in outputs:
-        if one.written_s is None or newest_s - one.written_s <= LAST_WITHIN_S:
-            found = _last_words(_lines(one.text))
-            if found is not None:
-                return found
+    for output in outputs:
+        if output.written_s is None or newest_s - output.written_s <= LAST_WITHIN_S:
+            line = _last_words(_lines(output.text))
+            if line is not None:
+                return line
     return None
 
 
@@ -304,11 +304,11 @@ def count_in(text: str) -> Count | None:
 
     Only counts of the whole training are read: a progress bar may be that of an epoch.
     """
-    found = list(_COUNT.finditer(text))
-    if not found or _OWN_WISH.search(text, found[-1].end()):
+    matches = list(_COUNT.finditer(text))
+    if not matches or _OWN_WISH.search(text, matches[-1].end()):
         return None
-    step, target = int(found[-1][1]), int(found[-1][2])
-    earlier = next((int(one[1]) for one in reversed(found) if int(one[1]) < step), 0)
+    step, target = int(matches[-1][1]), int(matches[-1][2])
+    earlier = next((int(match[1]) for match in reversed(matches) if int(match[1]) < step), 0)
     return Count(step, target, step - earlier, "iteration")
 
 
@@ -342,14 +342,16 @@ def _uncaught(lines: Sequence[str], begin: int) -> str | None:
     raised = lines[min(inside, len(lines) - 1)]
     frames = _FRAME.findall("\n".join(lines[begin:inside]))
     # A bar is printed once more when it is closed.
-    after = [one for one in lines[inside + 1 :] if not is_low_level(one) and not is_progress(one)]
-    before = _before_chain(lines, begin)
-    limit = 0 if _LOGGED.search(before) else MAX_LINES_AFTER
-    if len(after) > limit or _SURVIVED.search(before):
+    following = [
+        line for line in lines[inside + 1 :] if not is_low_level(line) and not is_progress(line)
+    ]
+    heading = _before_chain(lines, begin)
+    limit = 0 if _LOGGED.search(heading) else MAX_LINES_AFTER
+    if len(following) > limit or _SURVIVED.search(heading):
         return None
     if frames and _AT_EXIT_FRAME.search(frames[-1]):
         return None
-    return None if _OF_CHILD.search(before) and _AT_EXIT.search(raised) else raised
+    return None if _OF_CHILD.search(heading) and _AT_EXIT.search(raised) else raised
 
 
 def _before_chain(lines: Sequence[str], begin: int) -> str:

@@ -75,12 +75,12 @@ class SilentRank:
     def line(self) -> str:
         """For the evidence."""
         where = self.node if self.node is not None else "every node"
-        who = f"rank {self.rank}" if self.rank is not None else f"the command on {where}"
+        subject = f"rank {self.rank}" if self.rank is not None else f"the command on {where}"
         if self.stopped:
-            return f"{who}: stopped by a signal: {', '.join(self.stopped)}"
+            return f"{subject}: stopped by a signal: {', '.join(self.stopped)}"
         silence = f"no progress for {self.silent_s:.0f} s in phase {self.phase}"
         limit = f"limit {self.limit_s:.0f} s"
-        return f"{who}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
+        return f"{subject}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,40 +87,40 @@ def load_exceptions() -> tuple[ExceptionSpec, ...]:
     return tuple(ExceptionSpec.model_validate(row) for row in rows)
 
 
-def judge(line: str, before: str) -> Raised | None:
+def judge(line: str, context: str) -> Raised | None:
     """Classify a line as the last one of a traceback.
 
     Args:
         line: one line of output.
-        before: text shortly before the line, where its traceback would be.
+        context: text shortly before the line, where its traceback would be.
 
     Returns:
         None when the line names no exception.
     """
-    found = _PATTERN.search(line)
-    if found is None or line.rstrip().endswith("Traceback (most recent call last):"):
+    match = _PATTERN.search(line)
+    if match is None or line.rstrip().endswith("Traceback (most recent call last):"):
         return None
-    name = found["type"] or found["dotted"]
-    traced = bool(_TRACEBACK.search(before))
-    if found["type"] is None and not traced:
+    name = match["type"] or match["dotted"]
+    traced = bool(_TRACEBACK.search(context))
+    if match["type"] is None and not traced:
         return None
-    frames = frames_of(before)
-    said = f"{_source_line(before)}\n{line}"
+    frames = frames_of(context)
+    said = f"{_source_line(context)}\n{line}"
     spec = next(row for row in load_exceptions() if _applies(row, name, frames, line, said))
     role = spec.role
-    stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
+    stands_alone = match.start() == 0 or not line[: match.start()].strip(" \t")
     if not traced and not stands_alone and role is Role.ROOT:
         role = Role.SYMPTOM  # a message that mentions an exception, not an exception
-    if _ANNOUNCES.search(line[found.end() :]):
+    if _ANNOUNCES.search(line[match.end() :]):
         role = max(role, Role.SYMPTOM)
-    if _QUOTED.search(line[: found.start()]):
+    if _QUOTED.search(line[: match.start()]):
         role = Role.CASCADE
     return Raised(name, spec, role, frames[-1] if frames else None, _answer(spec, line))
 
 
-def _source_line(before: str) -> str:
+def _source_line(context: str) -> str:
     """The line of source that the traceback quotes for its innermost file; empty without one."""
-    lines = [one for one in before.splitlines()[-4:] if not _MARKS.match(one)]
+    lines = [line for line in context.splitlines()[-4:] if not _MARKS.match(line)]
     return lines[-1] if len(lines) > 1 and FRAME.search(lines[-2]) else ""
 
 
@@ -148,9 +148,9 @@ def names_exception(line: str) -> bool:
     return _PATTERN.search(line) is not None
 
 
-def was_raised_in_handling(line: str, before: str) -> bool:
+def was_raised_in_handling(line: str, context: str) -> bool:
     """Whether an exception's last line belongs to a traceback that began in another's handling."""
     return (
         _PATTERN.search(line) is not None
-        and _HANDLING in before[max(0, before.rfind("Traceback (most recent") - 200) :]
+        and _HANDLING in context[max(0, context.rfind("Traceback (most recent") - 200) :]
     )

@@ -140,8 +140,8 @@ def origin_of(line: str, *, year: int) -> Origin:
 
 def code_of(line: str) -> str | None:
     """The error code that a line carries, as the stack prints it; hexadecimal in capitals."""
-    found = _first(_CODES, line)
-    return found.upper() if found is not None else None
+    code = _first(_CODES, line)
+    return code.upper() if code is not None else None
 
 
 def has_clock(region: bytes, begin: int, stop: int) -> bool:
@@ -154,10 +154,10 @@ def time_of(line: str, *, year: int) -> float | None:
     if not _ANY_CLOCK.search(line):
         return None
     for pattern in _TIMES:
-        found = pattern.search(line)
-        if found is None:
+        match = pattern.search(line)
+        if match is None:
             continue
-        parts = found.groupdict()
+        parts = match.groupdict()
         month = _MONTHS.get(parts["name"], 0) if parts.get("name") else int(parts["month"])
         day = int(parts["day"])
         if not (1 <= month <= 12 and 1 <= day <= 31):
@@ -171,10 +171,10 @@ def time_of(line: str, *, year: int) -> float | None:
 
 def severity_of(line: str) -> int | None:
     """The driver's severity of an event, 0 hint to 3 critical; None where it has none."""
-    found = _SEVERITY.search(line)
-    if found is None:
+    match = _SEVERITY.search(line)
+    if match is None:
         return None
-    word = found[1].lower()
+    word = match[1].lower()
     return int(word) if word.isdigit() else _SEVERITIES[word]
 
 
@@ -191,11 +191,11 @@ def is_progress(line: str) -> bool:
 
 def _first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
     for pattern in patterns:
-        if found := pattern.search(line):
-            return found.group(1)
+        if match := pattern.search(line):
+            return match.group(1)
     return None
 
 
-def frames_of(before: str) -> list[str]:
+def frames_of(context: str) -> list[str]:
     """The last files of the traceback that ends a text, innermost last."""
-    return FRAME.findall(before[max(0, before.rfind("Traceback")) :])[-12:]
+    return FRAME.findall(context[max(0, context.rfind("Traceback")) :])[-12:]

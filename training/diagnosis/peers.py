@@ -115,19 +115,19 @@ def _waited_for(finding: Finding, rank: int | None, hint: str) -> Finding:
 def _reports(sources: Sequence[LogSource]) -> Iterable[_Report]:
     for index, source in enumerate(sources):
         for finding in source.findings:
-            if found := _HCCL_OP.search(finding.line):
-                yield _Report(index, finding, found[1], found[2])
-            elif found := _NCCL_OP.search(finding.line):
+            if match := _HCCL_OP.search(finding.line):
+                yield _Report(index, finding, match[1], match[2])
+            elif match := _NCCL_OP.search(finding.line):
                 group = _NCCL_GROUP.search(finding.line)
-                number = f"{group[1] if group else ''} {found[1]}"
-                yield _Report(index, finding, found[2], number)
+                number = f"{group[1] if group else ''} {match[1]}"
+                yield _Report(index, finding, match[2], number)
 
 
 def _other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | None:
     """The first report whose operator differs from that of another rank of the same group."""
-    seen: dict[str, _Report] = {}
+    first_of_group: dict[str, _Report] = {}
     for report in reports:
-        first = seen.setdefault(report.group, report)
+        first = first_of_group.setdefault(report.group, report)
         if first.op != report.op and first.who != report.who:
             return first, report
     return None
@@ -158,14 +158,14 @@ def laggard(findings: Iterable[Finding]) -> Finding | None:
 
 def anchors(text: str, *, year: int) -> dict[int, float]:
     """Step to the first time it is mentioned, for the newest steps of a text."""
-    found: dict[int, float] = {}
+    times_s: dict[int, float] = {}
     for line in text.splitlines()[-MAX_LINES:]:
         step = _STEP.search(line)
         stamp = time_of(line, year=year) if step is not None else None
         if step is not None and stamp is not None:
-            found.setdefault(int(step[1]), stamp)
-    newest = sorted(found)[-MAX_ANCHORS:]
-    return {step: found[step] for step in newest}
+            times_s.setdefault(int(step[1]), stamp)
+    newest = sorted(times_s)[-MAX_ANCHORS:]
+    return {step: times_s[step] for step in newest}
 
 
 def offsets(sources: Sequence[Mapping[int, float]]) -> list[float]:

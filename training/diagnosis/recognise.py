@@ -72,31 +72,31 @@ class Finding:
     is_repeated: bool = False
 
 
-def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
+def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
     """What a line means: by the first rule that matches, else by a code, else as an exception.
 
     Args:
         line: one line of output.
-        before: text shortly before it.
+        context: text shortly before it.
         candidates: rules to try, in order; None: all.
     """
-    finding = _recognised(line, before, candidates)
+    finding = _recognised(line, context, candidates)
     if finding is None or severity_of(line) != Severity.HINT:
         return finding
     is_drivers = finding.rule == _CHIP_RULE or TRAITS[finding.fault_class].hardware_fault
     return replace(finding, is_low_level=finding.is_low_level or is_drivers)
 
 
-def _recognised(line: str, before: str, candidates: Iterable[Rule] | None) -> Finding | None:
-    if _is_no_evidence(line, before):
+def _recognised(line: str, context: str, candidates: Iterable[Rule] | None) -> Finding | None:
+    if _is_no_evidence(line, context):
         return None
-    if matched := match_line(line, before, candidates):
-        rule, found = matched
+    if matched := match_line(line, context, candidates):
+        rule, match = matched
         yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
         coded = _by_code(line) if yields else None
         is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
-        return coded if is_better else _with_chips_code(_by_rule(rule, found, line), before)
-    return _by_code(line) or _by_exception(line, before) or _by_level(line)
+        return coded if is_better else _with_chips_code(_by_rule(rule, match, line), context)
+    return _by_code(line) or _by_exception(line, context) or _by_level(line)
 
 
 # CANN's own guesses at causes, and the box that rich draws around a traceback.
@@ -106,11 +106,11 @@ _ADVICE = re.compile(
 _FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
 
 
-def _is_no_evidence(line: str, before: str) -> bool:
+def _is_no_evidence(line: str, context: str) -> bool:
     """Whether a line is advice, or source code quoted in a traceback."""
     if _ADVICE.search(line):
         return True
-    quoted = _FRAME_END.search(before.rstrip()) is not None
+    quoted = _FRAME_END.search(context.rstrip()) is not None
     return quoted and not exceptions.names_exception(line)
 
 
@@ -131,8 +131,8 @@ def _classified(rule: str, row: Classification, line: str, why: str) -> Finding:
     )
 
 
-def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
-    spec, groups = rule.spec, found.groupdict()
+def _by_rule(rule: Rule, match: re.Match[str], line: str) -> Finding:
+    spec, groups = rule.spec, match.groupdict()
     rank, device = groups.get("rank"), groups.get("device")
     finding = _classified(rule.id, spec, line, spec.why)
     return replace(
@@ -149,11 +149,11 @@ def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
     )
 
 
-def _with_chips_code(finding: Finding, before: str) -> Finding:
+def _with_chips_code(finding: Finding, context: str) -> Finding:
     """The words of an answer of npu-smi with the code that it has for them."""
     if finding.code is not None:
         return finding
-    fact = codes.code_of_words(finding.line, before, finding.fault_class)
+    fact = codes.code_of_words(finding.line, context, finding.fault_class)
     if fact is None:
         return finding
     spec = fact.spec
@@ -177,8 +177,8 @@ def _by_code(line: str) -> Finding | None:
     return replace(_classified(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
 
 
-def _by_exception(line: str, before: str) -> Finding | None:
-    raised = exceptions.judge(line, before)
+def _by_exception(line: str, context: str) -> Finding | None:
+    raised = exceptions.judge(line, context)
     if raised is None:
         return None
     where = f" in {raised.frame}." if raised.frame is not None else "."

@@ -103,7 +103,7 @@ class Rule:
 
     spec: RuleSpec
     pattern: re.Pattern[str]
-    after: re.Pattern[str] | None
+    context: re.Pattern[str] | None
 
     @property
     def id(self) -> str:
@@ -131,28 +131,28 @@ def load_rules() -> tuple[Rule, ...]:
 
 def _rule(row: dict[str, object]) -> Rule:
     spec = RuleSpec.model_validate(row)
-    after = re.compile(spec.after) if spec.after else None
-    return Rule(spec, re.compile(spec.pattern), after)
+    context = re.compile(spec.after) if spec.after else None
+    return Rule(spec, re.compile(spec.pattern), context)
 
 
 def match_line(
-    line: str, before: str = "", candidates: Iterable[Rule] | None = None
+    line: str, context: str = "", candidates: Iterable[Rule] | None = None
 ) -> tuple[Rule, re.Match[str]] | None:
     """The first rule that recognises a line, with its match.
 
     Args:
         line: one line of output.
-        before: text shortly before the line, for rules that look at it.
+        context: text shortly before the line, for rules that look at it.
         candidates: rules to try, in order; None: all.
     """
     for rule in load_rules() if candidates is None else candidates:
-        found = rule.pattern.search(line)
-        if found and (rule.after is None or rule.after.search(before)):
-            return None if _is_elsewhere(rule.spec, before) else (rule, found)
+        match = rule.pattern.search(line)
+        if match and (rule.context is None or rule.context.search(context)):
+            return None if _is_elsewhere(rule.spec, context) else (rule, match)
     return None
 
 
-def _is_elsewhere(spec: RuleSpec, before: str) -> bool:
+def _is_elsewhere(spec: RuleSpec, context: str) -> bool:
     """Whether the line is of an exception from where the rule does not hold."""
-    frames = frames_of(before) if spec.unless_raised_in is not None else []
+    frames = frames_of(context) if spec.unless_raised_in is not None else []
     return bool(frames and re.search(spec.unless_raised_in or "", frames[-1]))

@@ -109,9 +109,9 @@ class _State:
         own_s = finding.origin.at_s
         seen_s = own_s if own_s is not None else self.time_at(offset)
         placed = replace(finding, offset=offset, seen_s=seen_s)
-        kept = self.first[finding.rule]
-        if len(kept) < KEPT_AT_EACH_END:
-            kept.append(placed)
+        firsts = self.first[finding.rule]
+        if len(firsts) < KEPT_AT_EACH_END:
+            firsts.append(placed)
         else:
             self.last[finding.rule].append(placed)
 
@@ -138,10 +138,10 @@ class _State:
         self.time_at(self._base + len(self._region))
 
     def findings(self) -> list[Finding]:
-        every = [f for kept in (*self.first.values(), *self.last.values()) for f in kept]
+        every = [f for findings in (*self.first.values(), *self.last.values()) for f in findings]
         every.sort(key=lambda finding: finding.offset)
         around = zip([None, *every], every, [*every[1:], None], strict=False)
-        every = [_in_its_chain(f, before, after) for before, f, after in around]
+        every = [_in_its_chain(f, previous, following) for previous, f, following in around]
         return [
             replace(
                 f,
@@ -162,17 +162,17 @@ def _last_lines(region: bytes, begin: int) -> int:
     return newline + 1
 
 
-def _in_its_chain(finding: Finding, before: Finding | None, after: Finding | None) -> Finding:
+def _in_its_chain(finding: Finding, previous: Finding | None, following: Finding | None) -> Finding:
     """A finding with its role lowered when another one of its chain of exceptions is the cause.
 
     The last one was raised while the one before was handled, and ended the process. A mistake in
     the handling of a fault says nothing about the fault.
     """
-    if after is not None and _replaces(after, finding):
-        is_cause = _is_mistake_over(after, finding)
+    if following is not None and _replaces(following, finding):
+        is_cause = _is_mistake_over(following, finding)
     else:
-        is_cause = before is None or not (
-            _replaces(finding, before) and _is_mistake_over(finding, before)
+        is_cause = previous is None or not (
+            _replaces(finding, previous) and _is_mistake_over(finding, previous)
         )
     return finding if is_cause else replace(finding, role=max(finding.role, Role.CASCADE))
 
@@ -223,8 +223,8 @@ def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
     limit = None if state.is_flooded else MAX_HITS_PER_BLOCK
     reached = _read_page(page, context, state, limit)
     if reached is not None:
-        rest = distinct(region[reached:], base + reached)
-        _read_page(rest, region[:reached], state, None)
+        remainder = distinct(region[reached:], base + reached)
+        _read_page(remainder, region[:reached], state, None)
     state.is_flooded = reached is not None or (
         state.is_flooded and len(page.text) < len(region) // 2
     )
@@ -245,15 +245,15 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
         stop = text.find(b"\n", max(begin, end - 1))
         done_to = stop = len(text) if stop < 0 else stop
         last = bisect_right(hits, (stop, len(hits) + 1_000_000))
-        ids = {one for _, one in hits[bisect_left(hits, (begin + 1, -1)) : last]}
+        ids = {pattern_id for _, pattern_id in hits[bisect_left(hits, (begin + 1, -1)) : last]}
         kind = shape_of(text[begin : min(stop, begin + MAX_SHAPE_BYTES)])
         alike[kind] += 1
         if alike[kind] > MAX_LINES_ALIKE_AND_BLOCK:
             continue
         if alike[kind] == 1:
-            for one in ids:
-                budget[one] = budget.setdefault(one, state.budget_of(one)) - 1
-                state.num_read[one] += 1
+            for pattern_id in ids:
+                budget[pattern_id] = budget.setdefault(pattern_id, state.budget_of(pattern_id)) - 1
+                state.num_read[pattern_id] += 1
         finding = _finding(text, context, (begin, stop, end), ids, state.year)
         if finding is not None:
             state.keep(finding, page.offset_of(begin))
@@ -282,7 +282,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
         if reached > 0:
             return sorted({hit for hit in hits if hit[0] <= reached}), reached
     if has_traceback:
-        hits += [(found.end(), _NO_PATTERN) for found in exceptions.DOTTED.finditer(text)]
+        hits += [(match.end(), _NO_PATTERN) for match in exceptions.DOTTED.finditer(text)]
     return sorted(set(hits)), None
 
 
@@ -301,25 +301,25 @@ def _finding(
     earlier = region[max(0, begin - CONTEXT_SIZE_BYTES) : begin]
     if len(earlier) < CONTEXT_SIZE_BYTES:
         earlier = context[len(earlier) - CONTEXT_SIZE_BYTES :] + earlier
-    before = earlier.decode("utf-8", "replace")
+    context_text = earlier.decode("utf-8", "replace")
     named = [rules[i] for i in sorted(ids) if i < len(rules)]
-    finding = recognise(line, before, named)
+    finding = recognise(line, context_text, named)
     if finding is None:
         return None
     origin = origin_of(line, year=year)
-    own = finding.origin
+    finding_origin = finding.origin
     origin = Origin(
         at_s=origin.at_s,
-        rank=own.rank if own.rank is not None else origin.rank,
-        node=own.node or origin.node,
-        device=own.device if own.device is not None else origin.device,
+        rank=finding_origin.rank if finding_origin.rank is not None else origin.rank,
+        node=finding_origin.node or origin.node,
+        device=finding_origin.device if finding_origin.device is not None else origin.device,
         code=finding.code or origin.code,
     )
     return replace(
         finding,
         origin=origin,
         code=origin.code,
-        replaces=exceptions.was_raised_in_handling(line, before),
+        replaces=exceptions.was_raised_in_handling(line, context_text),
     )
 
 
@@ -347,19 +347,19 @@ class Page:
 
 def regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
     """Pieces of at most a block that end at the end of a line; a line without end is cut."""
-    rest = b""
+    remainder = b""
     for chunk in chunks:
         for begin in range(0, len(chunk), BLOCK_SIZE_BYTES):
-            data = rest + chunk[begin : begin + BLOCK_SIZE_BYTES]
+            data = remainder + chunk[begin : begin + BLOCK_SIZE_BYTES]
             cut = data.rfind(b"\n") + 1 or data.rfind(b"\r") + 1
             if not cut and len(data) < MAX_LINE_SIZE_BYTES:
-                rest = data
+                remainder = data
                 continue
             cut = cut or len(data)
-            rest = data[cut:]
+            remainder = data[cut:]
             yield _clean(data[:cut])
-    if rest:
-        yield _clean(rest)
+    if remainder:
+        yield _clean(remainder)
 
 
 def _clean(region: bytes) -> bytes:
@@ -392,8 +392,8 @@ def distinct(region: bytes, base: int) -> Page:
     lines = region.split(b"\n")
     firsts = dict(zip(reversed(shape_of(region).split(b"\n")),
                       range(len(lines) - 1, -1, -1), strict=True))  # fmt: skip
-    kept = sorted(firsts.values())
+    indices = sorted(firsts.values())
     begins = list(accumulate(map(len, lines), initial=0))  # without the ends of the lines before
-    starts = list(accumulate((len(lines[index]) + 1 for index in kept), initial=0))
-    text = b"\n".join([lines[index] for index in kept])
-    return Page(text, base, starts[:-1], [begins[index] + index for index in kept])
+    starts = list(accumulate((len(lines[index]) + 1 for index in indices), initial=0))
+    text = b"\n".join([lines[index] for index in indices])
+    return Page(text, base, starts[:-1], [begins[index] + index for index in indices])

@@ -118,7 +118,7 @@ def find_jump(text: str, *, year: int) -> Finding | None:
 
 
 def _measurements(text: str) -> list[Measurement]:
-    found = []
+    measurements = []
     for line in text.splitlines()[-MAX_LINES:]:
         loss = _LOSS.search(line) if "oss" in line else None
         if loss is None:
@@ -126,8 +126,8 @@ def _measurements(text: str) -> list[Measurement]:
         norm = _NORM.search(line)
         # A norm of zero was not computed.
         value = float(norm[1]) if norm and float(norm[1]) else None
-        found.append(Measurement(line.rstrip(), float(loss[1]), value))
-    return found
+        measurements.append(Measurement(line.rstrip(), float(loss[1]), value))
+    return measurements
 
 
 def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
@@ -162,8 +162,8 @@ def find_stall(text: str, *, year: int) -> Finding | None:
     last = next((i for i in range(len(lines) - 1, -1, -1) if is_progress(lines[i])), None)
     if last is None:
         return None
-    after = lines[last + 1 :]
-    times = [(stamp, line) for line in after if (stamp := time_of(line, year=year)) is not None]
+    following = lines[last + 1 :]
+    times = [(stamp, line) for line in following if (stamp := time_of(line, year=year)) is not None]
     began_s = time_of(lines[last], year=year)
     if not times:
         return None
@@ -216,10 +216,10 @@ def _recovers(losses: Sequence[float], usual: float) -> bool:
 
 
 def _step_duration_s(line: str) -> float:
-    found = _STEP_S.search(line)
-    if found is None:
+    match = _STEP_S.search(line)
+    if match is None:
         return 0.0
-    return float(found[2]) / (1000.0 if found[1] else 1.0)
+    return float(match[2]) / (1000.0 if match[1] else 1.0)
 
 
 class StepCounts:
@@ -273,8 +273,8 @@ class StepCounts:
             cut = bisect_right(offsets, offset)
             if cut == len(offsets):
                 continue
-            before = self._highest[kind][cut - 1] if cut else self._values[kind][cut]
-            if kind == "done" or self._highest[kind][-1] >= before + margin:
+            reached = self._highest[kind][cut - 1] if cut else self._values[kind][cut]
+            if kind == "done" or self._highest[kind][-1] >= reached + margin:
                 return True
         return False
 
@@ -290,12 +290,12 @@ class StepCounts:
 def _count(line: str) -> tuple[str, float] | None:
     if _DONE.search(line):
         return "done", 1.0
-    if found := _STEP.search(line):
-        return "step", float(next(group for group in found.groups() if group))
-    if (found := _BAR.search(line)) and int(found[2]) >= _MIN_BAR:
-        return "bar", float(found[1])
-    if found := _EPOCH.search(line):
-        return "epoch", float(found[1])
+    if match := _STEP.search(line):
+        return "step", float(next(group for group in match.groups() if group))
+    if (match := _BAR.search(line)) and int(match[2]) >= _MIN_BAR:
+        return "bar", float(match[1])
+    if match := _EPOCH.search(line):
+        return "epoch", float(match[1])
     return None
 
 
@@ -319,8 +319,8 @@ def _finding(
     for line in lines[head + 1 :]:
         if not line[:1].isspace() or _PY_SPY_THREAD.match(line):
             break
-        if found := frame.match(line):  # else a native frame, or variables
-            frames.append((line, found[1]))
+        if match := frame.match(line):  # else a native frame, or variables
+            frames.append((line, match[1]))
     if not frames:
         return None
     inner = next((line for line, path in frames if not _STANDARD.search(path)), frames[0][0])

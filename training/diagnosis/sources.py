@@ -98,14 +98,14 @@ def files_of(path: Path) -> list[Path]:
         raise InputError("PATH", f"{str(path)!r}: no such file or folder")
     if not path.is_dir():
         raise InputError("PATH", f"{str(path)!r} is neither a file nor a folder")
-    found = sorted(
+    logs = sorted(
         file
         for file in path.rglob("*")
         if file.is_file() and not file.name.startswith(".") and file.suffix not in NOT_LOGS
     )
-    if not found:
+    if not logs:
         raise InputError("PATH", f"{str(path)!r} holds no logs")
-    return found
+    return logs
 
 
 def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) -> PathDiagnosis:
@@ -147,22 +147,22 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
     name = file.name if file == base else str(file.relative_to(base))
     try:
         with _open(file) as stream:
-            seen = scan(_chunks(stream), year=year)
+            result = scan(_chunks(stream), year=year)
     except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
-    return read_scan(name, seen, order=order, year=year)
+    return read_scan(name, result, order=order, year=year)
 
 
-def read_scan(name: str, seen: Scan, *, order: int, year: int) -> ScannedLog:
+def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
     """A scan with the faults that only several lines show, placed by its name."""
-    finders = (find_jump, find_stall, find_wait, find_stacks) if seen.is_text else ()
-    further = [find(seen.tail, year=year) for find in finders]
-    shift = max(0, seen.size_bytes - len(seen.tail))
+    finders = (find_jump, find_stall, find_wait, find_stacks) if result.is_text else ()
+    further = [find(result.tail, year=year) for find in finders]
+    shift = max(0, result.size_bytes - len(result.tail))
     findings = [
-        *(seen.findings if seen.is_text else ()),
+        *(result.findings if result.is_text else ()),
         *(replace(f, offset=f.offset + shift) for f in further if f is not None),
     ]
-    findings = [_resumed(f, seen.tail) for f in findings]
+    findings = [_resumed(f, result.tail) for f in findings]
     rank = _PATH_RANK.search(name) or _PATH_WORKER.search(name)
     device = _PATH_DEVICE.search(name) or _TORCHRUN_LOCAL_RANK.search(name)
     node = _PATH_NODE.search(name)
@@ -174,7 +174,7 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> ScannedLog:
         node=node[1] if node else None,
         device=int(device[1]) if device else None,
     )
-    return ScannedLog(source, anchors(seen.tail, year=year), seen.size_bytes, seen.is_text)
+    return ScannedLog(source, anchors(result.tail, year=year), result.size_bytes, result.is_text)
 
 
 def _resumed(finding: Finding, text: str) -> Finding:
@@ -199,7 +199,7 @@ def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str
     Raises:
         InputError: the file cannot be read.
     """
-    before: deque[str] = deque(maxlen=radius)
+    previous: deque[str] = deque(maxlen=radius)
     try:
         with _open(file) as stream:
             if not isinstance(stream, codecs.StreamRecoder):  # which begins with its byte order
@@ -207,8 +207,8 @@ def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str
             lines = _lines(stream)
             for text in lines:
                 if text.strip() == line.strip():
-                    return [*before, text, *islice(lines, radius)]
-                before.append(text[:MAX_LINE_CHARS])
+                    return [*previous, text, *islice(lines, radius)]
+                previous.append(text[:MAX_LINE_CHARS])
     except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
     return []
@@ -225,17 +225,17 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
 def _open(file: Path) -> Iterator[BinaryIO]:
     """A file or standard input as plain UTF-8, whatever it is stored as."""
     with ExitStack() as stack:
-        given: Any
+        stream: Any
         if str(file) == STANDARD_INPUT:
-            given = io.BufferedReader(sys.stdin.buffer)
-            stack.callback(given.detach)
+            stream = io.BufferedReader(sys.stdin.buffer)
+            stack.callback(stream.detach)
         else:
-            given = stack.enter_context(file.open("rb"))
-        if given.peek(2)[:2] == _GZIP_MAGIC:
-            given = stack.enter_context(gzip.GzipFile(fileobj=given))
-        if given.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            given = codecs.EncodedFile(given, "utf-8", "utf-16", errors="replace")
-        yield given
+            stream = stack.enter_context(file.open("rb"))
+        if stream.peek(2)[:2] == _GZIP_MAGIC:
+            stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            stream = codecs.EncodedFile(stream, "utf-8", "utf-16", errors="replace")
+        yield stream
 
 
 def _chunks(stream: BinaryIO) -> Iterator[bytes]:

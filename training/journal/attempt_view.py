@@ -104,8 +104,8 @@ class AttemptView:
     @property
     def recoveries(self) -> list[InProcessRecovery]:
         """Recoveries inside its processes, oldest first."""
-        found = spans(self.events, RecoveryBegan, RecoveryEnded)
-        return [InProcessRecovery(one.began, one.ended) for one in found]
+        recoveries = spans(self.events, RecoveryBegan, RecoveryEnded)
+        return [InProcessRecovery(recovery.began, recovery.ended) for recovery in recoveries]
 
     @property
     def pauses(self) -> list[Pause]:

@@ -94,7 +94,7 @@ class RunHistory:
     @property
     def committed_step(self) -> int:
         """Newest committed step seen, 0 for none."""
-        return max((seen.step for seen in self.checkpoints), default=0)
+        return max((checkpoint.step for checkpoint in self.checkpoints), default=0)
 
     @property
     def placement(self) -> PlacementCreated | None:
@@ -131,18 +131,19 @@ class RunHistory:
     @property
     def isolated(self) -> tuple[str, ...]:
         """Nodes that decisions or failed checks keep out of placements, in that order."""
-        return tuple(one.node for one in self.isolated_nodes)
+        return tuple(isolation.node for isolation in self.isolated_nodes)
 
     @property
     def isolated_nodes(self) -> list[Isolation]:
         """The same with reasons: the first isolation of each node."""
         refused = (
-            Isolation(one.node, f"failed its checks: {one.why}", one.at_s) for one in self.refusals
+            Isolation(refusal.node, f"failed its checks: {refusal.why}", refusal.at_s)
+            for refusal in self.refusals
         )
-        found: dict[str, Isolation] = {}
-        for one in (*self.isolations, *refused):
-            found.setdefault(one.node, one)
-        return list(found.values())
+        first_of: dict[str, Isolation] = {}
+        for isolation in (*self.isolations, *refused):
+            first_of.setdefault(isolation.node, isolation)
+        return list(first_of.values())
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -177,7 +178,9 @@ class RunHistory:
         if not self.placements or self.ended is not None:
             return []
         views = self.attempts_in(self.placements[-1].placement)
-        return [one for view in views for one in view.recoveries if one.left_sub_healthy]
+        return [
+            recovery for view in views for recovery in view.recoveries if recovery.left_sub_healthy
+        ]
 
     @property
     def pause(self) -> Pause | None:
@@ -200,29 +203,35 @@ class RunHistory:
             progress_after_s: for programs whose steps are unknown, an attempt that lasted this
                 long counts as progress; None where committed steps show it.
         """
-        found: list[Recovery] = []
+        recoveries: list[Recovery] = []
         for index, view in enumerate(self.attempts):
             if index < self.budgets_from:
                 continue
             later = self._progress_after(index, progress_after_s)
-            found += [
+            recoveries += [
                 Recovery(
-                    one.began.fault,
-                    one.began.decision.rung,
-                    progressed=later or self._progress_within(view, one),
-                    failed=_has_failed(view, one),
-                    cut_short=one.ended is not None and one.ended.cut_short,
+                    recovery.began.fault,
+                    recovery.began.decision.rung,
+                    progressed=later or self._progress_within(view, recovery),
+                    failed=_has_failed(view, recovery),
+                    cut_short=recovery.ended is not None and recovery.ended.cut_short,
                 )
-                for one in view.recoveries
+                for recovery in view.recoveries
             ]
             if view.ended is None or view.ended.fault is None:
                 continue
             fault = view.fault or view.ended.fault
-            found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
+            recoveries += [
+                Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs
+            ]
             if view.decision is not None:
-                found.append(Recovery(fault, view.decision.rung, progressed=later))
+                recoveries.append(Recovery(fault, view.decision.rung, progressed=later))
         # A node that was let back in begins anew.
-        return [one for one in found if one.fault.at_s >= self._released_s(one.fault.node)]
+        return [
+            recovery
+            for recovery in recoveries
+            if recovery.fault.at_s >= self._released_s(recovery.fault.node)
+        ]
 
     def _released_s(self, node: str | None) -> float:
         return self.released.get(node, float("-inf")) if node is not None else float("-inf")
@@ -251,8 +260,8 @@ class RunHistory:
         if ended is None or not ended.succeeded or ended.step is None:
             return False
         return any(
-            (seen.placement, seen.attempt) == view.key and seen.step > ended.step
-            for seen in self.checkpoints
+            (checkpoint.placement, checkpoint.attempt) == view.key and checkpoint.step > ended.step
+            for checkpoint in self.checkpoints
         )
 
     def _nothing_new_up_to(self, view: AttemptView) -> int:
@@ -260,8 +269,12 @@ class RunHistory:
         if not self.is_command:
             return view.from_step
         # One that does not resume saves the same steps again each time.
-        before = (one.step for one in self.checkpoints if (one.placement, one.attempt) < view.key)
-        return max(before, default=0)
+        earlier = (
+            checkpoint.step
+            for checkpoint in self.checkpoints
+            if (checkpoint.placement, checkpoint.attempt) < view.key
+        )
+        return max(earlier, default=0)
 
     def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
         later = self.attempts[index + 1 :]
@@ -272,8 +285,9 @@ class RunHistory:
         # What an attempt began with and saved again at the end of its life is not new.
         began_at = {a.key: self._nothing_new_up_to(a) for a in later}
         return any(
-            seen.step > began_at.get((seen.placement, seen.attempt), seen.step)
-            for seen in self.checkpoints
+            checkpoint.step
+            > began_at.get((checkpoint.placement, checkpoint.attempt), checkpoint.step)
+            for checkpoint in self.checkpoints
         )
 
 
@@ -368,8 +382,10 @@ def _keep_out_or_let_in(history: RunHistory, record: NodeRefused | NodeReleased)
         history.refusals.append(record)
         return
     history.released[record.node] = record.at_s
-    history.isolations = [one for one in history.isolations if one.node != record.node]
-    history.refusals = [one for one in history.refusals if one.node != record.node]
+    history.isolations = [
+        isolation for isolation in history.isolations if isolation.node != record.node
+    ]
+    history.refusals = [refusal for refusal in history.refusals if refusal.node != record.node]
 
 
 def _update_attempt(

@@ -124,8 +124,8 @@ class Ledger:
             )
             if self._put(len(self._records), record):
                 break
-            before, history = history, self.read()
-            if history.supervisor != before.supervisor and history.supervisor is not None:
+            previous, history = history, self.read()
+            if history.supervisor != previous.supervisor and history.supervisor is not None:
                 raise AlreadySupervised(
                     f"run {self._run_id}: another supervisor took it at the same moment",
                     flow_run=history.supervisor.flow_run,
@@ -237,8 +237,8 @@ class Ledger:
         if newest is None or history.ended is not None or newest.supervisor == identity.supervisor:
             return
         age_s = self._clock() - newest.at_s
-        here = newest.host == identity.host
-        alive = not here or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
+        is_same_host = newest.host == identity.host
+        alive = not is_same_host or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
         if not alive or not 0 <= age_s < RENEW_S:
             return
         lease = self._lease()

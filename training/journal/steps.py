@@ -78,30 +78,30 @@ def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
 
     A later attempt begins behind all that was lost, also behind steps that it has not come to yet.
     """
-    kept: dict[int, StepRecord] = {}
+    by_step: dict[int, StepRecord] = {}
     first_of: dict[tuple[int, int], int] = {}
     for record in records:
         key = (record.placement, record.attempt)
         first_of[key] = min(record.step, first_of.get(key, record.step))
-        before = kept.get(record.step)
-        if before is None or _age(record) >= _age(before):
-            kept[record.step] = record
+        previous = by_step.get(record.step)
+        if previous is None or _age(record) >= _age(previous):
+            by_step[record.step] = record
     lost_from = _lost_from(first_of)
     return {
-        step: one
-        for step, one in sorted(kept.items())
-        if step < lost_from[one.placement, one.attempt]
+        step: record
+        for step, record in sorted(by_step.items())
+        if step < lost_from[record.placement, record.attempt]
     }
 
 
 def _lost_from(first_of: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
     """Of every attempt the step at which a later one began."""
-    found: dict[tuple[int, int], float] = {}
+    limits: dict[tuple[int, int], float] = {}
     first = math.inf
     for key in sorted(first_of, reverse=True):
-        found[key] = first
+        limits[key] = first
         first = min(first, first_of[key])
-    return found
+    return limits
 
 
 class StepReader:
@@ -113,18 +113,18 @@ class StepReader:
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self._store = store
         self._prefix = metrics_prefix(run_id)
-        self._known: dict[str, ObjectInfo] = {}
+        self._objects: dict[str, ObjectInfo] = {}
         self._records: dict[tuple[int, int, int, float], StepRecord] = {}
 
     def read(self) -> list[StepRecord]:
         """Every record there is by now, each once."""
         for info in self._store.list(self._prefix):
-            if self._known.get(info.key) == info:
+            if self._objects.get(info.key) == info:
                 continue
             for line in filter(None, self._store.get(info.key).split(b"\n")):
                 record = STEP.validate_json(line)
                 self._records[identity_of(record)] = record
-            self._known[info.key] = info
+            self._objects[info.key] = info
         return list(self._records.values())
 
 

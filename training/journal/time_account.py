@@ -100,10 +100,10 @@ class Account:
     @property
     def seconds(self) -> dict[str, float]:
         """What every owner has, in the order of owners."""
-        found = dict.fromkeys(map(str, MEANING), 0.0)
+        durations = dict.fromkeys(map(str, MEANING), 0.0)
         for interval in self.intervals:
-            found[interval.owner] += interval.seconds
-        return found
+            durations[interval.owner] += interval.seconds
+        return durations
 
     @property
     def ettr(self) -> float:
@@ -153,13 +153,13 @@ class Timeline:
             Interval(from_s, to_s, owner, keys[bisect_right(moments, from_s)])
             for from_s, to_s, owner in self._pieces(moments)
         )
-        for _, same in groupby(pieces, key=lambda one: (one.owner, one.attempt)):
-            first, *others = same
-            yield replace(first, to_s=(others or [first])[-1].to_s)
+        for _, group in groupby(pieces, key=lambda piece: (piece.owner, piece.attempt)):
+            first, *followers = group
+            yield replace(first, to_s=(followers or [first])[-1].to_s)
 
     def _pieces(self, moments: Iterable[float]) -> Iterator[tuple[float, float, str]]:
-        added = sorted(self._added, key=lambda one: one[0])
-        edges = {edge for one in added for edge in one[:2]} | set(moments)
+        added = sorted(self._added, key=lambda interval: interval[0])
+        edges = {edge for interval in added for edge in interval[:2]} | set(moments)
         above: list[tuple[int, int, float, str]] = []
         newest = 0
         for from_s, to_s in pairwise(sorted(edges)):
@@ -207,8 +207,8 @@ def account(
     if history.is_command:
         _add_command_steps(timeline, attempts)
     _add_steps(timeline, history, attempts)
-    for one in attempts:
-        _add_events(timeline, one)
+    for attempt in attempts:
+        _add_events(timeline, attempt)
     _add_unsupervised(timeline, history, attempts)
     for from_s, until_s in history.waits:
         timeline.add(Layer.WAITING, Owner.WAITING, from_s, until_s)
@@ -229,8 +229,8 @@ def _newest_record(
 ) -> SeenStep | None:
     """The newest step of the open attempt by its records."""
     view = history.open_attempt
-    own = by_attempt.get(view.key, ()) if view is not None else ()
-    last = max(own, key=lambda one: one.at_s, default=None)
+    records = by_attempt.get(view.key, ()) if view is not None else ()
+    last = max(records, key=lambda record: record.at_s, default=None)
     return SeenStep(last.step, last.at_s) if last is not None else None
 
 
@@ -301,70 +301,70 @@ def _attempt_of(
 def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
     """Before the first step, between steps, and after the last one."""
     before_s = timeline.from_s
-    before: str = Owner.START_UP
-    for one in attempts:
-        ends = [at_s for at_s in history.ends if before_s <= at_s <= one.view.started.at_s]
+    owner: str = Owner.START_UP
+    for attempt in attempts:
+        ends = [at_s for at_s in history.ends if before_s <= at_s <= attempt.view.started.at_s]
         if ends:
-            timeline.add(Layer.PHASE, before, before_s, ends[0])
-            before_s, before = ends[0], Owner.START_UP
-        until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
-        if one.began_s is None or one.stepped_s is None:
+            timeline.add(Layer.PHASE, owner, before_s, ends[0])
+            before_s, owner = ends[0], Owner.START_UP
+        until_s = attempt.noticed_s if attempt.noticed_s is not None else timeline.to_s
+        if attempt.began_s is None or attempt.stepped_s is None:
             _add_without_steps(
-                timeline, one, before, before_s, until_s, is_command=history.is_command
+                timeline, attempt, owner, before_s, until_s, is_command=history.is_command
             )
         else:
-            timeline.add(Layer.PHASE, before, before_s, one.began_s)
-            _add_between(timeline, one, until_s)
-            if history.is_command and one.noticed_s is None:
-                timeline.add(Layer.PHASE, Owner.COMMAND, one.stepped_s, until_s)
-        before_s, before = until_s, one.recovery
-    timeline.add(Layer.PHASE, before, before_s, timeline.to_s)
+            timeline.add(Layer.PHASE, owner, before_s, attempt.began_s)
+            _add_between(timeline, attempt, until_s)
+            if history.is_command and attempt.noticed_s is None:
+                timeline.add(Layer.PHASE, Owner.COMMAND, attempt.stepped_s, until_s)
+        before_s, owner = until_s, attempt.recovery
+    timeline.add(Layer.PHASE, owner, before_s, timeline.to_s)
 
 
 def _add_without_steps(
     timeline: Timeline,
-    one: _Attempt,
-    before: str,
+    attempt: _Attempt,
+    owner: str,
     before_s: float,
     until_s: float,
     *,
     is_command: bool,
 ) -> None:
     """An attempt that is not known to have come to a step."""
-    fault = one.view.ended.fault if one.view.ended is not None else None
+    fault = attempt.view.ended.fault if attempt.view.ended is not None else None
     symptom_s = min(fault.at_s, until_s) if fault is not None else until_s
-    timeline.add(Layer.PHASE, before, before_s, symptom_s)
+    timeline.add(Layer.PHASE, owner, before_s, symptom_s)
     timeline.add(Layer.PHASE, Owner.DETECTION, max(before_s, symptom_s), until_s)
     if is_command:
-        timeline.add(Layer.PHASE, Owner.COMMAND, one.view.started.at_s, symptom_s)
+        timeline.add(Layer.PHASE, Owner.COMMAND, attempt.view.started.at_s, symptom_s)
 
 
-def _add_between(timeline: Timeline, one: _Attempt, until_s: float) -> None:
+def _add_between(timeline: Timeline, attempt: _Attempt, until_s: float) -> None:
     """From the first step of an attempt to the notice of its end."""
-    assert one.began_s is not None  # noqa: S101 asked of attempts with steps
-    assert one.stepped_s is not None  # noqa: S101 likewise
-    recorded_s = one.steps[-1].at_s if one.steps else one.began_s
-    timeline.add(Layer.PHASE, Owner.SAVE, one.began_s, recorded_s)
+    assert attempt.began_s is not None  # noqa: S101 asked of attempts with steps
+    assert attempt.stepped_s is not None  # noqa: S101 likewise
+    recorded_s = attempt.steps[-1].at_s if attempt.steps else attempt.began_s
+    timeline.add(Layer.PHASE, Owner.SAVE, attempt.began_s, recorded_s)
     # Records of steps that no checkpoint covers are lost with the attempt, as the steps are.
-    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, one.stepped_s)
-    if one.noticed_s is None:
+    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, attempt.stepped_s)
+    if attempt.noticed_s is None:
         return
-    if not one.failed:
-        timeline.add(Layer.PHASE, Owner.ENDING, one.stepped_s, until_s)
+    if not attempt.failed:
+        timeline.add(Layer.PHASE, Owner.ENDING, attempt.stepped_s, until_s)
         return
-    fault = one.view.ended.fault if one.view.ended is not None else None
-    cut_s = one.stepped_s
+    fault = attempt.view.ended.fault if attempt.view.ended is not None else None
+    cut_s = attempt.stepped_s
     if fault is not None and fault.at_s < until_s:
-        cut_s = max(cut_s, min(fault.at_s, one.stepped_s + one.usual_s))
-    timeline.add(Layer.PHASE, Owner.REDONE, one.stepped_s, cut_s)
+        cut_s = max(cut_s, min(fault.at_s, attempt.stepped_s + attempt.usual_s))
+    timeline.add(Layer.PHASE, Owner.REDONE, attempt.stepped_s, cut_s)
     timeline.add(Layer.PHASE, Owner.DETECTION, cut_s, until_s)
 
 
 def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
-    for one, lost in zip(
-        attempts, _lost_steps(history, [one.steps for one in attempts]), strict=True
+    for attempt, lost in zip(
+        attempts, _lost_steps(history, [attempt.steps for attempt in attempts]), strict=True
     ):
-        for step in one.steps:
+        for step in attempt.steps:
             owner = Owner.REDONE if id(step) in lost else Owner.PRODUCTIVE
             timeline.add(Layer.STEP, owner, step.at_s - step.step_s, step.at_s)
 
@@ -372,16 +372,16 @@ def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Atte
 def _add_command_steps(timeline: Timeline, attempts: Sequence[_Attempt]) -> None:
     """The time of steps of a command that no later attempt did again."""
     goes_on_from = float("inf")
-    for one in reversed(attempts):
-        first = one.view.first_step
-        if first is None or one.began_s is None or one.stepped_s is None:
+    for attempt in reversed(attempts):
+        first = attempt.view.first_step
+        if first is None or attempt.began_s is None or attempt.stepped_s is None:
             continue
-        to_step = max(one.to_step or 0, first.step)
-        kept = max(0.0, min(to_step, goes_on_from) - first.step)
-        share = kept / (to_step - first.step) if to_step > first.step else 0.0
-        kept_s = one.began_s + share * (one.stepped_s - one.began_s)
-        timeline.add(Layer.STEP, Owner.PRODUCTIVE, one.began_s, kept_s)
-        goes_on_from = min(goes_on_from, one.view.from_step)
+        to_step = max(attempt.to_step or 0, first.step)
+        num_productive = max(0.0, min(to_step, goes_on_from) - first.step)
+        share = num_productive / (to_step - first.step) if to_step > first.step else 0.0
+        kept_s = attempt.began_s + share * (attempt.stepped_s - attempt.began_s)
+        timeline.add(Layer.STEP, Owner.PRODUCTIVE, attempt.began_s, kept_s)
+        goes_on_from = min(goes_on_from, attempt.view.from_step)
 
 
 def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
@@ -393,14 +393,14 @@ def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> l
         history: of the run.
         steps: of every attempt, in the order in which they were completed.
     """
-    found: list[set[int]] = []
+    lost: list[set[int]] = []
     goes_on_from: float = float("inf")
-    for view, own in zip(reversed(history.attempts), reversed(steps), strict=True):
-        found.append(_lost_in(view, own, goes_on_from))
-        if view.first_step is not None or own:
-            first = own[0].step - 1 if own else view.from_step
+    for view, records in zip(reversed(history.attempts), reversed(steps), strict=True):
+        lost.append(_lost_in(view, records, goes_on_from))
+        if view.first_step is not None or records:
+            first = records[0].step - 1 if records else view.from_step
             goes_on_from = min(goes_on_from, view.from_step, first)
-    return found[::-1]
+    return lost[::-1]
 
 
 def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float) -> set[int]:
@@ -423,36 +423,36 @@ def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float
     return lost
 
 
-def _add_events(timeline: Timeline, one: _Attempt) -> None:
+def _add_events(timeline: Timeline, attempt: _Attempt) -> None:
     """Pauses and recoveries inside the processes."""
-    until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
-    for pause in one.view.pauses:
+    until_s = attempt.noticed_s if attempt.noticed_s is not None else timeline.to_s
+    for pause in attempt.view.pauses:
         to_s = pause.ended.at_s if pause.ended is not None else until_s
         timeline.add(Layer.PAUSE, Owner.PAUSED, pause.began.at_s, to_s)
-    for recovery in one.view.recoveries:
-        _add_recovery(timeline, one, recovery, until_s)
+    for recovery in attempt.view.recoveries:
+        _add_recovery(timeline, attempt, recovery, until_s)
 
 
 def _add_recovery(
-    timeline: Timeline, one: _Attempt, recovery: InProcessRecovery, until_s: float
+    timeline: Timeline, attempt: _Attempt, recovery: InProcessRecovery, until_s: float
 ) -> None:
     owner, noticed_s = RECOVERY[recovery.began.decision.rung], recovery.began.fault.at_s
     over_s = recovery.ended.at_s if recovery.ended is not None else until_s
     timeline.add(Layer.RECOVERY, owner, noticed_s, over_s)
-    index = bisect_right(one.steps, noticed_s, key=lambda step: step.at_s)
-    last = one.steps[index - 1] if index else None
+    index = bisect_right(attempt.steps, noticed_s, key=lambda step: step.at_s)
+    last = attempt.steps[index - 1] if index else None
     if last is not None:
-        lost_s = _missing(recovery, last) * one.usual_s
+        lost_s = _missing(recovery, last) * attempt.usual_s
         timeline.add(Layer.AROUND, Owner.DETECTION, last.at_s, noticed_s)
         timeline.add(Layer.AROUND, Owner.REDONE, last.at_s, min(last.at_s + lost_s, noticed_s))
-    if index == len(one.steps):
+    if index == len(attempt.steps):
         return
-    following = one.steps[index]
+    following = attempt.steps[index]
     begin_s = following.at_s - following.step_s
     if recovery.succeeded:
         timeline.add(Layer.AROUND, owner, over_s, begin_s)
     # The record of a step that was finished by the recovery itself spans the fault.
-    timeline.add(Layer.IN_STEP, Owner.DETECTION, begin_s + one.usual_s, noticed_s)
+    timeline.add(Layer.IN_STEP, Owner.DETECTION, begin_s + attempt.usual_s, noticed_s)
 
 
 def _missing(recovery: InProcessRecovery, last: StepRecord) -> int:
@@ -468,9 +468,9 @@ def _add_unsupervised(
 ) -> None:
     """Times without a supervisor in which, as far as is known, nothing trained."""
     alive = sorted(
-        (one.view.started.at_s, until_s)
-        for one in attempts
-        if (until_s := _alive_until(one, is_command=history.is_command)) is not None
+        (attempt.view.started.at_s, until_s)
+        for attempt in attempts
+        if (until_s := _alive_until(attempt, is_command=history.is_command)) is not None
     )
     for from_s, until_s in history.unattended:
         at_s = from_s
@@ -480,14 +480,14 @@ def _add_unsupervised(
         timeline.add(Layer.UNSUPERVISED, Owner.UNSUPERVISED, at_s, until_s)
 
 
-def _alive_until(one: _Attempt, *, is_command: bool) -> float | None:
+def _alive_until(attempt: _Attempt, *, is_command: bool) -> float | None:
     """Until when an attempt is known to have trained; None where that is not known.
 
     The steps of a command are mostly not known: its processes show that it went on.
     """
     if not is_command:
-        return one.stepped_s
-    if one.view.ended is None:
+        return attempt.stepped_s
+    if attempt.view.ended is None:
         return math.inf
-    known = [at_s for at_s in (one.stepped_s, one.view.ended.lived_s) if at_s is not None]
-    return max(known, default=None)
+    times_s = [at_s for at_s in (attempt.stepped_s, attempt.view.ended.lived_s) if at_s is not None]
+    return max(times_s, default=None)

@@ -82,8 +82,8 @@ def burn(
     began_s = clock()
     repeats = 0
     while not wrong and (repeats < 1 or clock() - began_s < seconds):
-        again = multiply(a, b)
-        wrong = int((again != first).sum())  # waits for the device
+        product = multiply(a, b)
+        wrong = int((product != first).sum())  # waits for the device
         repeats += 1
     synchronize(device)
     took_s = max(clock() - began_s, 1e-9)
@@ -100,9 +100,9 @@ def check_device(device: torch.device, seconds: float) -> Check:
     figures = {"gflop_s": burnt.flop_s / 1e9}
     allowed = "every entry right"
     if burnt.wrong:
-        seen = f"{device}: {burnt.wrong} entries of product {burnt.repeats + 1} are wrong"
+        text = f"{device}: {burnt.wrong} entries of product {burnt.repeats + 1} are wrong"
         return Check(
-            name=NAME, outcome=CheckOutcome.FAILED, seen=seen, allowed=allowed, figures=figures
+            name=NAME, outcome=CheckOutcome.FAILED, seen=text, allowed=allowed, figures=figures
         )
-    seen = f"{device}: {burnt.repeats} products right, {burnt.flop_s / 1e9:.1f} GFLOP/s"
-    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed, figures=figures)
+    text = f"{device}: {burnt.repeats} products right, {burnt.flop_s / 1e9:.1f} GFLOP/s"
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=text, allowed=allowed, figures=figures)

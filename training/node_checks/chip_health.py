@@ -43,7 +43,7 @@ class Look:
 
     is_good: bool
     codes: tuple[str, ...]
-    seen: str
+    text: str
 
 
 def look_at_chips(
@@ -60,16 +60,16 @@ def look_at_chips(
     """
     sample = Sampler(folder, slots, closely=closely, ask_tool=ask_tool).look()
     health = judge_devices(sample, slots)
-    codes = tuple(dict.fromkeys(code for one in sample.devices for code in one.error_codes))
+    codes = tuple(dict.fromkeys(code for device in sample.devices for code in device.error_codes))
     if health.outcome is CheckOutcome.FAILED:
-        return Look(is_good=False, codes=codes, seen=health.seen)
+        return Look(is_good=False, codes=codes, text=health.seen)
     if is_still_there(plan, codes):
-        return Look(is_good=False, codes=codes, seen=f"code {plan.code} is still reported")
+        return Look(is_good=False, codes=codes, text=f"code {plan.code} is still reported")
     if find_tool(NPU_SMI) is not None:
         history = check_history(slots, devices=closely, ask_tool=ask_tool)
         if history.outcome is CheckOutcome.FAILED:
-            return Look(is_good=False, codes=codes, seen=history.seen)
-    return Look(is_good=True, codes=codes, seen=health.seen)
+            return Look(is_good=False, codes=codes, text=history.seen)
+    return Look(is_good=True, codes=codes, text=health.seen)
 
 
 def reset_chips(
@@ -89,7 +89,7 @@ def reset_chips(
         table = ask_tool((NPU_SMI, "info"))
         if num_busy := npu_smi.parse_processes(table):
             return False, f"not done, {num_busy} processes use chips of the node"
-        chips = [one for n, one in enumerate(npu_smi.parse_table(table)) if n in devices]
+        chips = [chip for n, chip in enumerate(npu_smi.parse_table(table)) if n in devices]
         answers = [
             command(reset_command(chip), timeout_s=RESET_COMMAND_LIMIT_S, answers="y\n")
             for chip in chips

@@ -91,8 +91,8 @@ def check_links(
     try:
         text = ask_tool((*command, "-d", "fp32", "-o", "sum", "-p", count), timeout_s=timeout_s)
     except NoAnswer:
-        seen = f"{slots} devices: no result within {timeout_s:g} s"
-        return (_check_links(CheckOutcome.FAILED, seen),)
+        reason = f"{slots} devices: no result within {timeout_s:g} s"
+        return (_check_links(CheckOutcome.FAILED, reason),)
     return (judge(text, slots),)
 
 
@@ -112,13 +112,13 @@ def judge(text: str, slots: int) -> Check:
         last = (text.strip().splitlines() or ["nothing was printed"])[-1]
         return _check_links(CheckOutcome.WARNING, f"no result: {last[:300]}")
     best = max(row.bandwidth_gb_s for row in rows)
-    seen = f"{slots} devices, {best:.1f} GB/s for up to {rows[-1].size_bytes >> 20} MiB"
-    check = _check_links(CheckOutcome.OK, seen)
+    summary = f"{slots} devices, {best:.1f} GB/s for up to {rows[-1].size_bytes >> 20} MiB"
+    check = _check_links(CheckOutcome.OK, summary)
     return check.model_copy(update={"figures": {"algorithm_bandwidth_gb_s": best}})
 
 
-def _check_links(outcome: CheckOutcome, seen: str) -> Check:
-    return Check(name=NAME, outcome=outcome, seen=seen, allowed="every sum right")
+def _check_links(outcome: CheckOutcome, text: str) -> Check:
+    return Check(name=NAME, outcome=outcome, seen=text, allowed="every sum right")
 
 
 POLL_S = 0.1
@@ -155,20 +155,20 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
         store = _open_store(seat)
         _mark(store, "joined", seat.rank)
     except (OSError, RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
-        return (_check_gang(JOIN, CheckOutcome.FAILED, seen, began_s),)
+        text = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
+        return (_check_gang(JOIN, CheckOutcome.FAILED, text, began_s),)
     joined = _check_gang(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
     try:
         absent = _await_all(store, "joined", seat.world_size, seat.join_s)
     except RuntimeError as error:  # rank 0 has given up on another rank, and its store has ended
-        seen = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
-        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
+        text = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
+        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
     if absent:
         if seat.rank == 0:
             time.sleep(LEAVE_S)  # the others may have begun to wait a little later
         ranks = ", ".join(map(str, absent[:8]))
-        seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
-        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
+        text = f"no answer from ranks {ranks} within {seat.join_s:g} s"
+        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
     reduced = _all_reduce(seat, store, device)
     _mark(store, "left", seat.rank)
     if seat.rank == 0:
@@ -220,8 +220,8 @@ def _all_reduce(seat: Seat, store: Store, device: torch.device) -> Check:
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
-        seen = f"rank {seat.rank}: {_first_line(error)}"
-        return _check_gang(ALL_REDUCE, CheckOutcome.FAILED, seen, began_s)
+        text = f"rank {seat.rank}: {_first_line(error)}"
+        return _check_gang(ALL_REDUCE, CheckOutcome.FAILED, text, began_s)
 
 
 def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
@@ -232,11 +232,11 @@ def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
     share = 2.0 * (seat.world_size - 1) / seat.world_size
     bandwidth = share * large / best_s
     figures = {"latency_us": latency_s * 1e6, "bus_bandwidth_mb_s": bandwidth / 1e6}
-    seen = (
+    text = (
         f"{backend_of(device)}, {seat.world_size} ranks: {latency_s * 1e6:.0f} us for 4 B, "
         f"{bandwidth / 1e6:.0f} MB/s for {large >> 20} MiB"
     )
-    check = _check_gang(ALL_REDUCE, CheckOutcome.OK, seen, began_s)
+    check = _check_gang(ALL_REDUCE, CheckOutcome.OK, text, began_s)
     return check.model_copy(update={"figures": figures, "allowed": "every sum right"})
 
 
@@ -260,8 +260,8 @@ def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterat
             yield took_s
 
 
-def _check_gang(name: str, outcome: CheckOutcome, seen: str, began_s: float) -> Check:
-    return Check(name=name, outcome=outcome, seen=seen, seconds=time.monotonic() - began_s)
+def _check_gang(name: str, outcome: CheckOutcome, text: str, began_s: float) -> Check:
+    return Check(name=name, outcome=outcome, seen=text, seconds=time.monotonic() - began_s)
 
 
 def _first_line(error: Exception) -> str:

@@ -17,10 +17,10 @@ Ask = Callable[[Sequence[str]], str]
 
 def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
     """Take one sample, and judge it."""
-    seen = Sampler(folder, slots).look()
+    sample = Sampler(folder, slots).look()
     if find_tool(NPU_SMI) is None:
-        return (judge_devices(seen, slots),)
-    return judge_devices(seen, slots), check_history(slots)
+        return (judge_devices(sample, slots),)
+    return judge_devices(sample, slots), check_history(slots)
 
 
 def judge_devices(sample: NodeSample, slots: int) -> Check:
@@ -81,15 +81,15 @@ def check_history(
     try:
         every = npu_smi.parse_table(ask_tool((NPU_SMI, "info")))[:slots]
         chips = [chip for index, chip in enumerate(every) if index in wanted]
-        found = [line for chip in chips for line in _past(chip, ask_tool)]
+        events = [line for chip in chips for line in _past(chip, ask_tool)]
     except NoAnswer as error:
         return Check(
             name="device_history", outcome=CheckOutcome.WARNING, seen=f"no answer: {error}"
         )
     return Check(
         name="device_history",
-        outcome=worst([outcome for outcome, _ in found] or [CheckOutcome.OK]),
-        seen="; ".join(line for _, line in found) or "no memory errors, no losses of link",
+        outcome=worst([outcome for outcome, _ in events] or [CheckOutcome.OK]),
+        seen="; ".join(line for _, line in events) or "no memory errors, no losses of link",
         allowed=f"fewer than {PAGES_LIMIT} isolated pages, no uncorrected memory errors",
     )
 

@@ -142,14 +142,14 @@ def _nearest(path: Path) -> Path:
 def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
     """Room for the saves in host memory: twice the node's share of the state, or with copies."""
     available = psutil.virtual_memory().available
-    seen = f"{_size(available)} available"
+    text = f"{_size(available)} available"
     if state_bytes is None or not job.checkpoint.host_memory:
-        return Check(name="memory", outcome=CheckOutcome.OK, seen=seen)
+        return Check(name="memory", outcome=CheckOutcome.OK, seen=text)
     needed = job.checkpoint.shares_in_memory * state_bytes * slots // job.engine.world_size
     return Check(
         name="memory",
         outcome=CheckOutcome.OK if available >= needed else CheckOutcome.FAILED,
-        seen=seen,
+        seen=text,
         allowed=f"{_size(needed)} for saves in host memory",
     )
 
@@ -169,21 +169,21 @@ def check_ports(
     wanted = list(range(base, base + HOST_PORTS)) if has_npus else []
     wanted += [job.comm.master_port] if is_first and job.comm.master_port else []
     if not wanted:
-        seen = "any free port is taken: no NPUs, and comm.master_port=0"
-        return Check(name="ports", outcome=CheckOutcome.SKIPPED, seen=seen)
-    taken = sorted(set(wanted) & set(used()))
-    seen = f"in use: {', '.join(map(str, taken))}" if taken else f"{len(wanted)} ports are free"
+        text = "any free port is taken: no NPUs, and comm.master_port=0"
+        return Check(name="ports", outcome=CheckOutcome.SKIPPED, seen=text)
+    busy = sorted(set(wanted) & set(used()))
+    text = f"in use: {', '.join(map(str, busy))}" if busy else f"{len(wanted)} ports are free"
     allowed = f"{wanted[0]} to {wanted[-1]} free" if len(wanted) > 1 else f"{wanted[0]} free"
-    outcome = CheckOutcome.FAILED if taken else CheckOutcome.OK
-    return Check(name="ports", outcome=outcome, seen=seen, allowed=allowed)
+    outcome = CheckOutcome.FAILED if busy else CheckOutcome.OK
+    return Check(name="ports", outcome=outcome, seen=text, allowed=allowed)
 
 
 def listening_ports() -> frozenset[int]:
     """TCP ports of this machine that a process listens on."""
     return frozenset(
-        one.laddr.port
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr
+        connection.laddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr
     )
 
 
@@ -198,13 +198,13 @@ def check_store_of(job: Job) -> Check:
 
 def check_secrets(job: Job, environment: Mapping[str, str]) -> Check:
     """The secrets of the job's env_from that are kept on the nodes: whether this one has them."""
-    kept_here = {name: one for name, one in job.env_from.items() if one.block is None}
+    kept_here = {name: source for name, source in job.env_from.items() if source.block is None}
     try:
         values_on_node(kept_here, delivered={}, environment=environment)
     except ValueError as error:
         return Check(name="secrets", outcome=CheckOutcome.FAILED, seen=str(error))
-    seen = f"{len(kept_here)} can be read"
-    return Check(name="secrets", outcome=CheckOutcome.OK, seen=seen)
+    text = f"{len(kept_here)} can be read"
+    return Check(name="secrets", outcome=CheckOutcome.OK, seen=text)
 
 
 def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTES) -> Check:
@@ -229,8 +229,8 @@ def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTE
         "write_mb_s": size_bytes / wrote_s / 1e6,
         "read_mb_s": size_bytes / read_s / 1e6,
     }
-    seen = f"write {figures['write_mb_s']:.0f} MB/s, read {figures['read_mb_s']:.0f} MB/s"
-    return Check(name="store", outcome=CheckOutcome.OK, seen=seen, figures=figures)
+    text = f"write {figures['write_mb_s']:.0f} MB/s, read {figures['read_mb_s']:.0f} MB/s"
+    return Check(name="store", outcome=CheckOutcome.OK, seen=text, figures=figures)
 
 
 def _size(count: float) -> str:
@@ -260,11 +260,11 @@ def check_logs(job: Job, environment: Mapping[str, str]) -> Check:
     values = {**environment, **variables_of(job)}
     level = values[LEVEL]
     problems = list(_problems(job, values))
-    seen = f"level {level} ({_LEVELS[int(level)]})"
+    text = f"level {level} ({_LEVELS[int(level)]})"
     return Check(
         name=NAME,
         outcome=CheckOutcome.WARNING if problems else CheckOutcome.OK,
-        seen="; ".join([seen, *problems]) if problems else f"{seen}, collected after each attempt",
+        seen="; ".join([text, *problems]) if problems else f"{text}, collected after each attempt",
         allowed="warnings or errors, into files, collected",
     )
 

@@ -57,13 +57,13 @@ def check_node(task: NodeTask) -> tuple[Check, ...]:
     ranks = [_fork(task, job, local_rank) for local_rank in range(task.slots)]
     try:
         of_host = _of_host(job, task) if task.is_new else []
-        found = [rank.await_checks(until_s) for rank in ranks]
+        of_ranks = [rank.await_checks(until_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.end()
     # Once the ranks have let go of the devices.
     links = _timed(lambda: _links(job, task, until_s)) if task.is_new else []
-    every = (*of_host, *ports, *merged(found), *links)
+    every = (*of_host, *ports, *merged(of_ranks), *links)
     return tuple(check.model_copy(update={"node": task.node}) for check in every)
 
 
@@ -80,7 +80,7 @@ def _links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
 def _of_host(job: Job, task: NodeTask) -> list[Check]:
     folder = Path(task.folder)
     disk = Path(task.node_folder).parent if task.node_folder is not None else folder
-    found = [
+    checks = [
         *_timed(lambda: check_devices(folder, task.slots)),
         *_timed(lambda: check_versions(installed())),
         *_timed(
@@ -89,22 +89,22 @@ def _of_host(job: Job, task: NodeTask) -> list[Check]:
         *_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
         check_logs(job, os.environ),
     ]
-    if any(one.block is None for one in job.env_from.values()):
-        found += _timed(lambda: [check_secrets(job, os.environ)])
+    if any(source.block is None for source in job.env_from.values()):
+        checks += _timed(lambda: [check_secrets(job, os.environ)])
     query = query_of(job)
     if query is not None:
-        found += _timed(lambda: [check_rank_table(query)])
+        checks += _timed(lambda: [check_rank_table(query)])
     if task.with_store:
-        found += _timed(lambda: [check_store_of(job)])
-    return found
+        checks += _timed(lambda: [check_store_of(job)])
+    return checks
 
 
 def _timed(check: Callable[[], Sequence[Check]]) -> list[Check]:
     """The checks, with the time that they took, together."""
     began_s = time.monotonic()
-    found = check()
+    checks = check()
     took_s = time.monotonic() - began_s
-    return [one.model_copy(update={"seconds": took_s}) for one in found]
+    return [item.model_copy(update={"seconds": took_s}) for item in checks]
 
 
 @dataclass(slots=True)
@@ -120,16 +120,16 @@ class _Rank:
         """What it found; that it ended without a result, or is late, is a failed check."""
         text = self._read(until_s)
         if text is None:
-            seen = f"slot {self.local_rank}: no result in time"
-            return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=seen),)
+            reason = f"slot {self.local_rank}: no result in time"
+            return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=reason),)
         _, status = os.waitpid(self.pid, 0)
         self.is_over = True
         code = os.waitstatus_to_exitcode(status)
         if code == 0 and text:
             return CHECKS.validate_json(text)
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        seen = f"slot {self.local_rank}: its process {ended}"
-        return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=seen),)
+        reason = f"slot {self.local_rank}: its process {ended}"
+        return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=reason),)
 
     def _read(self, until_s: float) -> bytes | None:
         parts: list[bytes] = []
@@ -171,10 +171,10 @@ def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, .
     """In the forked process: the device, then the gang."""
     began_s = time.monotonic()
     device = pick_device(local_rank)
-    found: list[Check] = []
+    checks: list[Check] = []
     if task.is_new:
         check = burn_in.check_device(device, job.preflight.burn_in_s)
-        found.append(check.model_copy(update={"seconds": time.monotonic() - began_s}))
+        checks.append(check.model_copy(update={"seconds": time.monotonic() - began_s}))
     if task.gang_host is not None:
         seat = gang.Seat(
             rank=task.first_rank + local_rank,
@@ -185,8 +185,8 @@ def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, .
             join_s=job.preflight.collective_s + job.preflight.burn_in_s,
             timeout_s=job.preflight.collective_s,
         )
-        found += gang.check_gang(seat, device)
-    return tuple(found)
+        checks += gang.check_gang(seat, device)
+    return tuple(checks)
 
 
 def merged(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:

@@ -42,13 +42,13 @@ class NodeProgram:
             out, _ = process.communicate(task.model_dump_json().encode(), task.timeout_s)
             return CHECKS.validate_json(out)
         except subprocess.TimeoutExpired:
-            seen = f"no answer within {task.timeout_s:g} s"
+            reason = f"no answer within {task.timeout_s:g} s"
         except ValidationError:
             code = process.returncode
-            seen = f"the program ended with exit code {code} and no result"
+            reason = f"the program ended with exit code {code} and no result"
         finally:
             end_session(process)
-        return (_failed(task, seen),)
+        return (_failed(task, reason),)
 
     def end(self) -> None:
         """End the program that runs, if one does; its caller gets a failed check."""
@@ -69,8 +69,8 @@ class NodeProgram:
             return self._process
 
 
-def _failed(task: NodeTask, seen: str) -> Check:
-    return Check(name="node", node=task.node, outcome=CheckOutcome.FAILED, seen=seen)
+def _failed(task: NodeTask, reason: str) -> Check:
+    return Check(name="node", node=task.node, outcome=CheckOutcome.FAILED, seen=reason)
 
 
 def check_this_machine(
@@ -103,8 +103,8 @@ def check_this_machine(
             timeout_s=job.preflight.limit_s,
             with_store=job.storage.credentials_block is None and not is_new,
         )
-        found = NodeProgram().run(task, {**local, **environment, **variables})
+        checks = NodeProgram().run(task, {**local, **environment, **variables})
     if not is_new:
-        return found
-    seen = f"none is in {job.storage.folder} yet; the first run makes it"
-    return (*found, Check(name="store", outcome=CheckOutcome.SKIPPED, seen=seen))
+        return checks
+    text = f"none is in {job.storage.folder} yet; the first run makes it"
+    return (*checks, Check(name="store", outcome=CheckOutcome.SKIPPED, seen=text))

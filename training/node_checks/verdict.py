@@ -47,11 +47,13 @@ def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
     refused: dict[str, str] = {}
     common: list[str] = []
     for name in dict.fromkeys(check.name for check in compared):
-        made = [c for c in compared if c.name == name and c.outcome is not CheckOutcome.SKIPPED]
-        failed = [c for c in made if c.outcome is CheckOutcome.FAILED]
+        completed = [
+            c for c in compared if c.name == name and c.outcome is not CheckOutcome.SKIPPED
+        ]
+        failed = [c for c in completed if c.outcome is CheckOutcome.FAILED]
         if not failed:
             continue
-        if _is_common(name, failed, made):
+        if _is_common(name, failed, completed):
             common.append(f"{name}: {failed[0].seen}")
             continue
         for check in failed:
@@ -60,16 +62,16 @@ def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
     return CheckVerdict(compared, refused, tuple(common))
 
 
-def _is_common(name: str, failed: Sequence[Check], made: Sequence[Check]) -> bool:
+def _is_common(name: str, failed: Sequence[Check], completed: Sequence[Check]) -> bool:
     """In a collective many nodes fail because of a few; elsewhere each fails by itself."""
     if any(check.node is None for check in failed):
         return True
     if name == JOIN:
-        return 2 * len(failed) > len(made)  # the one they do not reach is not among them
+        return 2 * len(failed) > len(completed)  # the one they do not reach is not among them
     if name == ALL_REDUCE:
-        return 2 * len(failed) >= len(made)
+        return 2 * len(failed) >= len(completed)
     # One node that is checked alone shows no difference between itself and what all share.
-    return len(failed) == len(made) and (len(made) > 1 or name in SHARED)
+    return len(failed) == len(completed) and (len(completed) > 1 or name in SHARED)
 
 
 def _compared(checks: Sequence[Check]) -> Sequence[Check]:
@@ -82,11 +84,11 @@ def _compared(checks: Sequence[Check]) -> Sequence[Check]:
 
 
 def _with_warning(check: Check, *, usual: str, median: float) -> Check:
-    seen = ""
+    text = ""
     if check.name == VERSIONS and check.seen != usual:
-        seen = f"{check.seen}; most nodes have {usual}"
+        text = f"{check.seen}; most nodes have {usual}"
     elif check.figures.get(SPEED, median) < SLOW_SHARE * median:
-        seen = f"{check.seen}; the median node reaches {median:.1f} GFLOP/s"
-    if not seen or check.outcome is not CheckOutcome.OK:
+        text = f"{check.seen}; the median node reaches {median:.1f} GFLOP/s"
+    if not text or check.outcome is not CheckOutcome.OK:
         return check
-    return check.model_copy(update={"outcome": CheckOutcome.WARNING, "seen": seen})
+    return check.model_copy(update={"outcome": CheckOutcome.WARNING, "seen": text})

@@ -60,7 +60,7 @@ def installed() -> Installed:
         torch=_version("torch") or "missing",
         torch_npu=_version("torch_npu"),
         driver=assignments(DRIVER_FILE),
-        toolkit=next((found for file in files if (found := assignments(file))), {}),
+        toolkit=next((versions for file in files if (versions := assignments(file))), {}),
         nvidia_driver=driver_version(),
     )
 
@@ -72,38 +72,38 @@ def _version(package: str) -> str | None:
         return None
 
 
-def check_versions(here: Installed) -> tuple[Check, ...]:
+def check_versions(software: Installed) -> tuple[Check, ...]:
     """The versions, which have to be the same on every node, and whether they fit."""
     parts = {
-        "python": here.python,
-        "torch": here.torch,
-        "torch_npu": here.torch_npu,
-        "CANN": here.toolkit.get("version"),
-        "Ascend driver": here.driver.get("Version"),
-        "NVIDIA driver": here.nvidia_driver,
+        "python": software.python,
+        "torch": software.torch,
+        "torch_npu": software.torch_npu,
+        "CANN": software.toolkit.get("version"),
+        "Ascend driver": software.driver.get("Version"),
+        "NVIDIA driver": software.nvidia_driver,
     }
-    seen = ", ".join(f"{name} {version}" for name, version in parts.items() if version)
-    same = Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed="the same on every node")
-    return same, _fit(here)
+    text = ", ".join(f"{name} {version}" for name, version in parts.items() if version)
+    check = Check(name=NAME, outcome=CheckOutcome.OK, seen=text, allowed="the same on every node")
+    return check, _fit(software)
 
 
-def _fit(here: Installed) -> Check:
-    if here.torch_npu is None:
+def _fit(software: Installed) -> Check:
+    if software.torch_npu is None:
         return Check(
             name="npu_versions", outcome=CheckOutcome.SKIPPED, seen="torch_npu is not installed"
         )
     wrong, doubtful = [], []
-    base = ".".join(here.torch_npu.split(".")[:3])
-    if not here.torch.startswith(base):
-        wrong.append(f"torch_npu {here.torch_npu} needs torch {base}, not {here.torch}")
-    cann, fits = here.toolkit.get("version"), table().get(here.torch_npu)
+    base = ".".join(software.torch_npu.split(".")[:3])
+    if not software.torch.startswith(base):
+        wrong.append(f"torch_npu {software.torch_npu} needs torch {base}, not {software.torch}")
+    cann, fits = software.toolkit.get("version"), table().get(software.torch_npu)
     if fits is None:
-        doubtful.append(f"torch_npu {here.torch_npu} is not in the table of known pairs")
+        doubtful.append(f"torch_npu {software.torch_npu} is not in the table of known pairs")
     elif cann is not None and cann.upper() not in fits:
-        doubtful.append(f"torch_npu {here.torch_npu} goes with CANN {' or '.join(fits)}")
+        doubtful.append(f"torch_npu {software.torch_npu} goes with CANN {' or '.join(fits)}")
     if cann is None:
         doubtful.append(f"no {TOOLKIT_FILE}: CANN's version is not known")
-    if here.driver and here.toolkit and not driver_fits(here.driver, here.toolkit):
+    if software.driver and software.toolkit and not driver_fits(software.driver, software.toolkit):
         doubtful.append("neither driver nor CANN names the other one's version")
     return Check(
         name="npu_versions",
@@ -112,7 +112,7 @@ def _fit(here: Installed) -> Check:
         else CheckOutcome.WARNING
         if doubtful
         else CheckOutcome.OK,
-        seen="; ".join([*wrong, *doubtful]) or f"torch_npu {here.torch_npu}, CANN {cann}",
+        seen="; ".join([*wrong, *doubtful]) or f"torch_npu {software.torch_npu}, CANN {cann}",
         allowed="a pair of training/node_checks/versions.toml",
     )
 
@@ -127,9 +127,9 @@ def driver_fits(driver: Mapping[str, str], toolkit: Mapping[str, str]) -> bool:
     )
 
 
-def _names(one: Mapping[str, str], inner: str) -> bool:
+def _names(versions: Mapping[str, str], inner: str) -> bool:
     other = _release(inner)
-    for span in re.findall(r"\[([^\]]*)\]", one.get("compatible_version", "")):
+    for span in re.findall(r"\[([^\]]*)\]", versions.get("compatible_version", "")):
         ends = [release for part in span.split(",") if (release := _release(part)) is not None]
         if other is not None and ends and min(ends) <= other <= max(ends):
             return True
@@ -138,5 +138,5 @@ def _names(one: Mapping[str, str], inner: str) -> bool:
 
 def _release(text: str) -> tuple[int, ...] | None:
     """V100R001C13B222 is (100, 1, 13)."""
-    found = re.match(r"\s*V(\d+)R(\d+)C(\d+)", text)
-    return tuple(map(int, found.groups())) if found else None
+    match = re.match(r"\s*V(\d+)R(\d+)C(\d+)", text)
+    return tuple(map(int, match.groups())) if match else None

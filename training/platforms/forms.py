@@ -134,7 +134,9 @@ def _read_strategies(name: str, text: str) -> Iterator[Finding]:
     words = _listed(name, text, tuple(_STRATEGIES))
     source = source_of(name, text)
     on = {setting for word in words for setting in _STRATEGIES[word]}
-    for setting in dict.fromkeys(one for settings in _STRATEGIES.values() for one in settings):
+    for setting in dict.fromkeys(
+        setting for settings in _STRATEGIES.values() for setting in settings
+    ):
         yield Setting(setting, setting in on, source, is_implied=setting not in on)
     yield Setting(Fact.PROCESS_RECOVERY, bool(on - {"end_of_life_checkpoint"}), source)
     if "elastic-training" in words:
@@ -277,12 +279,14 @@ OTHERS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) -> ImportedSettings:
+def read_platform(
+    entries: Mapping[str, str], *, job_settings: Sequence[Setting] = ()
+) -> ImportedSettings:
     """Read annotations, labels and environment variables, all in one mapping.
 
     Args:
         entries: name to text, as the platform has them.
-        given: what the job itself sets; must not contradict the entries.
+        job_settings: what the job itself sets; must not contradict the entries.
 
     Raises:
         InputError: an unknown name, a value that is not allowed, or two settings that
@@ -299,12 +303,12 @@ def read_platform(entries: Mapping[str, str], *, given: Sequence[Setting] = ()) 
         findings += FORMS[name].read(name, text)
     findings += read_absent(entries)
     findings += read_monitor(entries)
-    settings = [found for found in findings if isinstance(found, Setting)]
-    warnings += [found for found in findings if isinstance(found, str)]
-    return combine([*settings, *given], warnings)
+    settings = [finding for finding in findings if isinstance(finding, Setting)]
+    warnings += [finding for finding in findings if isinstance(finding, str)]
+    return combine([*settings, *job_settings], warnings)
 
 
 def _hint(name: str) -> str:
-    by_leaf = {known.rpartition("/")[2]: known for known in FORMS}
+    by_leaf = {name.rpartition("/")[2]: name for name in FORMS}
     close = difflib.get_close_matches(name.rpartition("/")[2], by_leaf, n=1)
     return f"did you mean {by_leaf[close[0]]}?" if close else f"known are {', '.join(FORMS)}"

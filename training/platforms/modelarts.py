@@ -57,8 +57,8 @@ def read_absent(entries: Mapping[str, str]) -> Iterator[Finding]:
             if entries.get(name, "false") != "false":
                 text = f"{entries[name]!r} needs {JOB_RETRY_NUM}, a number from 1 to 128"
                 raise InputError(name, text)
-        given = ", ".join(source_of(name, text) for name, text in entries.items())
-        yield f"{given} without {JOB_RETRY_NUM}: the job is never restarted"
+        entries_text = ", ".join(source_of(name, text) for name, text in entries.items())
+        yield f"{entries_text} without {JOB_RETRY_NUM}: the job is never restarted"
     for name, fields in _ABSENT.items():
         if name not in entries:
             for field, value in fields.items():

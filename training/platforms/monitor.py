@@ -50,8 +50,8 @@ def read_monitor(entries: Mapping[str, str]) -> Iterator[Finding]:
     if CHECK in entries and not is_checked:
         yield Setting("numeric_retry", value=False, source=source_of(CHECK, entries[CHECK]))
     if not _is_on(entries, MONITOR_ON):
-        given = [name for name in (THRESHOLD, COUNT) if name in entries]
-        for name in [CHECK] * is_checked + given:
+        names = [name for name in (THRESHOLD, COUNT) if name in entries]
+        for name in [CHECK] * is_checked + names:
             yield f"{source_of(name, entries[name])} has no effect without {MONITOR_ON}='True'"
         return
     if is_checked:

@@ -75,18 +75,18 @@ class ExportedPolicy:
 
 
 def print_platform(
-    policy: Policy, platform: Platform, *, others: Mapping[str, Value] | None = None
+    policy: Policy, platform: Platform, *, extras: Mapping[str, Value] | None = None
 ) -> ExportedPolicy:
     """The entries for `platform`, and what they cannot hold.
 
     Args:
         policy: of the job.
         platform: whose entries.
-        others: further fields of `restart` that the job has: failover_grace_s and
+        extras: further fields of `restart` that the job has: failover_grace_s and
             snapshot_every_steps have entries, each other one is a warning.
     """
-    others = others or {}
-    entries = _PRINTERS[platform](policy) | _others(policy, platform, others)
+    extras = extras or {}
+    entries = _PRINTERS[platform](policy) | _print_extras(policy, platform, extras)
     read = {**read_platform(entries).fields, **_read_snapshot_steps(entries)}
     default = asdict(Policy())
     unnamed: dict[str, Any] = {**default, **_UNNAMED[platform]}
@@ -99,27 +99,27 @@ def print_platform(
             continue
         why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, platform)
         warnings.append(f"{name}={shown(value)}: {platform} {why}")
-    for name, value in others.items():
+    for name, value in extras.items():
         if read.get(name) != value:
             warnings.append(f"{name}={shown(value)}: {platform} has no entry for it")
     return ExportedPolicy(entries, tuple(warnings), without_entry)
 
 
-def _others(policy: Policy, platform: Platform, others: Mapping[str, Value]) -> Entries:
-    grace, steps = others.get("failover_grace_s"), others.get("snapshot_every_steps")
+def _print_extras(policy: Policy, platform: Platform, extras: Mapping[str, Value]) -> Entries:
+    grace, steps = extras.get("failover_grace_s"), extras.get("snapshot_every_steps")
     if platform is Platform.MODELARTS and grace is not None:
         return {GRACE: str(grace)}
     if platform is not Platform.MINDFORMERS:
         return {}
-    entries = _monitor(policy, others)
+    entries = _monitor(policy, extras)
     if policy.numeric_retry and steps is not None:
         entries[TFT] = _tft(policy, snapshot_every_steps=steps)
     return entries
 
 
-def _monitor(policy: Policy, others: Mapping[str, Value]) -> Entries:
+def _monitor(policy: Policy, extras: Mapping[str, Value]) -> Entries:
     """monitor_config, where the job has something that it can hold."""
-    norm, count = others.get("abnormal_grad_norm"), others.get("max_skipped_in_a_row")
+    norm, count = extras.get("abnormal_grad_norm"), extras.get("max_skipped_in_a_row")
     if norm is None or not (policy.numeric_retry or policy.data_skipping):
         return {}
     entries = {MONITOR_ON: "True", CHECK: str(policy.numeric_retry), THRESHOLD: str(norm)}
@@ -132,8 +132,8 @@ def _read_snapshot_steps(entries: Entries) -> Mapping[str, int]:
 
 
 def _no_entry(name: str, platform: Platform) -> str:
-    there = _UNNAMED[platform].get(name)
-    return "has no entry for it" + (f", there it is {shown(there)}" if there is not None else "")
+    value = _UNNAMED[platform].get(name)
+    return "has no entry for it" + (f", there it is {shown(value)}" if value is not None else "")
 
 
 def _modelarts(policy: Policy) -> Entries:
@@ -197,8 +197,10 @@ def _mindcluster(policy: Policy) -> Entries:
     words = _in_process(policy) if times else [w for w in _in_process(policy) if w == "dump"]
     if "recover" in words and policy.process_replace:
         at = words.index("recover")
-        both = ["recover-in-place"] if policy.process_in_place or not policy.node_replace else []
-        words[at : at + 1] = [*both, *(["recover"] if policy.node_replace else [])]
+        in_place = (
+            ["recover-in-place"] if policy.process_in_place or not policy.node_replace else []
+        )
+        words[at : at + 1] = [*in_place, *(["recover"] if policy.node_replace else [])]
     return entries | {"recover-strategy": ",".join([*words, "exit"])}
 
 

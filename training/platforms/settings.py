@@ -129,13 +129,13 @@ def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSet
     Raises:
         InputError: two of them contradict or exclude each other; names both.
     """
-    known: dict[str, Setting] = {}
+    by_name: dict[str, Setting] = {}
     for setting in settings:
-        past = known.get(setting.name)
-        known[setting.name] = setting if past is None else _agree(past, setting)
+        past = by_name.get(setting.name)
+        by_name[setting.name] = setting if past is None else _agree(past, setting)
     for pair in PAIRS:
-        _check(pair, known)
-    named = {n: s for n, s in known.items() if n in POLICY_FIELDS | JOB_FIELDS}
+        _check(pair, by_name)
+    named = {n: s for n, s in by_name.items() if n in POLICY_FIELDS | JOB_FIELDS}
     return ImportedSettings(
         {name: _resolved(setting) for name, setting in named.items()},
         {name: setting.source for name, setting in named.items()},
@@ -159,13 +159,19 @@ def _agree(past: Setting, new: Setting) -> Setting:
     )
 
 
-def _check(pair: Pair, known: Mapping[str, Setting]) -> None:
-    one, other = known.get(pair.name), known.get(pair.other)
-    if one is None or other is None or one.value != pair.value or other.value in pair.allowed:
+def _check(pair: Pair, by_name: Mapping[str, Setting]) -> None:
+    setting, other = by_name.get(pair.name), by_name.get(pair.other)
+    if (
+        setting is None
+        or other is None
+        or setting.value != pair.value
+        or other.value in pair.allowed
+    ):
         return
     raise InputError(
         "",
-        f"{one.source} and {other.source} exclude each other: {one.source} needs {pair.needs}",
+        f"{setting.source} and {other.source} exclude each other: "
+        f"{setting.source} needs {pair.needs}",
     )
 
 

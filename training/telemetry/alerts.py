@@ -138,14 +138,14 @@ class AlertMonitor:
 
     def update(self, run: RunSample) -> Changes:
         """Compare a new sample of the run with the limits."""
-        now = {key_of(one): one for one in self._conditions(run)}
+        now = {key_of(condition): condition for condition in self._conditions(run)}
         raised = []
-        for key, one in now.items():
+        for key, condition in now.items():
             since_s = self._since_s.setdefault(key, run.at_s)
             self._seen_s[key] = run.at_s
-            if key not in self.open and run.at_s - since_s >= one.holds_s:
+            if key not in self.open and run.at_s - since_s >= condition.holds_s:
                 self.open.add(key)
-                raised.append(one)
+                raised.append(condition)
         for key in [key for key in self._since_s if key not in now and key not in self.open]:
             del self._since_s[key]
         over = [key for key in self.open if self._is_over(key, run.at_s)]
@@ -171,64 +171,71 @@ class AlertMonitor:
         if self._take_window(run):
             yield from self._of_window
         else:
-            yield from (one for one in self._of_window if key_of(one) in self.open)
+            yield from (
+                condition for condition in self._of_window if key_of(condition) in self.open
+            )
 
     def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
-        for one in steps:
-            yield from self._of_loss(one)
-            if one.step_s > 0:
-                self._steps_s.append(one.step_s)
-            self._step = one.step
-            if one.loss is not None and math.isfinite(one.loss):
-                self._losses.append(one.loss)
-        before, recent = _parted(self._steps_s, self.spec.step_slow_for_s)
-        if len(before) < MIN_STEPS or not recent:
+        for record in steps:
+            yield from self._of_loss(record)
+            if record.step_s > 0:
+                self._steps_s.append(record.step_s)
+            self._step = record.step
+            if record.loss is not None and math.isfinite(record.loss):
+                self._losses.append(record.loss)
+        earlier, recent = _parted(self._steps_s, self.spec.step_slow_for_s)
+        if len(earlier) < MIN_STEPS or not recent:
             return
-        usual_s, now_s = fmean(before), median(recent)
+        usual_s, now_s = fmean(earlier), median(recent)
         limit_s = self.spec.step_slow_ratio * usual_s
         if now_s > limit_s:
             text = f"steps take {now_s:.3g} s, {usual_s:.3g} s before"
             yield AlertCondition(AlertKind.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
-    def _of_loss(self, one: StepRecord) -> Iterator[AlertCondition]:
-        if one.loss is None:
+    def _of_loss(self, record: StepRecord) -> Iterator[AlertCondition]:
+        if record.loss is None:
             return
         losses, limit = self._losses, math.inf
         mean = fmean(losses) if losses else math.nan
         if len(losses) >= MIN_STEPS:
             deviation = pstdev(losses, mean)
             limit = max(self.spec.loss_jump_ratio * mean, mean + LOSS_DEVIATIONS * deviation)
-        if math.isfinite(one.loss) and one.loss <= limit:
+        if math.isfinite(record.loss) and record.loss <= limit:
             return
-        text = f"loss {one.loss:.4g} at step {one.step}, {mean:.4g} on average before"
-        value = one.loss if math.isfinite(one.loss) else -1.0  # JSON knows no NaN
-        yield AlertCondition(AlertKind.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=one.step)
+        text = f"loss {record.loss:.4g} at step {record.step}, {mean:.4g} on average before"
+        value = record.loss if math.isfinite(record.loss) else -1.0  # JSON knows no NaN
+        yield AlertCondition(
+            AlertKind.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=record.step
+        )
 
     def _take_window(self, run: RunSample) -> bool:
         """Compare the ranks over some seconds and steps; whether a window has ended."""
-        ranks = {one.rank: one for one in run.ranks}
+        ranks = {sample.rank: sample for sample in run.ranks}
         if self._window is None or not _same_lives(self._window[1], ranks):
             self._window, self._of_window = (run.at_s, ranks), ()
             self._late.clear()
             self._starved.clear()
             return False
-        began_s, before = self._window
+        began_s, previous = self._window
         took_s = run.at_s - began_s
-        steps = min((one.step - before[r].step for r, one in ranks.items()), default=0)
+        steps = min((sample.step - previous[r].step for r, sample in ranks.items()), default=0)
         if took_s < WINDOW_S or steps < MIN_WINDOW_STEPS:
             return False
         self._window = (run.at_s, ranks)
-        found = [*self._of_stragglers(before, ranks, took_s), *self._of_data(before, ranks, took_s)]
-        self._of_window = tuple(found)
+        conditions = [
+            *self._of_stragglers(previous, ranks, took_s),
+            *self._of_data(previous, ranks, took_s),
+        ]
+        self._of_window = tuple(conditions)
         return True
 
     def _of_stragglers(
-        self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+        self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
         """The rank that waits least for the others, when they wait for it."""
         if len(ranks) < 2:
             return
-        waited = {rank: one.waited_s - before[rank].waited_s for rank, one in ranks.items()}
+        waited = {rank: sample.waited_s - previous[rank].waited_s for rank, sample in ranks.items()}
         last = min(waited, key=lambda rank: waited[rank])
         behind = (median(s for r, s in waited.items() if r != last) - waited[last]) / took_s
         count = self._late.get(last, 0) + 1 if behind > self.spec.straggler_ratio else 0
@@ -241,10 +248,12 @@ class AlertMonitor:
             yield _about(AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last])
 
     def _of_data(
-        self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+        self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
         """Ranks that wait for their loader; of many the one that waits longest."""
-        shares = {rank: (one.data_s - before[rank].data_s) / took_s for rank, one in ranks.items()}
+        shares = {
+            rank: (sample.data_s - previous[rank].data_s) / took_s for rank, sample in ranks.items()
+        }
         worst = max(shares, key=lambda rank: shares[rank])
         limit = self.spec.data_wait_ratio
         count = self._starved.get(worst, 0) + 1 if shares[worst] > limit else 0
@@ -259,46 +268,55 @@ class AlertMonitor:
 
 
 def _about(
-    point: AlertKind, text: str, value: float, limit: float, one: RankSample
+    point: AlertKind, text: str, value: float, limit: float, sample: RankSample
 ) -> AlertCondition:
     return AlertCondition(
-        point, text, value, limit, node=one.node, rank=one.rank, device=one.device, step=one.step
+        point,
+        text,
+        value,
+        limit,
+        node=sample.node,
+        rank=sample.rank,
+        device=sample.device,
+        step=sample.step,
     )
 
 
-def _same_lives(before: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
+def _same_lives(previous: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
     """Whether the same processes are looked at, which went only forward."""
-    return before.keys() == now.keys() and all(
-        one.pid == before[rank].pid and one.step >= before[rank].step for rank, one in now.items()
+    return previous.keys() == now.keys() and all(
+        sample.pid == previous[rank].pid and sample.step >= previous[rank].step
+        for rank, sample in now.items()
     )
 
 
 def _of_devices(
     spec: WatchSpec, node: str, sample: NodeSample, *, trains: bool
 ) -> Iterator[AlertCondition]:
-    for one in sample.devices:
-        used, full = one.utilisation_percent, one.memory_percent
-        where = f"device {one.index} on {node}"
+    for device in sample.devices:
+        used, full = device.utilisation_percent, device.memory_percent
+        where = f"device {device.index} on {node}"
         if trains and used is not None and used < spec.utilisation_low_percent:
             yield AlertCondition(
                 AlertKind.UTILISATION_LOW, f"{where} is used {used:.0f} %", used,
-                spec.utilisation_low_percent, node=node, device=one.index, holds_s=spec.low_for_s,
+                spec.utilisation_low_percent, node=node, device=device.index,
+                holds_s=spec.low_for_s,
             )  # fmt: skip
         if full is not None and full > spec.memory_high_percent:
             yield AlertCondition(
                 AlertKind.MEMORY_HIGH, f"memory of {where} is {full:.0f} % full", full,
-                spec.memory_high_percent, node=node, device=one.index,
+                spec.memory_high_percent, node=node, device=device.index,
             )  # fmt: skip
-        if one.is_ill:
-            codes = f", codes {', '.join(one.error_codes)}" if one.error_codes else ""
+        if device.is_ill:
+            codes = f", codes {', '.join(device.error_codes)}" if device.error_codes else ""
             yield AlertCondition(
-                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {one.health}{codes}", 1.0, 0.0,
-                node=node, device=one.index,
+                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {device.health}{codes}",
+                1.0, 0.0, node=node, device=device.index,
             )  # fmt: skip
-        if one.link_is_up is False:
+        if device.link_is_up is False:
             yield AlertCondition(
                 AlertKind.LINK_DOWN, f"the network port of {where} is down", 1.0, 0.0,
-                node=node, device=one.index,
+                node=node, device=device.index,
             )  # fmt: skip
 
 
@@ -331,7 +349,7 @@ def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], lis
 
 def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
     """The vote's time at the rank that came last to it, which waited for no other."""
-    voted = [one.latency_s for one in ranks if one.latency_s > 0]
+    voted = [rank.latency_s for rank in ranks if rank.latency_s > 0]
     if len(voted) < len(ranks) or not voted:
         return
     value_ms = 1000 * min(voted)

@@ -59,11 +59,11 @@ def check_rank_table(query: DevicesQuery) -> Check:
     """Whether the rank table of a job can be written for the devices of this node."""
     allowed = f"comm.rank_table={query.form}: an address for each of {query.slots} ranks"
     try:
-        found = addresses_here(query)
+        addresses = addresses_here(query)
     except ValueError as error:
         return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=str(error), allowed=allowed)
-    seen = ", ".join(f"{one.device_id}: {one.device_ip}" for one in found.devices)
-    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
+    text = ", ".join(f"{device.device_id}: {device.device_ip}" for device in addresses.devices)
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=text, allowed=allowed)
 
 
 def query_of(job: Job) -> DevicesQuery | None:
@@ -96,7 +96,7 @@ def in_super_pod(
         ValueError: npu-smi does not name one.
     """
     places = {chip.physical: (chip.npu, chip.chip) for chip in chips}
-    found, pods = [], set()
+    placed, pods = [], set()
     for device in devices:
         if device.device_id not in places:
             raise ValueError(f"npu-smi info shows no device {device.device_id}")
@@ -105,8 +105,8 @@ def in_super_pod(
         said = fields(asked(command))
         if not said.get("SDID") or not said.get("Super Pod ID"):
             raise ValueError(f"{' '.join(command)} shows no SDID and Super Pod ID")
-        found.append(device.model_copy(update={"super_device_id": said["SDID"]}))
+        placed.append(device.model_copy(update={"super_device_id": said["SDID"]}))
         pods.add(said["Super Pod ID"])
     if len(pods) != 1:
         raise ValueError(f"its devices are in super pods {', '.join(sorted(pods))}")
-    return NodeDevices(devices=tuple(found), super_pod_id=pods.pop())
+    return NodeDevices(devices=tuple(placed), super_pod_id=pods.pop())

@@ -50,12 +50,12 @@ class RetryLog:
 
     def take(self, text: bytes) -> None:
         """Take in lines."""
-        for before, after in _CHANGE.findall(text):
-            if after == _ERROR:
+        for old_state, new_state in _CHANGE.findall(text):
+            if new_state == _ERROR:
                 self._has_error = True
-            elif after == _FAILED:
+            elif new_state == _FAILED:
                 self._has_error = False
-            elif (before, after) == (_RETRIED, _RUNNING):
+            elif (old_state, new_state) == (_RETRIED, _RUNNING):
                 self.mended += self._has_error
                 self._has_error = False
 

@@ -135,9 +135,9 @@ def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
 
 def parse_health(text: str) -> Health:
     """`npu-smi info -t health`, with and without `-c`; no word when it is not that."""
-    found = fields(text)
-    word = found.get("Health Status") or found.get("Health")
-    printed = found.get("Error Code", "NA")
+    values = fields(text)
+    word = values.get("Health Status") or values.get("Health")
+    printed = values.get("Error Code", "NA")
     codes = () if printed in ("NA", "") else tuple(printed.split())
     sentences = []
     for line in text.splitlines():
@@ -170,15 +170,15 @@ def parse_usages(text: str) -> tuple[Usage, ...]:
 
 
 def _usage(block: str) -> Usage | None:
-    found = fields(block)
-    core = number(found.get("Aicore Usage Rate(%)"))
-    whole = number(found.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
+    values = fields(block)
+    core = number(values.get("Aicore Usage Rate(%)"))
+    whole = number(values.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
     if core is None and whole is None:
         return None
-    total = number(found.get("HBM Capacity(MB)"))
+    total = number(values.get("HBM Capacity(MB)"))
     return Usage(
         memory_total_bytes=int(total) * MIB if total is not None else None,
-        memory_percent=number(found.get("HBM Usage Rate(%)")),
+        memory_percent=number(values.get("HBM Usage Rate(%)")),
         utilisation_percent=core if whole is None else whole,
     )
 
@@ -235,9 +235,9 @@ def parse_counters(text: str) -> dict[str, int]:
 def parse_link_history(text: str) -> LinkHistory | None:
     """`-link_stat -g`; None when it is not printed."""
     plain = _PREFIX.sub("", text)
-    found = fields(plain)
-    count = found.get("link up count", "")
+    values = fields(plain)
+    count = values.get("link up count", "")
     if not count.isdigit():
         return None
     changes = tuple((when, word == "UP") for when, word in _CHANGE.findall(plain))
-    return LinkHistory(found.get("current time", ""), int(count), changes)
+    return LinkHistory(values.get("current time", ""), int(count), changes)

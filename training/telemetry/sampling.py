@@ -82,23 +82,23 @@ class Sampler:
         has_hccn = find_tool(HCCN_TOOL) is not None
         if not has_hccn:
             gaps.append(f"{HCCN_TOOL}: not installed")
-        found: list[DeviceSample] = []
+        samples: list[DeviceSample] = []
         try:
             chips = npu_smi.parse_table(self._ask((NPU_SMI, "info")))[: self._num_devices]
             if not chips:
                 gaps.append(f"{NPU_SMI}: no table of devices")
             for index, chip in enumerate(chips):
-                found.append(device_of(index, chip))
+                samples.append(device_of(index, chip))
             for index, chip in enumerate(chips):
                 if index not in self._closely:
                     continue
                 if self._clock() > until_s:
                     gaps.append(f"devices {index} on: not asked, {LOOK_LIMIT_S:g} s are over")
                     break
-                found[index] = self._detailed(index, chip, has_hccn=has_hccn)
+                samples[index] = self._detailed(index, chip, has_hccn=has_hccn)
         except NoAnswer as error:
             gaps.append(f"no answer: {error}")
-        return tuple(found)
+        return tuple(samples)
 
     def _detailed(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
         """One device with what only its own commands show."""

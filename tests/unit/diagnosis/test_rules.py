@@ -61,7 +61,7 @@ def test_a_wrong_argument_is_recognised_in_the_box_that_tyro_draws(line):
 
 # Fifteen hundred tests of one rule each would take longer to set up than to run.
 def test_a_rule_catches_its_own_example_before_any_other():
-    found = {r.id: match_line(r.spec.example, before=r.spec.after_example) for r in RULES}
+    found = {r.id: match_line(r.spec.example, context=r.spec.after_example) for r in RULES}
     caught_by = {rule_id: match and match[0].id for rule_id, match in found.items()}
     assert {rule_id: by for rule_id, by in caught_by.items() if by != rule_id} == {}
 

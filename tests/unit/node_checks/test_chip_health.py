@@ -42,7 +42,7 @@ def test_a_chip_with_an_alarm_is_ill_and_its_codes_are_known(tools):
     seen = look(tools)
     assert not seen.is_good
     assert seen.codes == ("A4025021", "8C03A000", "8C084E00")
-    assert "device 0: Alarm" in seen.seen
+    assert "device 0: Alarm" in seen.text
 
 
 def test_a_chip_that_reports_nothing_is_well(tools):

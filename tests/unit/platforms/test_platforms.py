@@ -315,12 +315,13 @@ def test_a_wrong_entry_gives_one_line_with_names_values_and_what_is_allowed(entr
 def test_operator_retry_excludes_mc2_the_watchdog_and_other_chips(fact, value, source, needs):
     entries = {"fault-tolerance/hccl_op_retry": "true"}
     with pytest.raises(InputError) as caught:
-        read_platform(entries, given=[Setting(fact, value, source)])
+        read_platform(entries, job_settings=[Setting(fact, value, source)])
     text = str(caught.value)
     assert all(word in text for word in ("hccl_op_retry='true'", source, needs, "exclude"))
     off = {"fault-tolerance/hccl_op_retry": "false"}
     assert (
-        read_platform(off, given=[Setting(fact, value, source)]).fields["operator_retry"] is False
+        read_platform(off, job_settings=[Setting(fact, value, source)]).fields["operator_retry"]
+        is False
     )
 
 
@@ -473,7 +474,7 @@ def test_a_threshold_is_a_number_above_0(text):
 
 def test_the_monitor_is_printed_as_it_is_read():
     policy = Policy(numeric_retry=True)
-    printed = print_platform(policy, Platform.MINDFORMERS, others={"abnormal_grad_norm": 44.0})
+    printed = print_platform(policy, Platform.MINDFORMERS, extras={"abnormal_grad_norm": 44.0})
     assert {**MONITOR, "global_norm_spike_threshold": "44.0"}.items() <= printed.entries.items()
     assert read_platform(printed.entries).fields["abnormal_grad_norm"] == 44.0
     assert not [line for line in printed.warnings if line.startswith("abnormal_grad_norm")]
