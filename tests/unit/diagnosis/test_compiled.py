@@ -26,5 +26,5 @@ assert compiled._beside.poll() == 0
 @pytest.mark.long
 def test_another_process_compiles_the_patterns_and_the_diagnosis_waits_for_it(perdure_home):
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
-    (kept,) = (perdure_home / "cache").iterdir()
-    assert kept.name.startswith("diagnosis-")
+    (compiled,) = (perdure_home / "cache").iterdir()
+    assert compiled.name.startswith("diagnosis-")

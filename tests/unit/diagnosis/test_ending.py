@@ -114,9 +114,9 @@ CHAIN = (
     ],
 )  # fmt: skip
 def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
-    found = crash_in([Output(text)])
-    assert found is not None
-    assert line in found
+    result = crash_in([Output(text)])
+    assert result is not None
+    assert line in result
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_who_ends_at_the_same_step_again_means_to():
 
     assert again_short(fault(150), None).fault_class is FaultClass.UNKNOWN
     assert again_short(fault(150), fault(140)).fault_class is FaultClass.UNKNOWN
-    again = again_short(fault(150), fault(150))
-    assert again.fault_class is FaultClass.USER_CODE_ERROR
-    assert again.user_fault
+    repeated = again_short(fault(150), fault(150))
+    assert repeated.fault_class is FaultClass.USER_CODE_ERROR
+    assert repeated.user_fault
     crash = cause(TRACEBACK, FalseSuccess(RAISED))
     assert again_short(crash, crash) == crash
 

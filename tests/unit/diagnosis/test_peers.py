@@ -52,9 +52,9 @@ def odd(*sources: LogSource) -> tuple[int, Finding] | None:
     """Position of the source that something was put on record for, and what."""
     compared = compare(sources)
     extra = [
-        (index, after.findings[-1])
-        for index, (before, after) in enumerate(zip(sources, compared, strict=True))
-        if len(after.findings) > len(before.findings)
+        (index, later.findings[-1])
+        for index, (earlier, later) in enumerate(zip(sources, compared, strict=True))
+        if len(later.findings) > len(earlier.findings)
     ]
     assert len(extra) <= 1
     return extra[0] if extra else None
@@ -76,14 +76,14 @@ def test_ranks_of_one_group_in_different_collectives_are_the_programs_fault(line
 
 
 def test_the_explanation_names_both_collectives():
-    found = not_none(
+    finding = not_none(
         odd(
             source(0, nccl(0, "ALLGATHER", group="7(TP)")),
             source(1, nccl(1, "ALLREDUCE")),
             source(2, nccl(2, "BROADCAST")),
         )
     )
-    assert "ALLREDUCE and BROADCAST" in found[1].why
+    assert "ALLREDUCE and BROADCAST" in finding[1].why
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_collectives_that_may_differ_add_nothing(reports):
 
 
 def test_ranks_that_share_one_log_are_compared():
-    found = not_none(odd(source(0, nccl(0, "ALLREDUCE"), nccl(1, "BROADCAST"))))
-    assert found[1].origin.rank == 1
+    finding = not_none(odd(source(0, nccl(0, "ALLREDUCE"), nccl(1, "BROADCAST"))))
+    assert finding[1].origin.rank == 1
 
 
 def test_sources_without_reports_are_passed_through():
@@ -138,17 +138,17 @@ def test_the_rank_that_enqueued_the_fewest_collectives_lags():
     findings = [
         f for rank, n in enumerate((14, 12, 14)) for f in source(rank, enqueued(rank, n)).findings
     ]
-    found = not_none(laggard(findings))
-    assert found.origin.rank == 1
+    finding = not_none(laggard(findings))
+    assert finding.origin.rank == 1
     assert laggard(findings[::2]) is None
     assert laggard([]) is None
 
 
 def test_the_one_rank_without_a_timeout_is_named_in_every_others():
     sources = [source(rank, nccl(rank, "ALLREDUCE"), rank=rank) for rank in (0, 1, 3)]
-    found = [f for s in compare(sources) for f in s.findings]
-    assert {f.origin.rank for f in found} == {2}
-    assert all("All but rank 2" in f.why for f in found)
+    finding = [f for s in compare(sources) for f in s.findings]
+    assert {f.origin.rank for f in finding} == {2}
+    assert all("All but rank 2" in f.why for f in finding)
 
 
 def test_the_log_of_one_rank_shows_nothing_about_the_others():
@@ -188,8 +188,8 @@ def test_lines_without_a_step_and_a_time_are_no_anchors(line):
 
 
 def test_only_the_newest_steps_are_kept():
-    found = anchors(iterations(range(MAX_ANCHORS + 50)), year=YEAR)
-    assert (len(found), min(found)) == (MAX_ANCHORS, 50)
+    finding = anchors(iterations(range(MAX_ANCHORS + 50)), year=YEAR)
+    assert (len(finding), min(finding)) == (MAX_ANCHORS, 50)
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -7.5, 7.5, 3600.0])

@@ -54,26 +54,26 @@ ORDINARY = [
 )
 def test_a_wrong_argument_is_recognised_in_the_box_that_tyro_draws(line):
     log = f"[rank0]:\u256d\u2500 Value error \u2500\u256e\n[rank0]:\u2502 {line:<76} \u2502\n"
-    (found,) = scan_text(log, year=2026).findings
-    assert (found.rule, found.fault_class) == ("py-tyro", FaultClass.LAUNCH_MISCONFIGURED)
-    assert line in found.line
+    (matches,) = scan_text(log, year=2026).findings
+    assert (matches.rule, matches.fault_class) == ("py-tyro", FaultClass.LAUNCH_MISCONFIGURED)
+    assert line in matches.line
 
 
 # Fifteen hundred tests of one rule each would take longer to set up than to run.
 def test_a_rule_catches_its_own_example_before_any_other():
-    found = {r.id: match_line(r.spec.example, context=r.spec.after_example) for r in RULES}
-    caught_by = {rule_id: match and match[0].id for rule_id, match in found.items()}
+    matches = {r.id: match_line(r.spec.example, context=r.spec.after_example) for r in RULES}
+    caught_by = {rule_id: match and match[0].id for rule_id, match in matches.items()}
     assert {rule_id: by for rule_id, by in caught_by.items() if by != rule_id} == {}
 
 
 def test_a_rule_finds_its_example_in_a_log():
     for rule in RULES:
         text = f"{rule.spec.after_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
-        own = {rule.id}
+        rule_ids = {rule.id}
         if rule.spec.yields_to_code and look_up(rule.spec.example) is not None:
-            own = {f"{CODE_RULE}chip"}
-        found = [f for f in scan_text(text, year=2026).findings if f.rule in own]
-        assert [(f.line, f.fault_class) for f in found] == [
+            rule_ids = {f"{CODE_RULE}chip"}
+        matches = [f for f in scan_text(text, year=2026).findings if f.rule in rule_ids]
+        assert [(f.line, f.fault_class) for f in matches] == [
             (rule.spec.example.rstrip(), rule.fault_class)
         ], rule.id
 
@@ -101,14 +101,14 @@ def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
 
 def test_every_file_of_rules_is_read():
     folder = files("perdure.training.diagnosis") / "rules"
-    names = {one.name for one in folder.iterdir() if one.name.endswith(".toml")}
+    names = {file.name for file in folder.iterdir() if file.name.endswith(".toml")}
     assert names == set(FILES), "training/diagnosis/rules.py: FILES needs each file"
 
 
 @pytest.mark.parametrize("line", ORDINARY)
 def test_ordinary_output_is_caught_by_no_rule(line):
-    found = recognise(line, "")
-    assert found is None or found.is_low_level, found
+    matches = recognise(line, "")
+    assert matches is None or matches.is_low_level, matches
 
 
 @pytest.mark.parametrize(

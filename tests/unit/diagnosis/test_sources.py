@@ -86,21 +86,21 @@ def test_a_folder_is_one_attempt(tmp_path):
         **{"node-1__rank_11.log": FAILED},
     )
     case = case_of(folder)
-    found = not_none(case.diagnosis)
-    assert found.source == "node-1/rank_11.log"
-    fault = found.fault
+    diagnosis = not_none(case.diagnosis)
+    assert diagnosis.source == "node-1/rank_11.log"
+    fault = diagnosis.fault
     assert (fault.evidence, fault.rank, fault.node) == (TYPE_ERROR, 11, "node-1")
     assert len(case.readings) == 16
 
 
 def test_a_folder_with_one_log_shows_as_much_as_one_with_many(tmp_path):
-    found = diagnosis_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
-    assert (found.source, found.fault.node) == ("node-1/rank_11.log", "node-1")
+    diagnosis = diagnosis_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
+    assert (diagnosis.source, diagnosis.fault.node) == ("node-1/rank_11.log", "node-1")
 
 
 def test_a_file_that_is_named_itself_is_its_own_name(tmp_path):
-    found = diagnosis_of(write(tmp_path, **{"rank_3.log": FAILED}) / "rank_3.log")
-    assert (found.source, found.fault.rank) == ("rank_3.log", 3)
+    diagnosis = diagnosis_of(write(tmp_path, **{"rank_3.log": FAILED}) / "rank_3.log")
+    assert (diagnosis.source, diagnosis.fault.rank) == ("rank_3.log", 3)
 
 
 def test_clocks_of_nodes_are_merged_before_the_first_cause_is_chosen(tmp_path):
@@ -118,8 +118,8 @@ def test_clocks_of_nodes_are_merged_before_the_first_cause_is_chosen(tmp_path):
             "node-2.log": log(ahead_s=300, failed_s=95, line=FAILED.replace("Type", "Key")),
         },
     )
-    found = diagnosis_of(folder)
-    assert (found.source, found.fault.at_s) == ("node-2.log", 1_780_000_095)
+    diagnosis = diagnosis_of(folder)
+    assert (diagnosis.source, diagnosis.fault.at_s) == ("node-2.log", 1_780_000_095)
 
 
 def test_a_healthy_attempt_has_no_diagnosis_but_its_readings(tmp_path):
@@ -156,9 +156,9 @@ def test_a_log_in_utf_16_is_read_as_text(tmp_path, encoding, pack):
     text = mark + "époque 1\r\n" * 200_000 + FAILED
     file = tmp_path / "train.log"
     file.write_bytes(pack(text.encode(encoding)))
-    found = diagnosis_of(file)
-    assert found.fault.evidence == TYPE_ERROR
-    assert context_of(file, TYPE_ERROR, radius=1, near=found.offset) == ["    f()", TYPE_ERROR]
+    diagnosis = diagnosis_of(file)
+    assert diagnosis.fault.evidence == TYPE_ERROR
+    assert context_of(file, TYPE_ERROR, radius=1, near=diagnosis.offset) == ["    f()", TYPE_ERROR]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])

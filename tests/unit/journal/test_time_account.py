@@ -88,7 +88,7 @@ class Story:
 
     def trained(self, *steps: tuple[int, float], step_s: float = 1.0) -> None:
         """Steps and when they were completed."""
-        if not any((one.placement, one.attempt) == self.key for one in self.steps):
+        if not any((interval.placement, interval.attempt) == self.key for interval in self.steps):
             step, at_s = steps[0]
             self._write_of_attempt(FirstStep, at_s, step=step, stepped_s=at_s)
         self.steps += [done(step, at_s, step_s, self.key) for step, at_s in steps]
@@ -404,8 +404,8 @@ def test_the_owners_add_up_to_the_wall_time(story, now_s):
     assert all(s >= 0 for s in seconds.values())
     assert math.fsum(seconds.values()) == pytest.approx(wall_s, abs=1e-6)
     assert accounted.wall_s == pytest.approx(wall_s, abs=1e-9)
-    assert all(one.from_s < one.to_s for one in accounted.intervals)
-    assert all(one.to_s == other.from_s for one, other in pairwise(accounted.intervals))
+    assert all(interval.from_s < interval.to_s for interval in accounted.intervals)
+    assert all(interval.to_s == other.from_s for interval, other in pairwise(accounted.intervals))
     if wall_s > 0:
         assert accounted.ettr == pytest.approx(seconds[Owner.PRODUCTIVE] / wall_s)
         assert 0.0 <= accounted.ettr <= 1.0

@@ -39,10 +39,10 @@ def look(tools, plan=PLAN):
 
 def test_a_chip_with_an_alarm_is_ill_and_its_codes_are_known(tools):
     tool(tools, health="npu-smi-health-alarm.txt")
-    seen = look(tools)
-    assert not seen.is_good
-    assert seen.codes == ("A4025021", "8C03A000", "8C084E00")
-    assert "device 0: Alarm" in seen.text
+    health = look(tools)
+    assert not health.is_good
+    assert health.codes == ("A4025021", "8C03A000", "8C084E00")
+    assert "device 0: Alarm" in health.text
 
 
 def test_a_chip_that_reports_nothing_is_well(tools):

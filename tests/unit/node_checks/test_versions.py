@@ -29,9 +29,9 @@ NPU = Installed(
 
 
 def test_a_machine_without_npu_skips_what_is_about_it():
-    here = Installed(python="3.11.7", torch="2.13.0", torch_npu=None, driver={}, toolkit={})
-    same, fit = check_versions(here)
-    assert same.seen == "python 3.11.7, torch 2.13.0"
+    software = Installed(python="3.11.7", torch="2.13.0", torch_npu=None, driver={}, toolkit={})
+    check, fit = check_versions(software)
+    assert check.seen == "python 3.11.7, torch 2.13.0"
     assert fit.outcome is CheckOutcome.SKIPPED
 
 

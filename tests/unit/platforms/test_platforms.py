@@ -90,8 +90,8 @@ def test_the_documentation_lists_every_form():
 
 
 def test_the_tables_name_only_fields_of_the_policy():
-    known = POLICY_FIELDS | JOB_FIELDS | set(Fact)
-    assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= known
+    names = POLICY_FIELDS | JOB_FIELDS | set(Fact)
+    assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= names
     assert set(FORMS).isdisjoint(OTHERS)
 
 
@@ -148,9 +148,9 @@ READ = [
 
 @pytest.mark.parametrize(("entries", "expected"), READ)
 def test_an_entry_becomes_the_fields_it_is_about(entries, expected):
-    found = read_platform(entries).fields
-    assert {name: found[name] for name in expected} == expected
-    assert "MS_ENABLE_TFT" in entries or found.keys() == expected.keys()
+    fields = read_platform(entries).fields
+    assert {name: fields[name] for name in expected} == expected
+    assert "MS_ENABLE_TFT" in entries or fields.keys() == expected.keys()
 
 
 # (text, letters of IN_PROCESS that are on)
@@ -172,8 +172,8 @@ TFT = [
 
 @pytest.mark.parametrize(("text", "on"), TFT)
 def test_ms_enable_tft_names_what_is_on_and_the_rest_is_off(text, on):
-    found = read_platform({"MS_ENABLE_TFT": text}).fields
-    assert "".join(str(int(found[name])) for name in IN_PROCESS) == on
+    fields = read_platform({"MS_ENABLE_TFT": text}).fields
+    assert "".join(str(int(fields[name])) for name in IN_PROCESS) == on
 
 
 @pytest.mark.parametrize(
@@ -191,8 +191,8 @@ def test_ms_enable_tft_names_what_is_on_and_the_rest_is_off(text, on):
     ],
 )
 def test_a_list_of_strategies_names_what_is_on_and_the_rest_is_off(name, text, on):
-    found = read_platform({name: text}).fields
-    assert "".join(str(int(found[field])) for field in IN_PROCESS[:4]) == on
+    fields = read_platform({name: text}).fields
+    assert "".join(str(int(fields[field])) for field in IN_PROCESS[:4]) == on
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_the_jobs_own_number_of_seconds_goes_before_an_absent_one_and_never_agai
 
 
 def test_what_one_list_leaves_out_another_may_name():
-    found = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
-    assert (found["memory_retry"], found["process_replace"]) == (True, True)
+    fields = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
+    assert (fields["memory_retry"], fields["process_replace"]) == (True, True)
 
 
 # (entries, words that the error holds)
@@ -349,8 +349,8 @@ UNSAYABLE = [
     ("text", "replaces"), [("recover", True), ("recover-in-place", False), ("dump,exit", False)]
 )
 def test_recover_moves_the_node_and_recover_in_place_replaces_processes_alone(text, replaces):
-    found = read_platform({"recover-strategy": text}).fields
-    assert found["node_replace"] is replaces
+    fields = read_platform({"recover-strategy": text}).fields
+    assert fields["node_replace"] is replaces
 
 
 @pytest.mark.parametrize(("name", "text", "word"), UNSAYABLE)
@@ -457,8 +457,8 @@ def test_a_threshold_of_the_job_comes_before_the_default_of_mindformers_alone():
     named = {**MONITOR, "global_norm_spike_threshold": "44.0"}
     with pytest.raises(ValueError, match="contradict each other"):
         RestartSpec.model_validate({"from_platform": named, "abnormal_grad_norm": 7.5})
-    again = RestartSpec.model_validate_json(spec.model_dump_json())
-    assert again == spec
+    reread = RestartSpec.model_validate_json(spec.model_dump_json())
+    assert reread == spec
 
 
 def test_the_monitor_and_skipping_exclude_each_other():

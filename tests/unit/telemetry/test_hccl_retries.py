@@ -17,9 +17,9 @@ def changes(*states: str, machine: str = "Agent") -> bytes:
     """A run log: the states that one rank passes through."""
     head = "[INFO] HCCL(7,python):2026-11-21-13:18:47.639.860 [opretry_base.h:246] [9]"
     return "".join(
-        f"{head}[OpRetry][{machine}]State Transfer, cur state RETRY_STATE_{before}, "
-        f"next state RETRY_STATE_{after}\n"
-        for before, after in pairwise(states)
+        f"{head}[OpRetry][{machine}]State Transfer, cur state RETRY_STATE_{old}, "
+        f"next state RETRY_STATE_{new}\n"
+        for old, new in pairwise(states)
     ).encode()
 
 
