@@ -19,7 +19,7 @@ import torch.distributed as dist
 # Dense bf16/fp16 peak of one device in TFLOP/s, by a part of the device's name: NVIDIA's from its
 # data sheets, the sources of Ascend's in docs/ascend.md. A 910C has two dies, each a device of its
 # own. What is not listed is measured with a matmul.
-PEAK_TFLOPS: Mapping[str, float] = {
+_PEAK_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,
     "H100": 989.0,
     "A100": 312.0,
@@ -28,15 +28,15 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "Ascend910B3": 313.0,
     "Ascend910_939": 376.0,
 }
-MEASURED_SIZE = 512  # of the matrices on a CPU
-MEASURED_SIZE_OF_ACCELERATORS = 4096  # a smaller product measures how fast kernels are launched
+_MEASURED_SIZE = 512  # of the matrices on a CPU
+_MEASURED_SIZE_OF_ACCELERATORS = 4096  # a smaller product measures how fast kernels are launched
 
-BACKENDS: Mapping[str, str] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+_BACKENDS: Mapping[str, str] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 # Backends whose operations end with the device's tasks, and by no abort of their own.
 ENDED_BY_THE_DEVICE = frozenset({"hccl"})
 
 
-def load_npu() -> bool:
+def _load_npu() -> bool:
     """Register torch_npu where it is installed. Whether an NPU backend is available.
 
     TORCH_DEVICE_BACKEND_AUTOLOAD=0, torch's own switch, keeps to the CPU.
@@ -50,7 +50,7 @@ def load_npu() -> bool:
 
 def pick_device(local_rank: int) -> torch.device:
     """The device of a local rank: its accelerator, or the CPU where there is none."""
-    load_npu()
+    _load_npu()
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     torch.accelerator.set_device_index(local_rank)
@@ -61,7 +61,7 @@ def pick_device(local_rank: int) -> torch.device:
 
 def local_devices() -> int:
     """How many accelerators this process sees."""
-    load_npu()
+    _load_npu()
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
@@ -79,19 +79,19 @@ def backend_of(device: torch.device) -> str:
     Raises:
         ValueError: no backend is known for it.
     """
-    if device.type not in BACKENDS:
-        raise ValueError(f"no collective backend known for {device.type}; known: {list(BACKENDS)}")
-    return BACKENDS[device.type]
+    if device.type not in _BACKENDS:
+        raise ValueError(f"no collective backend known for {device.type}; known: {list(_BACKENDS)}")
+    return _BACKENDS[device.type]
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of one device: from the table, else what a matmul reaches here."""
     name = device_name(device)
-    for part, tflops in PEAK_TFLOPS.items():
+    for part, tflops in _PEAK_TFLOPS.items():
         if part in name:
             return tflops * 1e12
-    size = MEASURED_SIZE if device.type == "cpu" else MEASURED_SIZE_OF_ACCELERATORS
-    return _measured_flops(device, dtype, size=size)
+    size = _MEASURED_SIZE if device.type == "cpu" else _MEASURED_SIZE_OF_ACCELERATORS
+    return _measure_flops(device, dtype, size=size)
 
 
 def device_name(device: torch.device) -> str:
@@ -101,7 +101,7 @@ def device_name(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
+def _measure_flops(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
     a_MM = torch.ones(size, size, device=device, dtype=dtype)  # noqa: N806 shape suffix
     best_s = float("inf")
     for _ in range(10):
@@ -170,7 +170,7 @@ def abort_group(collectives: Any) -> None:
 
 
 # torch_npu/npu/_recovery.py; a watchdog that runs again forgets what it has seen of a fault.
-WATCHDOG_RUN = 1
+_WATCHDOG_RUN = 1
 WATCHDOG_STOP = 2
 
 
@@ -187,7 +187,7 @@ def open_group(group: Any, collectives: Any, device: torch.device) -> None:
         device: of this process, for the calling thread.
     """
     torch.accelerator.set_device_index(device.index or 0)
-    collectives.set_watchdog_status(WATCHDOG_RUN)
+    collectives.set_watchdog_status(_WATCHDOG_RUN)
     group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
 
 

@@ -21,7 +21,7 @@ from perdure.training.wire.node import VISIBLE, device_ids
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
-EVENT_MARGIN_S = 32
+_EVENT_MARGIN_S = 32
 HOST_PORTS = 32
 
 
@@ -196,7 +196,7 @@ def _hccl(job: Job) -> Iterator[Variable]:
         f"to a multiple of 68); {_EXEC_WHY[comm.timeouts]}",
     )  # fmt: skip
     yield Variable(
-        "HCCL_EVENT_TIMEOUT", str(_execution_s(job) + EVENT_MARGIN_S),
+        "HCCL_EVENT_TIMEOUT", str(_execution_s(job) + _EVENT_MARGIN_S),
         "seconds; must exceed HCCL_EXEC_TIMEOUT or the cause is masked",
     )  # fmt: skip
     yield Variable(

@@ -95,28 +95,28 @@ def has_key(text: str) -> bool:
     return _ANY_KEY.search(text.encode(errors="surrogateescape")) is not None
 
 
-def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]:
+def mask_stream(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]:
     """The same bytes with every secret replaced by `MASK`.
 
     Args:
         pieces: of one text, in their order.
         secrets: known values; one over several lines is masked line by line.
     """
-    literals = literals_of(secrets)
+    literals = literal_forms(secrets)
     lines = _Lines(literals, _pattern(literals))
     for piece in pieces:
         yield from lines.feed(piece)
     yield from lines.end()
 
 
-def masked_text(text: str, secrets: Collection[str]) -> str:
+def mask_text(text: str, secrets: Collection[str]) -> str:
     """A short text, likewise."""
-    return mask_of(secrets)(text)
+    return make_mask(secrets)(text)
 
 
-def mask_of(secrets: Collection[str]) -> Callable[[str], str]:
+def make_mask(secrets: Collection[str]) -> Callable[[str], str]:
     """A function that masks short texts; for many of them its secrets are prepared once."""
-    literals = literals_of(secrets)
+    literals = literal_forms(secrets)
     pattern = _pattern(literals)
 
     def mask(text: str) -> str:
@@ -207,7 +207,7 @@ def _mask_match(match: re.Match[bytes]) -> bytes:
     return content + MASK
 
 
-def literals_of(secrets: Collection[str]) -> list[bytes]:
+def literal_forms(secrets: Collection[str]) -> list[bytes]:
     """What known values look like in a text, longest first: one may begin with another."""
     lines = {line.strip() for secret in secrets for line in secret.splitlines()}
     # As it is, in an address, and as JSON and Python print it.

@@ -26,7 +26,7 @@ import psutil
 
 MARKER = "PERDURE_CONTAINER"
 PRELOAD = "PERDURE_PRELOAD"  # in the environment of a fork server: names of modules
-TRACKER_TIMEOUT_S = 2.0
+_TRACKER_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 # Launchers give a rank its number and its place on the node: torchrun and what follows it, msrun,
 # Open MPI.
@@ -105,7 +105,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def rank_in(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+def read_rank(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
     """The global and the local rank that a launcher put into an environment, None where none is."""
     for rank, local_rank in _RANK_NAMES:
         number, place = environment.get(rank, ""), environment.get(local_rank, "")
@@ -132,7 +132,7 @@ def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> N
             process.send_signal(number)
 
 
-def oldest_first(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def sort_by_start(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """In the order of their starts: parents before what they started, also where pids wrap."""
     return sorted(processes, key=_started_s)
 
@@ -153,14 +153,14 @@ def kill_container(
         Whether nothing is left; a process in uninterruptible sleep cannot be killed.
     """
     deadline_s = time.monotonic() + timeout_s
-    trackers_end_s = time.monotonic() + TRACKER_TIMEOUT_S
+    trackers_end_s = time.monotonic() + _TRACKER_TIMEOUT_S
     while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
         killed = [process for process in processes if not is_tracker(process)]
         if time.monotonic() > trackers_end_s:
             killed = processes
-        signal_all(oldest_first(killed), signal.SIGKILL)
+        signal_all(sort_by_start(killed), signal.SIGKILL)
         psutil.wait_procs(processes, timeout=0.2)
     return True
 

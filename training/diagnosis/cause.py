@@ -20,7 +20,7 @@ from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, Recovera
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000
-ONE_EVENT_S = 60.0  # what a source prints within this time is about one event
+_EVENT_SPAN_S = 60.0  # what a source prints within this time is about one event
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Diagnosis:
     offset: int = 0
 
 
-def counts_as_failure(finding: Finding) -> bool:
+def _counts_as_failure(finding: Finding) -> bool:
     """Whether a finding is a failure: not logged as harmless, not survived by training."""
     if finding.is_low_level:
         return False
@@ -92,7 +92,7 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         Candidate(source, finding)
         for source in sources
         for finding in source.findings
-        if counts_as_failure(finding)
+        if _counts_as_failure(finding)
     ]
     if has_failed and all(c.finding.role is Role.HINT for c in candidates):
         candidates += [
@@ -121,7 +121,7 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
 
 # What a device shows explains an exception that nothing else does; what peers and launchers print
 # of the end of its process does not.
-OF_DEVICES = frozenset(
+DEVICE_FAULTS = frozenset(
     fault_class for fault_class, traits in TRAITS.items() if traits.hardware_fault
 ) | {
     FaultClass.OPERATOR_ERROR,
@@ -139,7 +139,7 @@ def _standing(candidate: Candidate, *, yields: bool) -> float:
     finding = candidate.finding
     if is_unnamed(finding):
         return Role.SYMPTOM + 0.1
-    is_other = finding.role is Role.SYMPTOM and finding.fault_class not in OF_DEVICES
+    is_other = finding.role is Role.SYMPTOM and finding.fault_class not in DEVICE_FAULTS
     return Role.SYMPTOM + 0.2 if yields and is_other else finding.role
 
 
@@ -147,7 +147,7 @@ def _is_later(candidate: Candidate, began: Candidate) -> bool:
     """Whether a line belongs to another event than the first one of its role in the source."""
     if candidate.at_s is None or began.at_s is None:
         return False
-    return candidate.at_s - began.at_s > ONE_EVENT_S
+    return candidate.at_s - began.at_s > _EVENT_SPAN_S
 
 
 # torch_npu wraps what CANN reports, CANN collects what its modules logged and adds the calls that
@@ -202,7 +202,7 @@ def _detail(finding: Finding) -> _Detail:
     return next((d for d, holds in _DETAILS if holds(finding)), _Detail.OWN_WORDS)
 
 
-def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
+def _add_event_details(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     """A line that names a failed kernel, with what other lines of its event add.
 
     "EZ9999: <what failed>" describes the failure, the exception around it has the number,
@@ -231,7 +231,7 @@ def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def choose(
+def choose_cause(
     sources: Sequence[LogSource], *, at_s: float, step: int | None = None
 ) -> Diagnosis | None:
     """The first cause with its runners-up; None when nothing counts as a failure.
@@ -244,13 +244,13 @@ def choose(
     ranked = rank_candidates(sources)
     if not ranked:
         return None
-    best, runners_up = _informed(ranked[0], ranked), []
+    best, runners_up = _add_event_details(ranked[0], ranked), []
     kinds = {_kind(ranked[0])}
     for candidate in ranked[1:]:
         if _kind(candidate) not in kinds:
             kinds.add(_kind(candidate))
-            runners_up.append(fault_of(candidate, at_s=at_s, step=step))
-    fault = fault_of(best, at_s=at_s, step=step)
+            runners_up.append(build_fault(candidate, at_s=at_s, step=step))
+    fault = build_fault(best, at_s=at_s, step=step)
     return Diagnosis(
         fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name, best.finding.offset
     )
@@ -260,12 +260,12 @@ def _kind(candidate: Candidate) -> tuple[str, FaultClass]:
     return candidate.finding.rule, candidate.finding.fault_class
 
 
-def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
+def build_fault(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
     """The fault that a candidate is, with its class's traits filled in."""
     finding, source, origin = candidate.finding, candidate.source, candidate.finding.origin
     traits = TRAITS[finding.fault_class]
     answer = finding.recoverable_by or _usual_answer(finding)
-    user = _either(finding.user_fault, traits.user_fault)
+    user = _value_or(finding.user_fault, traits.user_fault)
     return Fault(
         fault_class=finding.fault_class,
         at_s=candidate.at_s if candidate.at_s is not None else at_s,
@@ -280,8 +280,8 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
         recoverable_by=answer,
         user_fault=user
         if finding.recoverable_by is not RecoverableBy.RETRY
-        else _either(finding.user_fault, False),
-        hardware_fault=_either(finding.hardware_fault, traits.hardware_fault),
+        else _value_or(finding.user_fault, False),
+        hardware_fault=_value_or(finding.hardware_fault, traits.hardware_fault),
         severity=severity_of(finding.line),
     )
 
@@ -293,7 +293,7 @@ def _usual_answer(finding: Finding) -> RecoverableBy:
     return TRAITS[finding.fault_class].recoverable_by
 
 
-def _either(value: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
+def _value_or(value: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
     return default if value is None else value
 
 

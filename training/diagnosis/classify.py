@@ -14,26 +14,31 @@ from datetime import UTC, datetime
 from enum import IntEnum
 
 from perdure.training.diagnosis.cause import (
+    DEVICE_FAULTS,
     MAX_RUNNERS_UP,
-    OF_DEVICES,
     Candidate,
     Diagnosis,
     LogSource,
-    fault_of,
+    build_fault,
     is_unnamed,
     rank_candidates,
 )
-from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, FalseSuccess, first_failed
+from perdure.training.diagnosis.ending import (
+    PIPE_ADVICE,
+    SHORT_CODE,
+    FalseSuccess,
+    find_first_failed,
+)
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
     ExitMeaning,
-    meaning_of,
+    explain_exit,
     signal_name,
     signal_of,
 )
-from perdure.training.diagnosis.peers import compare
+from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
@@ -69,12 +74,12 @@ _TIER_OF = {
 def _tier_of(finding: Finding) -> _Tier:
     if is_unnamed(finding):
         return _Tier.UNNAMED
-    is_of_device = finding.role is Role.SYMPTOM and finding.fault_class in OF_DEVICES
+    is_of_device = finding.role is Role.SYMPTOM and finding.fault_class in DEVICE_FAULTS
     return _Tier.OF_DEVICE if is_of_device else _TIER_OF[finding.role]
 
 
 # What ranks print whose peer is gone.
-_OF_PEERS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
+_PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
@@ -88,20 +93,20 @@ class _Cause:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Name the first cause. Total: evidence that shows nothing gives `unknown`."""
     causes = [
-        *_lost_nodes(evidence),
-        *_staging(evidence),
-        *_workers(evidence),
-        *_silence(evidence),
-        *_outputs(evidence),
-        *_given_up(evidence),
-        *_coordinator(evidence),
-        *_refusal(evidence),
-        *_slowness(evidence),
+        *_blame_lost_nodes(evidence),
+        *_blame_staging(evidence),
+        *_blame_workers(evidence),
+        *_blame_silent_ranks(evidence),
+        *_blame_outputs(evidence),
+        *_blame_fault_given_up(evidence),
+        *_blame_coordinator(evidence),
+        *_blame_refusal(evidence),
+        *_blame_slow_node(evidence),
     ]
     if not causes:
-        return Diagnosis(_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
+        return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
-    best, further = replace(causes[0].fault, num_other_nodes=_num_other_nodes(causes)), []
+    best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
     for cause in causes[1:]:
         if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in classes:
@@ -110,7 +115,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
 
 
-def _num_other_nodes(causes: Sequence[_Cause]) -> int:
+def _count_other_nodes(causes: Sequence[_Cause]) -> int:
     """On how many nodes beside that of the first cause the same is the cause."""
     first = causes[0]
     nodes = {
@@ -121,7 +126,7 @@ def _num_other_nodes(causes: Sequence[_Cause]) -> int:
     return len(nodes - {first.fault.node, None})
 
 
-def _fault(
+def _build_fault(
     fault_class: FaultClass,
     evidence: Evidence,
     line: str,
@@ -150,11 +155,11 @@ def _fault(
     )
 
 
-def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
     explained = {loss.node for loss in evidence.losses}
     for loss in evidence.losses:
         line = f"{loss.node}: {loss.line}"
-        fault = _fault(
+        fault = _build_fault(
             loss.fault_class, evidence, line, node=loss.node, code=loss.code, why=loss.why
         )
         yield _Cause(_Tier.NODE, fault)
@@ -166,21 +171,23 @@ def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
             "the container was taken away."
         )
         line = f"the agent of {node} is gone"
-        fault = _fault(FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why)
+        fault = _build_fault(
+            FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
+        )
         yield _Cause(_Tier.NODE, fault)
 
 
-def _staging(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:
     for node, error in (evidence.staging_errors or {}).items():
         why = (
             "The processes could not be started: the token shards or a secret of env_from could "
             "not be read, or the node's folders could not be written."
         )
-        fault = _fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
+        fault = _build_fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
         yield _Cause(_Tier.ROOT, fault)
 
 
-def _given_up(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_fault_given_up(evidence: Evidence) -> Iterator[_Cause]:
     """What the coordinator knew: the end of a process that was replaced shows nowhere else."""
     given_up = evidence.given_up
     # What an exception means is known by the output of its process alone.
@@ -190,7 +197,7 @@ def _given_up(evidence: Evidence) -> Iterator[_Cause]:
     why = (
         f"{TRAITS[known_fault.fault_class].meaning} Recovery inside the processes: {given_up.why}."
     )
-    fault = _fault(known_fault.fault_class, evidence, known_fault.evidence, why=why)
+    fault = _build_fault(known_fault.fault_class, evidence, known_fault.evidence, why=why)
     placed = replace(
         fault,
         at_s=known_fault.at_s,
@@ -200,47 +207,49 @@ def _given_up(evidence: Evidence) -> Iterator[_Cause]:
         code=known_fault.code,
         step=known_fault.step,
     )
-    is_peers = known_fault.fault_class in _OF_PEERS
+    is_peers = known_fault.fault_class in _PEER_FAULTS
     yield _Cause(_Tier.GIVEN_UP_FOR_PEERS if is_peers else _Tier.GIVEN_UP, placed)
 
 
-def _coordinator(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
     """Every worker ends with its coordinator: none of them is to blame."""
     lost = evidence.coordinator
     if lost is None:
         return
     number = signal_of(lost.exit_code)
     code = signal_name(number) if number is not None else None
-    meaning = meaning_of(lost.exit_code, is_oom=lost.node in evidence.oom_nodes)
+    meaning = explain_exit(lost.exit_code, is_oom=lost.node in evidence.oom_nodes)
     fault_class = meaning.fault_class if meaning and number is not None else FaultClass.UNKNOWN
     how = f"by {code}" if code is not None else f"with exit code {lost.exit_code}: {lost.line}"
     how = f"was ended: {lost.line}" if lost.was_stopped else f"ended {how}"
     line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
-    fault = _fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
+    fault = _build_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
     yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))
 
 
-def _refusal(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:
     if evidence.refusal is not None:
         why = "The engine could not start the processes."
-        fault = _fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
+        fault = _build_fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
         yield _Cause(_Tier.UNEXPLAINED, fault)
 
 
-def _slowness(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
     slow = evidence.slow
     if slow is not None:
-        fault = _fault(FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank)
+        fault = _build_fault(
+            FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank
+        )
         yield _Cause(_Tier.NODE, replace(fault, device=slow.device))
 
 
-def _silence(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
     standstill = standstill_of(evidence.rank_progress) if evidence.silent else None
     if standstill is not None and standstill.missing:
         first = standstill.missing[0]
         why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
-        fault = _fault(
+        fault = _build_fault(
             FaultClass.HANG, evidence, standstill.line, node=first.node, rank=first.rank, why=why
         )
         # Of a command the step of all may be known, and that of this rank not.
@@ -254,15 +263,15 @@ def _silence(evidence: Evidence) -> Iterator[_Cause]:
             why = "The program shows no sign of life."
         if standstill is not None:
             why = f"The processes live but make no progress. {standstill.line}."
-        fault = _fault(
+        fault = _build_fault(
             FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, why=why
         )
         yield _Cause(_Tier.ROOT, fault)
 
 
-def _outputs(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_outputs(evidence: Evidence) -> Iterator[_Cause]:
     """Device logs and the output of health commands; their clocks are not the agents'."""
-    year = _year(evidence)
+    year = _year_of(evidence)
     sources = [
         LogSource(
             output.name,
@@ -275,36 +284,36 @@ def _outputs(evidence: Evidence) -> Iterator[_Cause]:
         for order, output in enumerate(evidence.outputs)
     ]
     for candidate in rank_candidates(sources):
-        fault = fault_of(candidate, at_s=evidence.at_s, step=evidence.step)
+        fault = build_fault(candidate, at_s=evidence.at_s, step=evidence.step)
         rank = candidate.source.rank
         named = replace(fault, at_s=evidence.at_s, node=candidate.source.node, rank=rank)
         yield _Cause(_tier_of(candidate.finding), named)
 
 
-def _workers(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_workers(evidence: Evidence) -> Iterator[_Cause]:
     failed = [end for end in evidence.workers if end.has_failed]
-    year = _year(evidence)
-    logs = compare(
+    year = _year_of(evidence)
+    logs = compare_sources(
         [
             LogSource(end.name, scan_text(end.log, year=year).findings, order, end.rank)
             for order, end in enumerate(failed)
         ]
     )
     for end, log in zip(failed, logs, strict=True):
-        yield _worker(end, _explained(end, log), evidence)
+        yield _blame_worker(end, _choose_finding(end, log), evidence)
 
 
-def _year(evidence: Evidence) -> int:
+def _year_of(evidence: Evidence) -> int:
     return datetime.fromtimestamp(evidence.at_s, UTC).year
 
 
-def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
+def _choose_finding(end: WorkerEnd, log: LogSource) -> Finding | None:
     """The finding that explains an exit: the recorded exception, else the output."""
     if end.bad_end is not None and end.bad_end.fault_class is not None:
         return None  # nothing has crashed: what the output holds was survived
     ranked = rank_candidates([log], has_failed=True)
     best = ranked[0].finding if ranked else None
-    raised = _recorded(end, log)
+    raised = _read_recorded_exception(end, log)
     if raised is None or best is None:
         return raised or best
     # torch_npu raises "The Inner error is reported as above": what it was is in the output.
@@ -314,7 +323,7 @@ def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
     return raised if not is_unnamed(raised) or best.role > Role.SYMPTOM else best
 
 
-def _recorded(end: WorkerEnd, log: LogSource) -> Finding | None:
+def _read_recorded_exception(end: WorkerEnd, log: LogSource) -> Finding | None:
     """The exception that the worker recorded, with the traceback that its output has of it."""
     if not end.error:
         return None
@@ -328,82 +337,84 @@ def _recorded(end: WorkerEnd, log: LogSource) -> Finding | None:
     return recognise(end.error, context if _TRACED in context else _TRACED)
 
 
-def _worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
+def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
     if end.stopped:
-        return _ended(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
+        return _cause_of_end(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
     if end.bad_end is not None:
-        return _not_well(end, end.bad_end, finding, evidence)
-    meaning = meaning_of(end.exit_code, is_oom=end.node in evidence.oom_nodes)
+        return _blame_false_success(end, end.bad_end, finding, evidence)
+    meaning = explain_exit(end.exit_code, is_oom=end.node in evidence.oom_nodes)
     number = signal_of(end.exit_code)
     if meaning is not None and number is None:
         line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
-        return _ended(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
-    if meaning and number and (end.exit_code < 0 or finding is None or _only_guesses(finding)):
-        return _signalled(meaning, number, end, finding, evidence)
+        return _cause_of_end(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
+    if meaning and number and (end.exit_code < 0 or finding is None or _is_guess(finding)):
+        return _blame_signal(meaning, number, end, finding, evidence)
     if finding is None or finding.role is Role.HINT:
         lines = [line.strip() for line in end.log.splitlines() if line.strip()]
         line = end.error or (finding.line if finding else next(reversed(lines), ""))
         line = line or f"exit code {end.exit_code}"
-        return _ended(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
-    return _explained_by_output(end, finding, evidence)
+        return _cause_of_end(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
+    return _blame_by_output(end, finding, evidence)
 
 
-def _not_well(
+def _blame_false_success(
     end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     """A worker whose exit code says that nothing is wrong."""
     if bad.fault_class is FaultClass.UNKNOWN:
         why = "The command ended without an error before its target."
-        return _ended(_Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why)
+        return _cause_of_end(
+            _Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why
+        )
     if bad.fault_class is not None:
-        cause = _ended(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
+        cause = _cause_of_end(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
         return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
     if finding is None or finding.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN
-        return _ended(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)
-    cause = _explained_by_output(end, finding, evidence)
+        return _cause_of_end(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)
+    cause = _blame_by_output(end, finding, evidence)
     explanation = f"{PIPE_ADVICE} {cause.fault.explanation}"
     return replace(cause, fault=replace(cause.fault, explanation=explanation))
 
 
-def _only_guesses(finding: Finding) -> bool:
+def _is_guess(finding: Finding) -> bool:
     """Whether a finding infers from an exit what the exit code itself shows."""
     return finding.role is not Role.ROOT and finding.fault_class is FaultClass.HOST_OOM
 
 
-def _explained_by_output(end: WorkerEnd, finding: Finding, evidence: Evidence) -> _Cause:
+def _blame_by_output(end: WorkerEnd, finding: Finding, evidence: Evidence) -> _Cause:
     """A worker whose end its output explains."""
-    killed = _only_guesses(finding)
+    killed = _is_guess(finding)
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
         name = signal.SIGKILL.name
-        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, finding.line, end, evidence, name)
+        return _cause_of_end(_Tier.ROOT, FaultClass.NATIVE_CRASH, finding.line, end, evidence, name)
     crashed = finding.fault_class is FaultClass.NATIVE_CRASH
     tier = _Tier.ROOT if killed or crashed else _tier_of(finding)
     candidate = Candidate(LogSource(end.name, (finding,), rank=end.rank, node=end.node), finding)
-    fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
-    return _Cause(tier, _placed(fault, end))
+    fault = build_fault(candidate, at_s=end.ended_s, step=evidence.step)
+    return _Cause(tier, _place_fault(fault, end))
 
 
-def _signalled(
+def _blame_signal(
     meaning: ExitMeaning, number: int, end: WorkerEnd, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     name = signal_name(number) or f"SIG{number}"
-    is_echo = finding is not None and finding.fault_class in _OF_PEERS
+    is_echo = finding is not None and finding.fault_class in _PEER_FAULTS
     if name == "SIGABRT" and finding and finding.role is not Role.ROOT and is_echo:
         # Communication libraries abort the process when a peer is gone.
-        return _ended(
+        return _cause_of_end(
             _Tier.CASCADE, finding.fault_class, finding.line, end, evidence, name, finding.why
         )
     line = f"{end.name} ended by {name}"
     # Nothing of a crash: its own words follow from the code.
     is_killed = number == signal.SIGKILL and meaning.fault_class is FaultClass.NATIVE_CRASH
     why = "" if is_killed else meaning.text
-    return _ended(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, why)
+    return _cause_of_end(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, why)
 
 
-def _ended(
+def _cause_of_end(
     tier: _Tier,
     fault_class: FaultClass,
     line: str,
@@ -412,15 +423,15 @@ def _ended(
     code: str | None = None,
     why: str = "",
 ) -> _Cause:
-    fault = _fault(fault_class, evidence, line, code=code, why=why)
-    return _Cause(tier, _placed(fault, end))
+    fault = _build_fault(fault_class, evidence, line, code=code, why=why)
+    return _Cause(tier, _place_fault(fault, end))
 
 
-def _placed(fault: Fault, end: WorkerEnd) -> Fault:
+def _place_fault(fault: Fault, end: WorkerEnd) -> Fault:
     """A fault where and when its worker ended, with the way to the whole output."""
     more = f" Output of the rank: {end.log_path}" if end.log_path is not None else ""
     named = end.rank is not None or fault.rank is not None or end.stopped
-    first = None if named else first_failed(end.log)
+    first = None if named else find_first_failed(end.log)
     if first is not None:
         fault = replace(fault, rank=first.rank, device=first.local_rank)
     return replace(

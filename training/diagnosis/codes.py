@@ -95,7 +95,7 @@ ANSWERS: Mapping[ChipLevel, RecoverableBy] = {
 }
 
 
-def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
+def _add_chip_fact(code: str, spec: CodeSpec) -> CodeSpec:
     """A chip's code with what the table of chip fault codes knows about it."""
     fact = chip_fact(code)
     if fact is None:
@@ -115,7 +115,7 @@ def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
     return spec.model_copy(update=updates)
 
 
-def look_up(line: str) -> CodeFact | None:
+def look_up_code(line: str) -> CodeFact | None:
     """The most precise code of a line, looked up; None when it carries none that is known."""
     if _HEADER.search(line):
         return None
@@ -123,12 +123,12 @@ def look_up(line: str) -> CodeFact | None:
         for match in pattern.finditer(line):
             code = next(group for group in match.groups() if group is not None).upper()
             if table == "chip":
-                code = _worst(code)
+                code = _worst_code(code)
             if match.groupdict().get("errno"):
                 code = str(int(code, 16))
-            spec = _find(table, code)
+            spec = _find_spec(table, code)
             if spec is not None and table == "chip":
-                spec = _of_chip(code, spec) if chip_fact(code) is not None else None
+                spec = _add_chip_fact(code, spec) if chip_fact(code) is not None else None
             if spec is not None:
                 return CodeFact(code, table, spec)
     return None
@@ -139,7 +139,7 @@ _WORDS = re.compile(r"^\s*(?:Error Information)?\s*:\s*\S")
 _ANSWERED = re.compile(r"^\s*Error Code\s*:(.*)$", re.MULTILINE)
 
 
-def code_of_words(line: str, context: str, fault_class: FaultClass) -> CodeFact | None:
+def find_chip_code(line: str, context: str, fault_class: FaultClass) -> CodeFact | None:
     """The chip's code that a line of an answer of npu-smi has the words for.
 
     A chip may report several at once, and nothing says which words are whose: those of the same
@@ -152,15 +152,15 @@ def code_of_words(line: str, context: str, fault_class: FaultClass) -> CodeFact 
     """
     answers = _ANSWERED.findall(context) if _WORDS.match(line) else []
     each = re.findall(rf"\b{_EIGHT}", answers[-1]) if answers else []
-    facts = [fact for code in each if (fact := look_up(f"Error Code : {code}")) is not None]
+    facts = [fact for code in each if (fact := look_up_code(f"Error Code : {code}")) is not None]
     fitting = [fact for fact in facts if fact.spec.fault_class is fault_class] or facts
     if not fitting:
         return None
-    worst = _worst(" ".join(fact.code for fact in fitting))
+    worst = _worst_code(" ".join(fact.code for fact in fitting))
     return next(fact for fact in fitting if fact.code == worst)
 
 
-def _worst(codes: str) -> str:
+def _worst_code(codes: str) -> str:
     """Of the codes that a chip reports together, the one whose level asks for most."""
     each = [code[-8:] for code in re.split(r",? ", codes)]
     facts = [fact for code in each if (fact := chip_fact(code)) is not None]
@@ -169,7 +169,7 @@ def _worst(codes: str) -> str:
     return max(rated, key=lambda pair: pair[0], default=(0, each[0]))[1]
 
 
-def _find(table: str, code: str) -> CodeSpec | None:
+def _find_spec(table: str, code: str) -> CodeSpec | None:
     specs = load_codes()[table]
     if table in {"acl", "hccl"}:
         return specs.get(code)

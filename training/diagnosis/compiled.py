@@ -5,7 +5,7 @@ holds for these patterns, this Hyperscan and this kind of machine alone. It is t
 Python's own bytecode cache: a file of the user's, with a checksum against damage. Without a place
 for it the patterns are compiled each time.
 
-A recovery must not wait for it: `compile_beside` has a process of its own do it while the run
+A recovery must not wait for it: `start_compiler` has a process of its own do it while the run
 starts, with little claim to the processors. In a thread the end of this process would cut the
 compiler off in the middle of its work, which may crash.
 """
@@ -27,24 +27,24 @@ from pathlib import Path
 
 import hyperscan
 
-from perdure.training.diagnosis.recognise import patterns
+from perdure.training.diagnosis.recognise import list_patterns
 from perdure.training.files import home_folder
 
-LONGEST_S = 120.0  # that the other process is waited for
-NICENESS = 10  # what starts meanwhile comes first
+_MAX_WAIT_S = 120.0  # that the other process is waited for
+_NICENESS = 10  # what starts meanwhile comes first
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 _lock = threading.Lock()
-_beside: subprocess.Popen[bytes] | None = None
+_compiler: subprocess.Popen[bytes] | None = None
 
 
-def compile_beside() -> None:
+def start_compiler() -> None:
     """Begin, once in a process, to have the patterns compiled and kept."""
-    global _beside  # noqa: PLW0603 one for each process, as the compiled form is
+    global _compiler  # noqa: PLW0603 one for each process, as the compiled form is
     with _lock:
-        if _beside is not None or _every_match.cache_info().currsize:
+        if _compiler is not None or _database.cache_info().currsize:
             return
         try:
-            _beside = subprocess.Popen(
+            _compiler = subprocess.Popen(
                 [sys.executable, "-m", "perdure.training.diagnosis.compiled"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -53,30 +53,30 @@ def compile_beside() -> None:
             )
         except OSError:
             return  # whoever needs them first compiles them
-        atexit.register(_beside.kill)
+        atexit.register(_compiler.kill)
 
 
-def every_match() -> hyperscan.Database:
+def wait_for_database() -> hyperscan.Database:
     """Reports every place where a pattern matches."""
     with _lock:
-        if _beside is not None:
+        if _compiler is not None:
             with suppress(subprocess.TimeoutExpired):
-                _beside.wait(LONGEST_S)  # two at a time would both take longer
-        return _every_match()
+                _compiler.wait(_MAX_WAIT_S)  # two at a time would both take longer
+        return _database()
 
 
 @cache
-def _every_match() -> hyperscan.Database:
-    wanted = patterns()
-    path = _place(wanted)
+def _database() -> hyperscan.Database:
+    wanted = list_patterns()
+    path = _cache_path(wanted)
     database = _load(path)
     if database is None:
         database = _compile(wanted)
-        _keep(path, database)
+        _save(path, database)
     return database
 
 
-def _place(wanted: Sequence[bytes]) -> Path:
+def _cache_path(wanted: Sequence[bytes]) -> Path:
     """Where the compiled form of some patterns is kept."""
     version = importlib.metadata.version("hyperscan").encode()
     key = hashlib.sha256(b"\n".join([*wanted, version, platform.machine().encode()])).hexdigest()
@@ -110,7 +110,7 @@ def _load(path: Path) -> hyperscan.Database | None:
     return database
 
 
-def _keep(path: Path, database: hyperscan.Database) -> None:
+def _save(path: Path, database: hyperscan.Database) -> None:
     body = hyperscan.dumpb(database)
     temporary = path.with_suffix(f".{id(database):x}")
     try:
@@ -123,8 +123,8 @@ def _keep(path: Path, database: hyperscan.Database) -> None:
 
 def main() -> None:
     """Compile them, unless that has been done."""
-    os.nice(NICENESS)
-    every_match()
+    os.nice(_NICENESS)
+    wait_for_database()
 
 
 if __name__ == "__main__":

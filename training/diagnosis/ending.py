@@ -55,7 +55,7 @@ class FailedRank:
         return self.exit_code < 0 and self.exit_code not in _ECHOES
 
 
-def first_failed(text: str) -> FailedRank | None:
+def find_first_failed(text: str) -> FailedRank | None:
     """The rank that failed first; None where the output does not tell it from others.
 
     Args:
@@ -68,32 +68,32 @@ def first_failed(text: str) -> FailedRank | None:
     root = _ENTRY.search(text, place)
     if root is None:
         return None
-    entries = [_entry(match) for match in _ENTRY.finditer(text, begin)]
-    first = [entry for entry in entries if entry.time == _entry(root).time]
+    entries = [_read_entry(match) for match in _ENTRY.finditer(text, begin)]
+    first = [entry for entry in entries if entry.time == _read_entry(root).time]
     killed = [entry for entry in first if entry.is_killed]
     candidates = killed or first
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _entry(match: re.Match[str]) -> FailedRank:
+def _read_entry(match: re.Match[str]) -> FailedRank:
     time, rank, local_rank, exit_code = match.groups()
     return FailedRank(time, int(rank), int(local_rank), int(exit_code))
 
 
-CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
+_CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
 CORRUPT_ACTION = (
     "Move the damaged checkpoint away, so that the program resumes from the one before it."
 )
 
 
-def of_command(fault: Fault) -> Fault:
+def fault_of_command(fault: Fault) -> Fault:
     """A fault as it holds for a command: what Perdure mends for sessions is the user's."""
     if fault.fault_class is not FaultClass.CHECKPOINT_CORRUPT:
         return fault
     # A reading that was cut short may succeed the next time; the ladder tries that once.
     return replace(
         fault,
-        explanation=f"{fault.explanation} {CORRUPT_WHY} {CORRUPT_ACTION}".strip(),
+        explanation=f"{fault.explanation} {_CORRUPT_WHY} {CORRUPT_ACTION}".strip(),
         action=CORRUPT_ACTION,
         recoverable_by=RecoverableBy.USER_FIX,
         user_fault=True,
@@ -104,18 +104,18 @@ SHORT_CODE = "ENDED_SHORT"
 # A stream that was last written so long before another of its process does not hold the end.
 LAST_WITHIN_S = 10.0
 # The message of an exception may have further lines, and an interpreter that exits may warn.
-MAX_LINES_AFTER = 12
+_MAX_LINES_AFTER = 12
 
 PIPE_ADVICE = (
     "The command failed, but exited with 0: a shell's pipeline has the exit status of its last "
     "command, and one such as `torchrun ... | tee train.log` needs `set -o pipefail`."
 )
 
-LEFT_WHY = (
+_LEFTOVERS_WHY = (
     "The script has ended, and with it the container's work, while the training that it had "
     "started was still running: that was ended with the container."
 )
-LEFT_ACTION = (
+_LEFTOVERS_ACTION = (
     "Let the script wait for the training: start the launcher without `&`, or end with `wait`."
 )
 UNSEEN_NOTE = (
@@ -214,7 +214,7 @@ class Count:
         return self.step + self.stride < self.target
 
 
-def early_end(step: int, target: int) -> str | None:
+def explain_early_end(step: int, target: int) -> str | None:
     """What is wrong with a session program that exited with 0; None where it was at its target."""
     if step >= target:
         return None
@@ -224,7 +224,7 @@ def early_end(step: int, target: int) -> str | None:
     )
 
 
-def short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
+def find_short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
     """The end of a program by whose counts it has not reached its target."""
     for count in counts:
         if count is not None and count.is_short:
@@ -234,26 +234,26 @@ def short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
     return None
 
 
-def left_end(processes: Sequence[str]) -> FalseSuccess:
+def judge_leftovers(processes: Sequence[str]) -> FalseSuccess:
     """The end of a script that did not wait for the training that it had started.
 
     Args:
         processes: that were still running, for people; at least one.
     """
     return FalseSuccess(
-        f"exit code 0 while {_listed(processes)} was still running",
+        f"exit code 0 while {_list_processes(processes)} was still running",
         FaultClass.LAUNCH_MISCONFIGURED,
-        why=LEFT_WHY,
-        action=LEFT_ACTION,
+        why=_LEFTOVERS_WHY,
+        action=_LEFTOVERS_ACTION,
     )
 
 
-def left_note(processes: Sequence[str]) -> str:
+def describe_leftovers(processes: Sequence[str]) -> str:
     """A warning about processes that were still running, of which none trained."""
-    return f"{_listed(processes)} was still running and has been ended with the container"
+    return f"{_list_processes(processes)} was still running and has been ended with the container"
 
 
-def _listed(processes: Sequence[str]) -> str:
+def _list_processes(processes: Sequence[str]) -> str:
     more = f" (and {len(processes) - 1} more)" if len(processes) > 1 else ""
     return f"{processes[0]}{more}"
 
@@ -261,11 +261,11 @@ def _listed(processes: Sequence[str]) -> str:
 def shows_steps(text: str) -> bool:
     """Whether some output has a line of a training step, an epoch or a loss."""
     counts = StepCounts()
-    counts.read("\n".join(_lines(text)), 0)
+    counts.read("\n".join(_split_lines(text)), 0)
     return counts.has_any
 
 
-def again_short(fault: Fault, previous: Fault | None) -> Fault:
+def blame_repeated_end(fault: Fault, previous: Fault | None) -> Fault:
     """A program that ends at the same step when it is started again does so by itself."""
     if fault.code != SHORT_CODE or previous is None:
         return fault
@@ -283,7 +283,7 @@ def again_short(fault: Fault, previous: Fault | None) -> Fault:
     )
 
 
-def crash_in(outputs: Sequence[Output]) -> str | None:
+def find_crash(outputs: Sequence[Output]) -> str | None:
     """The line that shows that a program has failed at its end; None when nothing does.
 
     Args:
@@ -293,13 +293,13 @@ def crash_in(outputs: Sequence[Output]) -> str | None:
     newest_s = max(times, default=0.0)
     for output in outputs:
         if output.written_s is None or newest_s - output.written_s <= LAST_WITHIN_S:
-            line = _last_words(_lines(output.text))
+            line = _find_death(_split_lines(output.text))
             if line is not None:
                 return line
     return None
 
 
-def count_in(text: str) -> Count | None:
+def find_count(text: str) -> Count | None:
     """The last iteration of how many that a program has printed; None where it ended by its wish.
 
     Only counts of the whole training are read: a progress bar may be that of an epoch.
@@ -312,13 +312,13 @@ def count_in(text: str) -> Count | None:
     return Count(step, target, step - earlier, "iteration")
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     parts = (_COLOURS.sub("", part) for part in re.split(r"[\r\n]+", text))
     lines = (_PREFIX.sub("", part).rstrip() for part in parts if part.strip())
     return [_LOGGED_TRACEBACK.sub("", line) for line in lines]
 
 
-def _last_words(lines: Sequence[str]) -> str | None:
+def _find_death(lines: Sequence[str]) -> str | None:
     """How a program died, if nothing after it shows that training went on."""
     counts = StepCounts()
     for index, line in enumerate(lines):
@@ -331,10 +331,10 @@ def _last_words(lines: Sequence[str]) -> str | None:
     begin = next((i for i in range(len(lines) - 1, -1, -1) if re.search(TRACEBACK, lines[i])), None)
     if begin is None or counts.goes_on_after(begin):
         return None
-    return _uncaught(lines, begin)
+    return _find_uncaught(lines, begin)
 
 
-def _uncaught(lines: Sequence[str], begin: int) -> str | None:
+def _find_uncaught(lines: Sequence[str], begin: int) -> str | None:
     """The last line of the traceback that begins here, if the output ends with it."""
     inside = begin + 1
     while inside < len(lines) and lines[inside][:1].isspace():
@@ -345,8 +345,8 @@ def _uncaught(lines: Sequence[str], begin: int) -> str | None:
     following = [
         line for line in lines[inside + 1 :] if not is_low_level(line) and not is_progress(line)
     ]
-    heading = _before_chain(lines, begin)
-    limit = 0 if _LOGGED.search(heading) else MAX_LINES_AFTER
+    heading = _line_before_chain(lines, begin)
+    limit = 0 if _LOGGED.search(heading) else _MAX_LINES_AFTER
     if len(following) > limit or _SURVIVED.search(heading):
         return None
     if frames and _AT_EXIT_FRAME.search(frames[-1]):
@@ -354,7 +354,7 @@ def _uncaught(lines: Sequence[str], begin: int) -> str | None:
     return None if _OF_CHILD.search(heading) and _AT_EXIT.search(raised) else raised
 
 
-def _before_chain(lines: Sequence[str], begin: int) -> str:
+def _line_before_chain(lines: Sequence[str], begin: int) -> str:
     """The line before a traceback, or before the first one of those that belong together."""
     while begin > 0 and _CHAINED.search(lines[begin - 1]):
         earlier = (i for i in range(begin - 1, -1, -1) if re.search(TRACEBACK, lines[i]))

@@ -87,7 +87,7 @@ def load_exceptions() -> tuple[ExceptionSpec, ...]:
     return tuple(ExceptionSpec.model_validate(row) for row in rows)
 
 
-def judge(line: str, context: str) -> Raised | None:
+def judge_exception(line: str, context: str) -> Raised | None:
     """Classify a line as the last one of a traceback.
 
     Args:

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perdure.training.diagnosis.exceptions import judge
+from perdure.training.diagnosis.exceptions import judge_exception
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import WorkerEnded
 
@@ -17,10 +17,10 @@ EXIT_DONE = 0
 EXIT_USER = 2
 EXIT_RESTART_ME = 75
 EXIT_ABOVE_PROCESS = 76
-EXIT_NO_COMMAND = 127
+_EXIT_NO_COMMAND = 127
 SHELL_SIGNAL_BASE = 128  # a shell whose child was ended by signal n exits with 128 + n
 # Raised by training/device.py, which loads torch.
-DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
+_DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ExitMeaning:
     alone: FaultClass | None = None
 
 
-EXITS: Mapping[int, ExitMeaning] = {
+_EXITS: Mapping[int, ExitMeaning] = {
     EXIT_USER: ExitMeaning(
         FaultClass.USER_CODE_ERROR, "The program reports that its user must fix it."
     ),
@@ -54,7 +54,7 @@ EXITS: Mapping[int, ExitMeaning] = {
     EXIT_ABOVE_PROCESS: ExitMeaning(
         FaultClass.DEVICE_LOST, "The worker cannot go on in this container."
     ),
-    EXIT_NO_COMMAND: ExitMeaning(
+    _EXIT_NO_COMMAND: ExitMeaning(
         FaultClass.LAUNCH_MISCONFIGURED,
         "The command cannot be started: it is not there, or names what nothing sets.",
     ),
@@ -78,7 +78,7 @@ KILLED_ACTION = (
 OUT_OF_MEMORY = ExitMeaning(FaultClass.HOST_OOM, "The kernel's OOM killer was active on the node.")
 
 
-def meaning_of(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
+def explain_exit(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
     """What an exit code means; None where only the worker's output explains it.
 
     Args:
@@ -88,7 +88,7 @@ def meaning_of(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
     number = signal_of(exit_code)
     if number == signal.SIGKILL and is_oom:
         return OUT_OF_MEMORY
-    return EXITS.get(exit_code) if number is None else EXITS.get(-number, CRASHED)
+    return _EXITS.get(exit_code) if number is None else _EXITS.get(-number, CRASHED)
 
 
 def was_killed(exit_code: int, error: str | None) -> bool:
@@ -115,11 +115,11 @@ def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
     A process that ends by an exception of its own is not replaced: the whole diagnosis reads its
     output once the attempt has ended. Until then it is unknown, unless its type leaves no doubt.
     """
-    meaning = OUT_OF_MEMORY if ended.is_oom else meaning_of(ended.exit_code)
-    if ended.exit_code >= 0 and (ended.error or "").startswith(DEVICE_BEYOND_HEALING):
+    meaning = OUT_OF_MEMORY if ended.is_oom else explain_exit(ended.exit_code)
+    if ended.exit_code >= 0 and (ended.error or "").startswith(_DEVICE_BEYOND_HEALING):
         fault_class = FaultClass.DEVICE_MEMORY_ERROR
     elif meaning is None:
-        raised = judge(ended.error or "", "")
+        raised = judge_exception(ended.error or "", "")
         is_theirs = raised is not None and raised.spec.fault_class is FaultClass.USER_CODE_ERROR
         fault_class = FaultClass.USER_CODE_ERROR if is_theirs else FaultClass.UNKNOWN
     else:

@@ -128,11 +128,11 @@ def origin_of(line: str, *, year: int) -> Origin:
         line: one line of output.
         year: taken where the line's own time has none.
     """
-    device, rank = _first(_DEVICES, line), _first(_RANKS, line)
+    device, rank = _search_first(_DEVICES, line), _search_first(_RANKS, line)
     return Origin(
         at_s=time_of(line, year=year),
         rank=int(rank) if rank is not None else None,
-        node=_first(_NODES, line),
+        node=_search_first(_NODES, line),
         device=int(device) if device is not None else None,
         code=code_of(line),
     )
@@ -140,7 +140,7 @@ def origin_of(line: str, *, year: int) -> Origin:
 
 def code_of(line: str) -> str | None:
     """The error code that a line carries, as the stack prints it; hexadecimal in capitals."""
-    code = _first(_CODES, line)
+    code = _search_first(_CODES, line)
     return code.upper() if code is not None else None
 
 
@@ -189,7 +189,7 @@ def is_progress(line: str) -> bool:
     return bool(_PROGRESS.search(line))
 
 
-def _first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
+def _search_first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
     for pattern in patterns:
         if match := pattern.search(line):
             return match.group(1)

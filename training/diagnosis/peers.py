@@ -23,7 +23,7 @@ from perdure.training.recovery.faults import FaultClass, RecoverableBy
 _HCCL_OP = re.compile(
     r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]"
 )
-MIN_REPORTING = 2  # one rank's log shows nothing about the others
+_MIN_REPORTING = 2  # one rank's log shows nothing about the others
 _HCCL_PROCESS = re.compile(r"\bHCCL\((\d+),")
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -31,11 +31,11 @@ _NCCL_OP = re.compile(
 # Ranks number the collectives of each group: [PG ID 1 PG GUID 3(TP) Rank 5], [PG 3 Rank 5]
 _NCCL_GROUP = re.compile(r"\[PG (?:ID \d+ PG GUID )?(.{1,80}?) Rank \d+\]")
 _NCCL_LAST = re.compile(r"last enqueued NCCL work: (-?\d+), last completed NCCL work: (-?\d+)")
-MIN_COMMON_STEPS = 2
+_MIN_COMMON_STEPS = 2
 MAX_ANCHORS = 500
 MAX_LINES = 2000
 # Ranks of one node print the same step this far apart without any clock being wrong.
-TOLERATED_S = 1.0
+_TOLERATED_S = 1.0
 _STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d{1,15})\b")
 
 
@@ -55,11 +55,11 @@ class _Report:
         return self.source, self.finding.origin.rank, process[1] if process else None
 
 
-def compare(sources: Sequence[LogSource]) -> list[LogSource]:
+def compare_sources(sources: Sequence[LogSource]) -> list[LogSource]:
     """The sources with what only their comparison shows put on record as findings."""
-    reports = list(_reports(sources))
+    reports = list(_find_reports(sources))
     extra: dict[int, list[Finding]] = {}
-    if pair := _other_operator(reports):
+    if pair := _find_other_operator(reports):
         first, odd = pair
         extra.setdefault(odd.source, []).append(
             replace(
@@ -77,17 +77,17 @@ def compare(sources: Sequence[LogSource]) -> list[LogSource]:
         replace(source, findings=[*source.findings, *extra.get(index, ())])
         for index, source in enumerate(sources)
     ]
-    return _name_the_missing(compared)
+    return _name_missing_ranks(compared)
 
 
-def _name_the_missing(sources: Sequence[LogSource]) -> list[LogSource]:
+def _name_missing_ranks(sources: Sequence[LogSource]) -> list[LogSource]:
     """Timeouts, with the rank that wrote none or that had come least far, where one shows."""
     waits = [f for s in sources for f in s.findings if _is_wait(f)]
     ranks = {s.rank for s in sources if s.rank is not None} | {
         f.origin.rank for f in waits if f.origin.rank is not None
     }
-    missing = missing_ranks(sources, max(ranks) + 1) if ranks else ()
-    slow = laggard(f for s in sources for f in s.findings)
+    missing = find_missing_ranks(sources, max(ranks) + 1) if ranks else ()
+    slow = find_laggard(f for s in sources for f in s.findings)
     if missing:
         listed = ", ".join(map(str, missing[:8]))
         hint = f"All but rank {listed} report the wait: look there first."
@@ -98,7 +98,7 @@ def _name_the_missing(sources: Sequence[LogSource]) -> list[LogSource]:
         return list(sources)
     rank = missing[0] if len(missing) == 1 else None
     return [
-        replace(s, findings=[_waited_for(f, rank, hint) if _is_wait(f) else f for f in s.findings])
+        replace(s, findings=[_add_hint(f, rank, hint) if _is_wait(f) else f for f in s.findings])
         for s in sources
     ]
 
@@ -107,12 +107,12 @@ def _is_wait(finding: Finding) -> bool:
     return finding.fault_class is FaultClass.COLLECTIVE_TIMEOUT and finding.role is not Role.ROOT
 
 
-def _waited_for(finding: Finding, rank: int | None, hint: str) -> Finding:
+def _add_hint(finding: Finding, rank: int | None, hint: str) -> Finding:
     origin = finding.origin if rank is None else replace(finding.origin, rank=rank)
     return replace(finding, origin=origin, why=f"{finding.why} {hint}".strip())
 
 
-def _reports(sources: Sequence[LogSource]) -> Iterable[_Report]:
+def _find_reports(sources: Sequence[LogSource]) -> Iterable[_Report]:
     for index, source in enumerate(sources):
         for finding in source.findings:
             if match := _HCCL_OP.search(finding.line):
@@ -123,7 +123,7 @@ def _reports(sources: Sequence[LogSource]) -> Iterable[_Report]:
                 yield _Report(index, finding, match[2], number)
 
 
-def _other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | None:
+def _find_other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | None:
     """The first report whose operator differs from that of another rank of the same group."""
     first_of_group: dict[str, _Report] = {}
     for report in reports:
@@ -133,7 +133,7 @@ def _other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | Non
     return None
 
 
-def missing_ranks(sources: Sequence[LogSource], world_size: int) -> tuple[int, ...]:
+def find_missing_ranks(sources: Sequence[LogSource], world_size: int) -> tuple[int, ...]:
     """Ranks that did not report a timeout while at least half of the others did."""
     reporting = {
         rank
@@ -144,11 +144,11 @@ def missing_ranks(sources: Sequence[LogSource], world_size: int) -> tuple[int, .
         if rank is not None
     }
     missing = tuple(sorted(set(range(world_size)) - reporting))
-    is_clear = len(reporting) >= MIN_REPORTING and 0 < len(missing) <= world_size // 2
+    is_clear = len(reporting) >= _MIN_REPORTING and 0 < len(missing) <= world_size // 2
     return missing if is_clear else ()
 
 
-def laggard(findings: Iterable[Finding]) -> Finding | None:
+def find_laggard(findings: Iterable[Finding]) -> Finding | None:
     """The report of the rank that had enqueued the fewest NCCL collectives, when they differ."""
     counts = [(int(m[1]), f) for f in findings if (m := _NCCL_LAST.search(f.line))]
     if len({number for number, _ in counts}) < 2:
@@ -156,7 +156,7 @@ def laggard(findings: Iterable[Finding]) -> Finding | None:
     return min(counts, key=lambda pair: pair[0])[1]
 
 
-def anchors(text: str, *, year: int) -> dict[int, float]:
+def find_step_times(text: str, *, year: int) -> dict[int, float]:
     """Step to the first time it is mentioned, for the newest steps of a text."""
     times_s: dict[int, float] = {}
     for line in text.splitlines()[-MAX_LINES:]:
@@ -168,7 +168,7 @@ def anchors(text: str, *, year: int) -> dict[int, float]:
     return {step: times_s[step] for step in newest}
 
 
-def offsets(sources: Sequence[Mapping[int, float]]) -> list[float]:
+def clock_offsets(sources: Sequence[Mapping[int, float]]) -> list[float]:
     """For each source, what must be added to its times to get those of the reference.
 
     The reference is the first source with the most steps. A source that shares too few steps
@@ -177,12 +177,12 @@ def offsets(sources: Sequence[Mapping[int, float]]) -> list[float]:
     if not sources:
         return []
     reference = max(sources, key=len)
-    return [_offset(reference, steps) for steps in sources]
+    return [_clock_offset(reference, steps) for steps in sources]
 
 
-def _offset(reference: Mapping[int, float], steps: Mapping[int, float]) -> float:
+def _clock_offset(reference: Mapping[int, float], steps: Mapping[int, float]) -> float:
     common = reference.keys() & steps.keys()
-    if len(common) < MIN_COMMON_STEPS:
+    if len(common) < _MIN_COMMON_STEPS:
         return 0.0
     difference = median(reference[step] - steps[step] for step in common)
-    return difference if abs(difference) > TOLERATED_S else 0.0
+    return difference if abs(difference) > _TOLERATED_S else 0.0

@@ -26,7 +26,7 @@ UNEXPLAINED = (
     r"|NCCL WARN "
 )
 _UNEXPLAINED = re.compile(UNEXPLAINED)
-_NOTHING_KNOWN = Classification.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
+_UNKNOWN = Classification.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
 
 
@@ -80,23 +80,23 @@ def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None)
         context: text shortly before it.
         candidates: rules to try, in order; None: all.
     """
-    finding = _recognised(line, context, candidates)
+    finding = _find_evidence(line, context, candidates)
     if finding is None or severity_of(line) != Severity.HINT:
         return finding
     is_drivers = finding.rule == _CHIP_RULE or TRAITS[finding.fault_class].hardware_fault
     return replace(finding, is_low_level=finding.is_low_level or is_drivers)
 
 
-def _recognised(line: str, context: str, candidates: Iterable[Rule] | None) -> Finding | None:
-    if _is_no_evidence(line, context):
+def _find_evidence(line: str, context: str, candidates: Iterable[Rule] | None) -> Finding | None:
+    if _is_quotation(line, context):
         return None
     if matched := match_line(line, context, candidates):
         rule, match = matched
         yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
-        coded = _by_code(line) if yields else None
+        coded = _find_code(line) if yields else None
         is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
-        return coded if is_better else _with_chips_code(_by_rule(rule, match, line), context)
-    return _by_code(line) or _by_exception(line, context) or _by_level(line)
+        return coded if is_better else _add_chip_code(_apply_rule(rule, match, line), context)
+    return _find_code(line) or _find_exception(line, context) or _find_level(line)
 
 
 # CANN's own guesses at causes, and the box that rich draws around a traceback.
@@ -106,7 +106,7 @@ _ADVICE = re.compile(
 _FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
 
 
-def _is_no_evidence(line: str, context: str) -> bool:
+def _is_quotation(line: str, context: str) -> bool:
     """Whether a line is advice, or source code quoted in a traceback."""
     if _ADVICE.search(line):
         return True
@@ -114,7 +114,7 @@ def _is_no_evidence(line: str, context: str) -> bool:
     return quoted and not exceptions.names_exception(line)
 
 
-def _classified(rule: str, row: Classification, line: str, why: str) -> Finding:
+def _build_finding(rule: str, row: Classification, line: str, why: str) -> Finding:
     """A line with its row of a table."""
     return Finding(
         rule=rule,
@@ -131,10 +131,10 @@ def _classified(rule: str, row: Classification, line: str, why: str) -> Finding:
     )
 
 
-def _by_rule(rule: Rule, match: re.Match[str], line: str) -> Finding:
+def _apply_rule(rule: Rule, match: re.Match[str], line: str) -> Finding:
     spec, groups = rule.spec, match.groupdict()
     rank, device = groups.get("rank"), groups.get("device")
-    finding = _classified(rule.id, spec, line, spec.why)
+    finding = _build_finding(rule.id, spec, line, spec.why)
     return replace(
         finding,
         origin=Origin(
@@ -149,11 +149,11 @@ def _by_rule(rule: Rule, match: re.Match[str], line: str) -> Finding:
     )
 
 
-def _with_chips_code(finding: Finding, context: str) -> Finding:
+def _add_chip_code(finding: Finding, context: str) -> Finding:
     """The words of an answer of npu-smi with the code that it has for them."""
     if finding.code is not None:
         return finding
-    fact = codes.code_of_words(finding.line, context, finding.fault_class)
+    fact = codes.find_chip_code(finding.line, context, finding.fault_class)
     if fact is None:
         return finding
     spec = fact.spec
@@ -169,45 +169,45 @@ def _with_chips_code(finding: Finding, context: str) -> Finding:
     )
 
 
-def _by_code(line: str) -> Finding | None:
-    fact = codes.look_up(line)
+def _find_code(line: str) -> Finding | None:
+    fact = codes.look_up_code(line)
     if fact is None:
         return None
     why = f"Code {fact.code}: {fact.spec.means}."
-    return replace(_classified(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
+    return replace(_build_finding(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
 
 
-def _by_exception(line: str, context: str) -> Finding | None:
-    raised = exceptions.judge(line, context)
+def _find_exception(line: str, context: str) -> Finding | None:
+    raised = exceptions.judge_exception(line, context)
     if raised is None:
         return None
     where = f" in {raised.frame}." if raised.frame is not None else "."
     return replace(
-        _classified(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
+        _build_finding(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
         role=raised.role,
         recoverable_by=raised.recoverable_by,
         frame=raised.frame,
     )
 
 
-def _by_level(line: str) -> Finding | None:
+def _find_level(line: str) -> Finding | None:
     if _UNEXPLAINED.search(line) is None or _PART_OF_TRACEBACK.search(line):
         return None
-    return _classified(_LEVEL_RULE, _NOTHING_KNOWN, line, "")
+    return _build_finding(_LEVEL_RULE, _UNKNOWN, line, "")
 
 
 @cache
-def patterns() -> Sequence[bytes]:
+def list_patterns() -> Sequence[bytes]:
     """One pattern per rule, in their order, then those of the general recognisers.
 
     The last one is the beginning of a traceback.
     """
     specs = (rule.spec for rule in load_rules())
     general = (*codes.PATTERNS.values(), exceptions.PREFILTER, UNEXPLAINED, exceptions.TRACEBACK)
-    return [portable(text) for text in (*(s.prefilter or s.pattern for s in specs), *general)]
+    return [_make_portable(text) for text in (*(s.prefilter or s.pattern for s in specs), *general)]
 
 
-def portable(pattern: str) -> bytes:
+def _make_portable(pattern: str) -> bytes:
     """A rule's pattern for the automaton: nothing may run past the end of a line."""
     without_names = re.sub(r"\(\?P<\w+>", "(", pattern)
     return re.sub(r"(?<!\\)\[\^", r"[^\\n", without_names).encode()

@@ -126,10 +126,10 @@ def load_rules() -> tuple[Rule, ...]:
     """Every rule, in order of precedence."""
     folder = resources.files("perdure.training.diagnosis").joinpath("rules")
     tables = [tomllib.loads(folder.joinpath(name).read_text("utf-8")) for name in FILES]
-    return tuple(_rule(row) for table in tables for row in table.get("rule", []))
+    return tuple(_compile_rule(row) for table in tables for row in table.get("rule", []))
 
 
-def _rule(row: dict[str, object]) -> Rule:
+def _compile_rule(row: dict[str, object]) -> Rule:
     spec = RuleSpec.model_validate(row)
     context = re.compile(spec.after) if spec.after else None
     return Rule(spec, re.compile(spec.pattern), context)
@@ -148,11 +148,11 @@ def match_line(
     for rule in load_rules() if candidates is None else candidates:
         match = rule.pattern.search(line)
         if match and (rule.context is None or rule.context.search(context)):
-            return None if _is_elsewhere(rule.spec, context) else (rule, match)
+            return None if _is_raised_elsewhere(rule.spec, context) else (rule, match)
     return None
 
 
-def _is_elsewhere(spec: RuleSpec, context: str) -> bool:
+def _is_raised_elsewhere(spec: RuleSpec, context: str) -> bool:
     """Whether the line is of an exception from where the rule does not hold."""
     frames = frames_of(context) if spec.unless_raised_in is not None else []
     return bool(frames and re.search(spec.unless_raised_in or "", frames[-1]))

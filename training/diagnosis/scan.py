@@ -19,9 +19,9 @@ from itertools import accumulate
 import hyperscan
 
 from perdure.training.diagnosis import exceptions
-from perdure.training.diagnosis.compiled import every_match
+from perdure.training.diagnosis.compiled import wait_for_database
 from perdure.training.diagnosis.lines import Origin, has_clock, origin_of, time_of
-from perdure.training.diagnosis.recognise import EXCEPTION_RULE, Finding, patterns, recognise
+from perdure.training.diagnosis.recognise import EXCEPTION_RULE, Finding, list_patterns, recognise
 from perdure.training.diagnosis.rules import Role, load_rules
 from perdure.training.diagnosis.series import StepCounts
 from perdure.training.recovery.faults import FaultClass
@@ -29,19 +29,19 @@ from perdure.training.recovery.faults import FaultClass
 CONTEXT_SIZE_BYTES = 8 << 10
 TAIL_SIZE_BYTES = 1 << 20
 MAX_LINE_CHARS = 4000
-MAX_TIME_CHARS = 200  # of a line are searched for its time
-TIME_LOOK_BACK_BYTES = 128 << 10
+_MAX_TIME_CHARS = 200  # of a line are searched for its time
+_TIME_LOOK_BACK_BYTES = 128 << 10
 _NO_PATTERN = 1 << 20  # a line to be read though no pattern of the automaton matches
-MAX_HITS_PER_BLOCK = 2000
-MAX_LINES_PER_RULE_AND_BLOCK = 256  # that differ in more than digits
-MAX_LINES_ALIKE_AND_BLOCK = 64
-MAX_SHAPE_BYTES = 300
-KEPT_AT_EACH_END = 32
+_MAX_HITS_PER_BLOCK = 2000
+_MAX_LINES_PER_RULE_AND_BLOCK = 256  # that differ in more than digits
+_MAX_LINES_ALIKE_AND_BLOCK = 64
+_MAX_SHAPE_BYTES = 300
+LINES_AT_EACH_END = 32
 
 # Counts of steps are sampled in the first region at both ends, then in the last lines of each.
-FIRST_SAMPLE_BYTES = 32 << 10
-SAMPLE_BYTES = 4 << 10
-SAMPLE_LINES = 16
+_FIRST_SAMPLE_BYTES = 32 << 10
+_SAMPLE_BYTES = 4 << 10
+_SAMPLE_LINES = 16
 BLOCK_SIZE_BYTES = 1 << 20
 MAX_LINE_SIZE_BYTES = 256 << 10
 
@@ -78,7 +78,7 @@ class _State:
     year: int
     first: dict[str, list[Finding]] = field(default_factory=lambda: defaultdict(list))
     last: dict[str, deque[Finding]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT_AT_EACH_END))
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=LINES_AT_EACH_END))
     )
     num_read: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     progress: StepCounts = field(default_factory=StepCounts)
@@ -91,7 +91,7 @@ class _State:
     def begin(self, region: bytes, base: int) -> None:
         """A region is next; its counts of steps are sampled."""
         self._region, self._base, self._timed_to = region, base, 0
-        size = SAMPLE_BYTES if base else FIRST_SAMPLE_BYTES
+        size = _SAMPLE_BYTES if base else _FIRST_SAMPLE_BYTES
         if not base:
             self.progress.read(region[:size].decode("utf-8", "replace"), 0)
         begin = max(size if not base else 0, len(region) - size)
@@ -101,8 +101,8 @@ class _State:
 
     def budget_of(self, rule_id: int) -> int:
         """How many different lines of a rule are read in the next block: few after many."""
-        many = self.num_read[rule_id] > 4 * MAX_LINES_PER_RULE_AND_BLOCK
-        return MAX_LINES_PER_RULE_AND_BLOCK // 32 if many else MAX_LINES_PER_RULE_AND_BLOCK
+        many = self.num_read[rule_id] > 4 * _MAX_LINES_PER_RULE_AND_BLOCK
+        return _MAX_LINES_PER_RULE_AND_BLOCK // 32 if many else _MAX_LINES_PER_RULE_AND_BLOCK
 
     def keep(self, finding: Finding, offset: int) -> None:
         """Keep a finding, unless its rule has enough of them."""
@@ -110,7 +110,7 @@ class _State:
         seen_s = own_s if own_s is not None else self.time_at(offset)
         placed = replace(finding, offset=offset, seen_s=seen_s)
         firsts = self.first[finding.rule]
-        if len(firsts) < KEPT_AT_EACH_END:
+        if len(firsts) < LINES_AT_EACH_END:
             firsts.append(placed)
         else:
             self.last[finding.rule].append(placed)
@@ -119,12 +119,12 @@ class _State:
         """Time of the nearest line before an offset that has one; offsets ascend."""
         position = offset - self._base
         region, stop = self._region, position
-        earliest = max(self._timed_to, position - TIME_LOOK_BACK_BYTES)
+        earliest = max(self._timed_to, position - _TIME_LOOK_BACK_BYTES)
         if not has_clock(region, earliest, stop):
             stop = earliest
         while stop > earliest:
             begin = region.rfind(b"\n", earliest, stop - 1) + 1 or earliest
-            head = region[begin : min(stop, begin + MAX_TIME_CHARS)].decode("utf-8", "replace")
+            head = region[begin : min(stop, begin + _MAX_TIME_CHARS)].decode("utf-8", "replace")
             stamp = time_of(head, year=self.year)
             if stamp is not None:
                 self.seen_s = stamp
@@ -141,7 +141,7 @@ class _State:
         every = [f for findings in (*self.first.values(), *self.last.values()) for f in findings]
         every.sort(key=lambda finding: finding.offset)
         around = zip([None, *every], every, [*every[1:], None], strict=False)
-        every = [_in_its_chain(f, previous, following) for previous, f, following in around]
+        every = [_demote_in_chain(f, previous, following) for previous, f, following in around]
         return [
             replace(
                 f,
@@ -155,14 +155,16 @@ class _State:
 def _last_lines(region: bytes, begin: int) -> int:
     """Where the last few lines of a region begin, not before `begin`."""
     newline = len(region)
-    for _ in range(SAMPLE_LINES + 1):
+    for _ in range(_SAMPLE_LINES + 1):
         newline = region.rfind(b"\n", begin, newline)
         if newline < 0:
             return begin
     return newline + 1
 
 
-def _in_its_chain(finding: Finding, previous: Finding | None, following: Finding | None) -> Finding:
+def _demote_in_chain(
+    finding: Finding, previous: Finding | None, following: Finding | None
+) -> Finding:
     """A finding with its role lowered when another one of its chain of exceptions is the cause.
 
     The last one was raised while the one before was handled, and ended the process. A mistake in
@@ -186,7 +188,7 @@ def _is_mistake_over(finding: Finding, earlier: Finding) -> bool:
     return mistake and earlier.fault_class not in _STOPS and earlier.role <= Role.SYMPTOM
 
 
-def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
+def scan_output(chunks: Iterable[bytes], *, year: int) -> Scan:
     """Read output once, from its beginning.
 
     Args:
@@ -197,10 +199,10 @@ def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
     tail: deque[bytes] = deque()
     kept_bytes = 0
     context, size_bytes, is_text = b"", 0, True
-    for region in regions(chunks):
+    for region in _split_regions(chunks):
         if not size_bytes:
-            is_text = looks_like_text(region)
-        _read(region, context, size_bytes, state)
+            is_text = _is_text(region)
+        _read_region(region, context, size_bytes, state)
         short = len(region) < CONTEXT_SIZE_BYTES
         context = (context + region if short else region)[-CONTEXT_SIZE_BYTES:]
         size_bytes += len(region)
@@ -213,17 +215,17 @@ def scan(chunks: Iterable[bytes], *, year: int) -> Scan:
 
 
 def scan_text(text: str, *, year: int) -> Scan:
-    """`scan` for text that is in memory already."""
-    return scan((text.encode("utf-8", "replace"),), year=year)
+    """`scan_output` for text that is in memory already."""
+    return scan_output((text.encode("utf-8", "replace"),), year=year)
 
 
-def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
+def _read_region(region: bytes, context: bytes, base: int, state: _State) -> None:
     state.begin(region, base)
-    page = distinct(region, base) if state.is_flooded else Page(region, base)
-    limit = None if state.is_flooded else MAX_HITS_PER_BLOCK
+    page = _drop_repeats(region, base) if state.is_flooded else Page(region, base)
+    limit = None if state.is_flooded else _MAX_HITS_PER_BLOCK
     reached = _read_page(page, context, state, limit)
     if reached is not None:
-        remainder = distinct(region[reached:], base + reached)
+        remainder = _drop_repeats(region[reached:], base + reached)
         _read_page(remainder, region[:reached], state, None)
     state.is_flooded = reached is not None or (
         state.is_flooded and len(page.text) < len(region) // 2
@@ -234,7 +236,7 @@ def _read(region: bytes, context: bytes, base: int, state: _State) -> None:
 def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> int | None:
     """Read what matches in a page. Returns where it stopped when there was too much."""
     text = page.text
-    hits, reached = _hits(text, limit)
+    hits, reached = _find_hits(text, limit)
     budget: dict[int, int] = {}
     alike: dict[bytes, int] = defaultdict(int)
     done_to = -1
@@ -246,25 +248,25 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
         done_to = stop = len(text) if stop < 0 else stop
         last = bisect_right(hits, (stop, len(hits) + 1_000_000))
         ids = {pattern_id for _, pattern_id in hits[bisect_left(hits, (begin + 1, -1)) : last]}
-        kind = shape_of(text[begin : min(stop, begin + MAX_SHAPE_BYTES)])
+        kind = _shape_of(text[begin : min(stop, begin + _MAX_SHAPE_BYTES)])
         alike[kind] += 1
-        if alike[kind] > MAX_LINES_ALIKE_AND_BLOCK:
+        if alike[kind] > _MAX_LINES_ALIKE_AND_BLOCK:
             continue
         if alike[kind] == 1:
             for pattern_id in ids:
                 budget[pattern_id] = budget.setdefault(pattern_id, state.budget_of(pattern_id)) - 1
                 state.num_read[pattern_id] += 1
-        finding = _finding(text, context, (begin, stop, end), ids, state.year)
+        finding = _read_line(text, context, (begin, stop, end), ids, state.year)
         if finding is not None:
             state.keep(finding, page.offset_of(begin))
     return reached
 
 
-def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | None]:
+def _find_hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | None]:
     """(end, pattern) of matches, sorted, and where the search stopped at the limit."""
     hits: list[tuple[int, int]] = []
     has_traceback = False
-    traceback_mark = len(patterns()) - 1
+    traceback_mark = len(list_patterns()) - 1
 
     def note(pattern: int, _start: int, end: int, _flags: int, _context: object) -> bool | None:
         nonlocal has_traceback
@@ -275,7 +277,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
         return (limit is not None and len(hits) >= limit) or None
 
     try:
-        every_match().scan(text, match_event_handler=note)
+        wait_for_database().scan(text, match_event_handler=note)
     except hyperscan.ScanTerminated:
         # The last line may have more matches; it is read again with the rest.
         reached = text.rfind(b"\n", 0, hits[-1][0] - 1) + 1
@@ -286,7 +288,7 @@ def _hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | 
     return sorted(set(hits)), None
 
 
-def _finding(
+def _read_line(
     region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], year: int
 ) -> Finding | None:
     """What a line means; `where` is its begin and end, and the end of the first match in it."""
@@ -345,7 +347,7 @@ class Page:
         return self.base + self.origins[bisect_right(self.starts, position) - 1]
 
 
-def regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
+def _split_regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
     """Pieces of at most a block that end at the end of a line; a line without end is cut."""
     remainder = b""
     for chunk in chunks:
@@ -372,25 +374,25 @@ def _clean(region: bytes) -> bytes:
     return _ANSI.sub(b"", region) if b"\x1b" in region else region
 
 
-def looks_like_text(region: bytes) -> bool:
+def _is_text(region: bytes) -> bool:
     """Whether the beginning of some output is text: hardly any control characters."""
     sample = region[:_SAMPLE_SIZE_BYTES]
     control = sum(sample.count(bytes([code])) for code in (*range(9), *range(14, 27)))
     return control <= len(sample) // 20
 
 
-def shape_of(line: bytes) -> bytes:
+def _shape_of(line: bytes) -> bytes:
     """A line with every digit made the same: equal for lines that differ in digits alone."""
     return line.translate(_ONE_DIGIT)
 
 
-def distinct(region: bytes, base: int) -> Page:
+def _drop_repeats(region: bytes, base: int) -> Page:
     """The lines of a region without those that differ from an earlier one in digits alone.
 
     A flood of one message, from a thousand ranks at slightly different times, becomes one line.
     """
     lines = region.split(b"\n")
-    firsts = dict(zip(reversed(shape_of(region).split(b"\n")),
+    firsts = dict(zip(reversed(_shape_of(region).split(b"\n")),
                       range(len(lines) - 1, -1, -1), strict=True))  # fmt: skip
     indices = sorted(firsts.values())
     begins = list(accumulate(map(len, lines), initial=0))  # without the ends of the lines before

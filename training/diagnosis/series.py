@@ -29,18 +29,18 @@ _DIVERGED = (
     "Go back to a checkpoint before it; then change the data order, the learning rate or the "
     "clipping."
 )
-MIN_HISTORY = 3
-HISTORY = 50
-LOSS_JUMP_RATIO = 1.5
-LOSS_JUMP = 0.5
-NORM_JUMP_RATIO = 10.0
-RECOVERED_RATIO = 1.15
-FALLING_STEPS = 3
-STAYING_STEPS = 3
-RISING_STEPS = 4
+_MIN_HISTORY = 3
+_HISTORY = 50
+_LOSS_JUMP_RATIO = 1.5
+_LOSS_JUMP = 0.5
+_NORM_JUMP_RATIO = 10.0
+_RECOVERED_RATIO = 1.15
+_FALLING_STEPS = 3
+_STAYING_STEPS = 3
+_RISING_STEPS = 4
 _END_CHARS = 4000
-STALL_S = 1800.0
-STALL_STEPS = 10
+_STALL_S = 1800.0
+_STALL_STEPS = 10
 MAX_LINES = 40_000
 # How far a count must have moved on before an earlier error counts as survived.
 MARGINS: Mapping[str, float] = {"step": 3, "epoch": 1, "bar": 5, "loss": 40, "done": 1}
@@ -74,7 +74,7 @@ _STANDARD = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class _Measurement:
     """One line of metrics; norm is None where the program prints none."""
 
     line: str
@@ -85,21 +85,21 @@ class Measurement:
 def find_jump(text: str, *, year: int) -> Finding | None:
     """The line at which the loss left its course, if it did.
 
-    The loss must exceed `LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
+    The loss must exceed `_LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
     it is printed, must confirm that, or the losses before it, which rose one after the other;
     otherwise the loss must stay up.
     """
-    series = _measurements(text)
+    series = _read_measurements(text)
     losses = [measurement.loss for measurement in series]
-    for index in range(MIN_HISTORY, len(series)):
-        begin = max(0, index - HISTORY)
-        if losses[index] <= LOSS_JUMP_RATIO * min(losses[begin:index]):
+    for index in range(_MIN_HISTORY, len(series)):
+        begin = max(0, index - _HISTORY)
+        if losses[index] <= _LOSS_JUMP_RATIO * min(losses[begin:index]):
             continue  # not above any median of them either
         history = series[begin:index]
-        if not _jumps(series[index], history) or not _confirmed(series, index, history):
+        if not _has_jumped(series[index], history) or not _is_confirmed(series, index, history):
             continue
         usual = median(m.loss for m in history)
-        recovered = _recovers(losses[index:], usual)
+        recovered = _has_recovered(losses[index:], usual)
         origin = origin_of(series[index].line, year=year)
         return Finding(
             rule="loss-jump",
@@ -117,7 +117,7 @@ def find_jump(text: str, *, year: int) -> Finding | None:
     return None
 
 
-def _measurements(text: str) -> list[Measurement]:
+def _read_measurements(text: str) -> list[_Measurement]:
     measurements = []
     for line in text.splitlines()[-MAX_LINES:]:
         loss = _LOSS.search(line) if "oss" in line else None
@@ -126,30 +126,32 @@ def _measurements(text: str) -> list[Measurement]:
         norm = _NORM.search(line)
         # A norm of zero was not computed.
         value = float(norm[1]) if norm and float(norm[1]) else None
-        measurements.append(Measurement(line.rstrip(), float(loss[1]), value))
+        measurements.append(_Measurement(line.rstrip(), float(loss[1]), value))
     return measurements
 
 
-def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
+def _has_jumped(now: _Measurement, history: Sequence[_Measurement]) -> bool:
     usual = median(m.loss for m in history)
     if not math.isfinite(usual) or usual <= 0 or not math.isfinite(now.loss):
         return False
     spread = median(abs(m.loss - usual) for m in history)
-    return now.loss > usual * LOSS_JUMP_RATIO and now.loss > usual + max(LOSS_JUMP, 8 * spread)
+    return now.loss > usual * _LOSS_JUMP_RATIO and now.loss > usual + max(_LOSS_JUMP, 8 * spread)
 
 
-def _confirmed(series: Sequence[Measurement], index: int, history: Sequence[Measurement]) -> bool:
+def _is_confirmed(
+    series: Sequence[_Measurement], index: int, history: Sequence[_Measurement]
+) -> bool:
     now = series[index]
     norms = [m.norm for m in history if m.norm is not None and math.isfinite(m.norm)]
-    last = [m.loss for m in series[index - RISING_STEPS : index + 1]]
-    rises = len(last) > RISING_STEPS and all(a < b for a, b in pairwise(last))
+    last = [m.loss for m in series[index - _RISING_STEPS : index + 1]]
+    rises = len(last) > _RISING_STEPS and all(a < b for a, b in pairwise(last))
     # The step that overflowed is skipped; Megatron prints the norm of the one before again.
     norm = now.norm if now.norm != series[index - 1].norm else None
     if norm is not None and norms:
-        return rises or not math.isfinite(norm) or norm > NORM_JUMP_RATIO * median(norms)
-    following = [m.loss for m in series[index + 1 : index + 1 + STAYING_STEPS]]
+        return rises or not math.isfinite(norm) or norm > _NORM_JUMP_RATIO * median(norms)
+    following = [m.loss for m in series[index + 1 : index + 1 + _STAYING_STEPS]]
     usual = median(m.loss for m in history)
-    stays = len(following) == STAYING_STEPS and min(following) > usual * LOSS_JUMP_RATIO
+    stays = len(following) == _STAYING_STEPS and min(following) > usual * _LOSS_JUMP_RATIO
     return rises or stays
 
 
@@ -168,7 +170,7 @@ def find_stall(text: str, *, year: int) -> Finding | None:
     if not times:
         return None
     silent_s = times[-1][0] - (began_s if began_s is not None else times[0][0])
-    if silent_s < max(STALL_S, STALL_STEPS * _step_duration_s(lines[last])):
+    if silent_s < max(_STALL_S, _STALL_STEPS * _step_duration_s(lines[last])):
         return None
     return Finding(
         rule="stall",
@@ -206,13 +208,13 @@ def find_wait(text: str, *, year: int) -> Finding | None:
     )
 
 
-def _recovers(losses: Sequence[float], usual: float) -> bool:
+def _has_recovered(losses: Sequence[float], usual: float) -> bool:
     """Whether the loss came back after a jump, or has come down steadily since its peak."""
     if not all(math.isfinite(loss) for loss in losses):
         return False
     since = losses[losses.index(max(losses)) :]
-    falls = len(since) > FALLING_STEPS and all(a > b for a, b in pairwise(since))
-    return falls or losses[-1] <= usual * RECOVERED_RATIO
+    falls = len(since) > _FALLING_STEPS and all(a > b for a, b in pairwise(since))
+    return falls or losses[-1] <= usual * _RECOVERED_RATIO
 
 
 def _step_duration_s(line: str) -> float:
@@ -239,7 +241,7 @@ class StepCounts:
         """Take over every count in a piece of output that begins at `offset`."""
         for line in text.split("\n"):
             if not line.lstrip().startswith(("wandb:", "swanlab:")):
-                counted = _count(line)
+                counted = _read_count(line)
                 if counted is not None:
                     self._add(*counted, offset)
                 is_counted = counted is not None and counted[0] != "bar"
@@ -287,7 +289,7 @@ class StepCounts:
         return any(kind in self._offsets and self._offsets[kind][0] <= offset for kind in kinds)
 
 
-def _count(line: str) -> tuple[str, float] | None:
+def _read_count(line: str) -> tuple[str, float] | None:
     if _DONE.search(line):
         return "done", 1.0
     if match := _STEP.search(line):
@@ -305,14 +307,14 @@ def find_stacks(text: str, *, year: int) -> Finding | None:
     heads = [(i, m) for i, line in enumerate(lines) if (m := _PY_SPY_THREAD.match(line))]
     main = next((i for i, m in heads if m[1] == "MainThread"), heads[0][0] if heads else None)
     if main is not None:
-        return _finding(lines, main, _PY_SPY_FRAME, text, year)
+        return _finding_of_stack(lines, main, _PY_SPY_FRAME, text, year)
     current = [i for i, line in enumerate(lines) if _FAULTHANDLER_THREAD.match(line)]
     if current:
-        return _finding(lines, current[-1], _FAULTHANDLER_FRAME, text, year)
+        return _finding_of_stack(lines, current[-1], _FAULTHANDLER_FRAME, text, year)
     return None
 
 
-def _finding(
+def _finding_of_stack(
     lines: list[str], head: int, frame: re.Pattern[str], text: str, year: int
 ) -> Finding | None:
     frames = []

@@ -20,15 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose
-from perdure.training.diagnosis.peers import anchors, compare, offsets
+from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose_cause
+from perdure.training.diagnosis.peers import clock_offsets, compare_sources, find_step_times
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.scan import (
     BLOCK_SIZE_BYTES,
     MAX_LINE_CHARS,
     MAX_LINE_SIZE_BYTES,
     Scan,
-    scan,
+    scan_output,
 )
 from perdure.training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
 from perdure.training.errors import InputError
@@ -39,7 +39,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a compressed file that is damaged
 # Files that lie beside logs but are none; a file that is named itself is always read.
-NOT_LOGS = frozenset(
+_NOT_LOGS = frozenset(
     ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"  # noqa: SIM905 short
     " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
 )
@@ -86,7 +86,7 @@ class PathDiagnosis:
     unreadable: Sequence[str] = ()
 
 
-def files_of(path: Path) -> list[Path]:
+def list_logs(path: Path) -> list[Path]:
     """The logs below a folder, sorted; a file by itself.
 
     Raises:
@@ -101,7 +101,7 @@ def files_of(path: Path) -> list[Path]:
     logs = sorted(
         file
         for file in path.rglob("*")
-        if file.is_file() and not file.name.startswith(".") and file.suffix not in NOT_LOGS
+        if file.is_file() and not file.name.startswith(".") and file.suffix not in _NOT_LOGS
     )
     if not logs:
         raise InputError("PATH", f"{str(path)!r} holds no logs")
@@ -124,21 +124,21 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
     unreadable: list[InputError] = []
     for order, file in enumerate(files):
         try:
-            readings.append(read_file(file, base=Path(path), order=order, year=year))
+            readings.append(_read_file(file, base=Path(path), order=order, year=year))
         except InputError as error:
             unreadable.append(error)
     if not readings:
         raise unreadable[0]
-    shifts = offsets([reading.steps for reading in readings])
+    shifts = clock_offsets([reading.steps for reading in readings])
     merged = [
         replace(reading.source, clock_offset_s=shift)
         for reading, shift in zip(readings, shifts, strict=True)
     ]
     skipped = [str(error) for error in unreadable]
-    return PathDiagnosis(path, choose(compare(merged), at_s=at_s), readings, skipped)
+    return PathDiagnosis(path, choose_cause(compare_sources(merged), at_s=at_s), readings, skipped)
 
 
-def read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
+def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
     """Read one file into a source.
 
     Raises:
@@ -147,7 +147,7 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
     name = file.name if file == base else str(file.relative_to(base))
     try:
         with _open(file) as stream:
-            result = scan(_chunks(stream), year=year)
+            result = scan_output(_read_chunks(stream), year=year)
     except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
     return read_scan(name, result, order=order, year=year)
@@ -162,7 +162,7 @@ def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
         *(result.findings if result.is_text else ()),
         *(replace(f, offset=f.offset + shift) for f in further if f is not None),
     ]
-    findings = [_resumed(f, result.tail) for f in findings]
+    findings = [_judge_checkpoint(f, result.tail) for f in findings]
     rank = _PATH_RANK.search(name) or _PATH_WORKER.search(name)
     device = _PATH_DEVICE.search(name) or _TORCHRUN_LOCAL_RANK.search(name)
     node = _PATH_NODE.search(name)
@@ -174,10 +174,12 @@ def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
         node=node[1] if node else None,
         device=int(device[1]) if device else None,
     )
-    return ScannedLog(source, anchors(result.tail, year=year), result.size_bytes, result.is_text)
+    return ScannedLog(
+        source, find_step_times(result.tail, year=year), result.size_bytes, result.is_text
+    )
 
 
-def _resumed(finding: Finding, text: str) -> Finding:
+def _judge_checkpoint(finding: Finding, text: str) -> Finding:
     """A damaged file is a checkpoint of the run, with one before it, or was brought by the user."""
     if finding.fault_class is not FaultClass.CHECKPOINT_CORRUPT or finding.recoverable_by:
         return finding
@@ -187,7 +189,7 @@ def _resumed(finding: Finding, text: str) -> Finding:
     )
 
 
-def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str]:
+def read_context(file: Path, line: str, *, radius: int, near: int = 0) -> list[str]:
     """The lines around the first one that is `line`; empty when it is not found.
 
     Args:
@@ -204,7 +206,7 @@ def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str
         with _open(file) as stream:
             if not isinstance(stream, codecs.StreamRecoder):  # which begins with its byte order
                 stream.seek(max(0, near - BLOCK_SIZE_BYTES))
-            lines = _lines(stream)
+            lines = _read_lines(stream)
             for text in lines:
                 if text.strip() == line.strip():
                     return [*previous, text, *islice(lines, radius)]
@@ -214,7 +216,7 @@ def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str
     return []
 
 
-def _lines(stream: BinaryIO) -> Iterator[str]:
+def _read_lines(stream: BinaryIO) -> Iterator[str]:
     """Lines as the scan saw them: without colours, each state of a progress bar by itself."""
     while line := stream.readline(MAX_LINE_SIZE_BYTES):
         text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
@@ -238,6 +240,6 @@ def _open(file: Path) -> Iterator[BinaryIO]:
         yield stream
 
 
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+def _read_chunks(stream: BinaryIO) -> Iterator[bytes]:
     while chunk := stream.read(BLOCK_SIZE_BYTES):
         yield chunk

@@ -25,7 +25,7 @@ from perdure.training.errors import EngineError
 from perdure.training.injection.inside import fired_at_s
 from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV
 from perdure.training.supervisor.run import Run
@@ -138,7 +138,7 @@ class RunDriver:
             ended: how.
         """
         run = self._run(job)
-        kept = kept_steps(run.store, job.run_id)
+        kept = read_kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)
             # By rank: attempt and generation in a file's name do not belong to the state.

@@ -64,7 +64,7 @@ class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
         return self.succeeded and self.began.decision.sub_healthy
 
 
-def spans(
+def pair_events(
     events: Sequence[LedgerEvent], began: type[Began], ended: type[Ended]
 ) -> list[Span[Began, Ended]]:
     """Pairs of events, in the order in which they began.
@@ -104,18 +104,18 @@ class AttemptView:
     @property
     def recoveries(self) -> list[InProcessRecovery]:
         """Recoveries inside its processes, oldest first."""
-        recoveries = spans(self.events, RecoveryBegan, RecoveryEnded)
+        recoveries = pair_events(self.events, RecoveryBegan, RecoveryEnded)
         return [InProcessRecovery(recovery.began, recovery.ended) for recovery in recoveries]
 
     @property
     def pauses(self) -> list[Pause]:
         """Times at which all its ranks were paused on request, oldest first."""
-        return spans(self.events, PauseBegan, PauseEnded)
+        return pair_events(self.events, PauseBegan, PauseEnded)
 
     @property
     def alerts(self) -> list[Alert]:
         """Health points that left their limits, oldest first."""
-        return spans(self.events, AlertRaised, AlertCleared)
+        return pair_events(self.events, AlertRaised, AlertCleared)
 
     @property
     def fault(self) -> Fault | None:

@@ -335,7 +335,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case PlacementCreated():
             _place(history, record)
         case NodeRefused() | NodeReleased():
-            _keep_out_or_let_in(history, record)
+            _update_isolation(history, record)
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
@@ -377,7 +377,7 @@ def _end_or_reopen(history: RunHistory, record: RunEnded | RunReopened) -> None:
         history.ended, history.budgets_from = record, len(history.attempts)
 
 
-def _keep_out_or_let_in(history: RunHistory, record: NodeRefused | NodeReleased) -> None:
+def _update_isolation(history: RunHistory, record: NodeRefused | NodeReleased) -> None:
     if isinstance(record, NodeRefused):
         history.refusals.append(record)
         return

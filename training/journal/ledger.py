@@ -30,7 +30,7 @@ from perdure.training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
 RENEW_S = 5.0  # five renewals in a row may fail before another host takes over
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot mean nothing
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot mean nothing
 
 
 class Identity(FrozenModel):
@@ -53,7 +53,7 @@ class Identity(FrozenModel):
         return cls(
             supervisor=uuid.uuid4().hex[:12],
             host=socket.gethostname(),
-            boot_id=BOOT_ID.read_text(encoding="ascii").strip(),
+            boot_id=_BOOT_ID.read_text(encoding="ascii").strip(),
             pid=os.getpid(),
             process_started_s=psutil.Process().create_time(),
             flow_run=flow_run,

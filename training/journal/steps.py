@@ -68,12 +68,12 @@ def metrics_prefix(run_id: str, placement: int = 0, attempt: int = 0) -> str:
     return f"{base}p{placement:04d}-a{attempt:04d}/" if placement else base
 
 
-def kept_steps(store: ObjectStore, run_id: str) -> dict[int, StepRecord]:
+def read_kept_steps(store: ObjectStore, run_id: str) -> dict[int, StepRecord]:
     """The record of every step that was kept, by step: where a step was done again, the last."""
-    return kept_of(StepReader(store, run_id).read())
+    return drop_lost_steps(StepReader(store, run_id).read())
 
 
-def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
+def drop_lost_steps(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
     """Of every step the record that was kept: where it was done again, the last.
 
     A later attempt begins behind all that was lost, also behind steps that it has not come to yet.
@@ -86,7 +86,7 @@ def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
         previous = by_step.get(record.step)
         if previous is None or _age(record) >= _age(previous):
             by_step[record.step] = record
-    lost_from = _lost_from(first_of)
+    lost_from = _first_lost_steps(first_of)
     return {
         step: record
         for step, record in sorted(by_step.items())
@@ -94,7 +94,7 @@ def kept_of(records: Iterable[StepRecord]) -> dict[int, StepRecord]:
     }
 
 
-def _lost_from(first_of: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
+def _first_lost_steps(first_of: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
     """Of every attempt the step at which a later one began."""
     limits: dict[tuple[int, int], float] = {}
     first = math.inf

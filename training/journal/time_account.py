@@ -174,7 +174,7 @@ class Timeline:
             yield from_s, to_s, above[0][3]
 
 
-def account(
+def account_time(
     history: RunHistory,
     steps: Iterable[StepRecord],
     *,
@@ -362,7 +362,7 @@ def _add_between(timeline: Timeline, attempt: _Attempt, until_s: float) -> None:
 
 def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
     for attempt, lost in zip(
-        attempts, _lost_steps(history, [attempt.steps for attempt in attempts]), strict=True
+        attempts, _find_lost_steps(history, [attempt.steps for attempt in attempts]), strict=True
     ):
         for step in attempt.steps:
             owner = Owner.REDONE if id(step) in lost else Owner.PRODUCTIVE
@@ -384,7 +384,7 @@ def _add_command_steps(timeline: Timeline, attempts: Sequence[_Attempt]) -> None
         goes_on_from = min(goes_on_from, attempt.view.from_step)
 
 
-def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
+def _find_lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
     """Of every attempt the `id` of the records whose steps were lost.
 
     A step is lost when a later attempt, or a recovery in the same one, went back behind it.
@@ -396,14 +396,14 @@ def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> l
     lost: list[set[int]] = []
     goes_on_from: float = float("inf")
     for view, records in zip(reversed(history.attempts), reversed(steps), strict=True):
-        lost.append(_lost_in(view, records, goes_on_from))
+        lost.append(_find_lost_in(view, records, goes_on_from))
         if view.first_step is not None or records:
             first = records[0].step - 1 if records else view.from_step
             goes_on_from = min(goes_on_from, view.from_step, first)
     return lost[::-1]
 
 
-def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float) -> set[int]:
+def _find_lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float) -> set[int]:
     back = [
         (recovery.began.fault.at_s, recovery.ended.step)
         for recovery in view.recoveries
@@ -442,7 +442,7 @@ def _add_recovery(
     index = bisect_right(attempt.steps, noticed_s, key=lambda step: step.at_s)
     last = attempt.steps[index - 1] if index else None
     if last is not None:
-        lost_s = _missing(recovery, last) * attempt.usual_s
+        lost_s = _count_unrecorded_steps(recovery, last) * attempt.usual_s
         timeline.add(Layer.AROUND, Owner.DETECTION, last.at_s, noticed_s)
         timeline.add(Layer.AROUND, Owner.REDONE, last.at_s, min(last.at_s + lost_s, noticed_s))
     if index == len(attempt.steps):
@@ -455,7 +455,7 @@ def _add_recovery(
     timeline.add(Layer.IN_STEP, Owner.DETECTION, begin_s + attempt.usual_s, noticed_s)
 
 
-def _missing(recovery: InProcessRecovery, last: StepRecord) -> int:
+def _count_unrecorded_steps(recovery: InProcessRecovery, last: StepRecord) -> int:
     """How many of the steps that a recovery lost are not on record."""
     ended = recovery.ended
     if ended is None or ended.step is None:

@@ -29,7 +29,7 @@ NAME = "burn_in"
 
 
 @dataclass(frozen=True, slots=True)
-class Burnt:
+class BurnInResult:
     """What a burn-in has shown.
 
     Attributes:
@@ -42,7 +42,7 @@ class Burnt:
     flop_s: float
 
 
-def matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+def make_matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Two square matrices of whole numbers from -LARGEST to LARGEST, the same everywhere.
 
     A linear congruential generator (constants of Numerical Recipes): its bits are a matter of
@@ -57,7 +57,7 @@ def matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     return entries[0], entries[1]
 
 
-def digest(product: npt.NDArray[np.int32]) -> str:
+def digest_product(product: npt.NDArray[np.int32]) -> str:
     """What a product is compared by."""
     return xxhash.xxh3_64_hexdigest(product.astype("<i4").tobytes())
 
@@ -68,12 +68,12 @@ def burn(
     *,
     clock: Callable[[], float] = time.perf_counter,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
-) -> Burnt:
+) -> BurnInResult:
     """Multiply for a while; at least twice, so that a device also agrees with itself."""
     size = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
-    a, b = (torch.from_numpy(m).to(device=device, dtype=torch.float32) for m in matrices(size))
+    a, b = (torch.from_numpy(m).to(device=device, dtype=torch.float32) for m in make_matrices(size))
     first = multiply(a, b)
-    first_digest = digest(first.cpu().numpy().astype(np.int32))
+    first_digest = digest_product(first.cpu().numpy().astype(np.int32))
     wrong = (
         0
         if first_digest == DIGESTS[size]
@@ -87,7 +87,7 @@ def burn(
         repeats += 1
     synchronize(device)
     took_s = max(clock() - began_s, 1e-9)
-    return Burnt(wrong, repeats, 2.0 * size**3 * repeats / took_s)
+    return BurnInResult(wrong, repeats, 2.0 * size**3 * repeats / took_s)
 
 
 def check_device(device: torch.device, seconds: float) -> Check:

@@ -16,16 +16,16 @@ from perdure.training.node_checks.devices import Ask, check_history, judge_devic
 from perdure.training.recovery.healing import RESET_COMMAND_LIMIT_S, HealPlan, is_still_there
 from perdure.training.telemetry import npu_smi
 from perdure.training.telemetry.sampling import NPU_SMI, Sampler, reset_command
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import CheckOutcome
 
 # How a tool words that it did not do what it was asked to; what it did shows the check after it.
 _REFUSED = re.compile(r"fail|error|not support|invalid|denied|permission", re.IGNORECASE)
-MAX_SEEN_CHARS = 200
+_MAX_TEXT_CHARS = 200
 
 
-class AskWithAnswers(Protocol):
-    """Runs a tool that asks back; see `vendor_tools.ask`."""
+class _AskWithAnswers(Protocol):
+    """Runs a tool that asks back; see `vendor_tools.run_tool`."""
 
     def __call__(self, command: Sequence[str], *, timeout_s: float, answers: str) -> str:
         """What it prints."""
@@ -33,7 +33,7 @@ class AskWithAnswers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ChipInspection:
     """What the driver shows of the chips.
 
     Attributes:
@@ -46,9 +46,9 @@ class Look:
     text: str
 
 
-def look_at_chips(
-    plan: HealPlan, slots: int, folder: Path, *, closely: Collection[int], ask_tool: Ask = ask
-) -> Look:
+def inspect_chips(
+    plan: HealPlan, slots: int, folder: Path, *, closely: Collection[int], ask_tool: Ask = run_tool
+) -> ChipInspection:
     """Ask the driver for the health and the error counters of the chips.
 
     Args:
@@ -62,21 +62,23 @@ def look_at_chips(
     health = judge_devices(sample, slots)
     codes = tuple(dict.fromkeys(code for device in sample.devices for code in device.error_codes))
     if health.outcome is CheckOutcome.FAILED:
-        return Look(is_good=False, codes=codes, text=health.seen)
+        return ChipInspection(is_good=False, codes=codes, text=health.seen)
     if is_still_there(plan, codes):
-        return Look(is_good=False, codes=codes, text=f"code {plan.code} is still reported")
+        return ChipInspection(
+            is_good=False, codes=codes, text=f"code {plan.code} is still reported"
+        )
     if find_tool(NPU_SMI) is not None:
         history = check_history(slots, devices=closely, ask_tool=ask_tool)
         if history.outcome is CheckOutcome.FAILED:
-            return Look(is_good=False, codes=codes, text=history.seen)
-    return Look(is_good=True, codes=codes, text=health.seen)
+            return ChipInspection(is_good=False, codes=codes, text=history.seen)
+    return ChipInspection(is_good=True, codes=codes, text=health.seen)
 
 
 def reset_chips(
     devices: Collection[int],
     *,
-    ask_tool: Callable[[Sequence[str]], str] = ask,
-    command: AskWithAnswers = ask,
+    ask_tool: Callable[[Sequence[str]], str] = run_tool,
+    command: _AskWithAnswers = run_tool,
 ) -> tuple[bool, str]:
     """Reset chips by the driver's own tool. Whether it did so, and its words.
 
@@ -100,6 +102,6 @@ def reset_chips(
         return False, "not possible, the device is not in the driver's table"
     refused = next((text for text in answers if _REFUSED.search(text)), None)
     if refused is not None:
-        return False, f"refused: {' '.join(refused.split())[:MAX_SEEN_CHARS]}"
+        return False, f"refused: {' '.join(refused.split())[:_MAX_TEXT_CHARS]}"
     names = ", ".join(f"{chip.npu}.{chip.chip}" for chip in chips)
     return True, f"chip {names} by {NPU_SMI}"

@@ -27,12 +27,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from perdure.training.device import backend_of, synchronize
 from perdure.training.node_checks.verdict import ALL_REDUCE, JOIN
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import Check, CheckOutcome
 from perdure.training.wire.rendezvous import serve_store
 
 NAME = "hccl_test"
-MPIRUN = "mpirun"
+_MPIRUN = "mpirun"
 HOME = "ASCEND_HOME_PATH"
 _PROGRAM = Path("tools/hccl_test/bin/all_reduce_test")
 # Open MPI refuses root without these two, and a container's user is root; MPICH ignores them.
@@ -43,7 +43,7 @@ _ROW = re.compile(r"^\s*(\d+)\s*\|\s*([\d.]+)\s*\|\s*([\d.]+)\s*\|\s*(\w+)", re.
 _ERROR = re.compile(r"^.*interface return err.*retcode: *-?\d+", re.MULTILINE)
 
 
-class Ask(Protocol):
+class _AskWithLimit(Protocol):
     """How a tool is run."""
 
     def __call__(self, command: Sequence[str], *, timeout_s: float) -> str:
@@ -51,7 +51,7 @@ class Ask(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LinkMeasurement:
+class _LinkMeasurement:
     """A line of the program's table; `result` is success, failed or NULL (not checked)."""
 
     size_bytes: int
@@ -59,16 +59,20 @@ class LinkMeasurement:
     result: str
 
 
-def parse_rows(text: str) -> tuple[LinkMeasurement, ...]:
+def _parse_rows(text: str) -> tuple[_LinkMeasurement, ...]:
     """The table: size (bytes), time (us), bandwidth (GB/s), result of the comparison."""
     return tuple(
-        LinkMeasurement(int(size), float(bandwidth), result)
+        _LinkMeasurement(int(size), float(bandwidth), result)
         for size, _, bandwidth, result in _ROW.findall(text)
     )
 
 
 def check_links(
-    slots: int, environment: Mapping[str, str], *, timeout_s: float, ask_tool: Ask = ask
+    slots: int,
+    environment: Mapping[str, str],
+    *,
+    timeout_s: float,
+    ask_tool: _AskWithLimit = run_tool,
 ) -> tuple[Check, ...]:
     """Run it on all slots of this node; nothing where there is no CANN, or a single device.
 
@@ -83,49 +87,49 @@ def check_links(
         return ()
     program = Path(home) / _PROGRAM
     if not program.is_file():
-        return (_check_links(CheckOutcome.SKIPPED, f"not built: there is no {program}"),)
-    if find_tool(MPIRUN) is None:
-        return (_check_links(CheckOutcome.SKIPPED, f"{MPIRUN} is not in PATH"),)
+        return (_link_check(CheckOutcome.SKIPPED, f"not built: there is no {program}"),)
+    if find_tool(_MPIRUN) is None:
+        return (_link_check(CheckOutcome.SKIPPED, f"{_MPIRUN} is not in PATH"),)
     count = str(slots)
-    command = ("env", *_AS_ROOT, MPIRUN, "-n", count, str(program), *_SIZES)
+    command = ("env", *_AS_ROOT, _MPIRUN, "-n", count, str(program), *_SIZES)
     try:
         text = ask_tool((*command, "-d", "fp32", "-o", "sum", "-p", count), timeout_s=timeout_s)
     except NoAnswer:
         reason = f"{slots} devices: no result within {timeout_s:g} s"
-        return (_check_links(CheckOutcome.FAILED, reason),)
-    return (judge(text, slots),)
+        return (_link_check(CheckOutcome.FAILED, reason),)
+    return (judge_links(text, slots),)
 
 
-def judge(text: str, slots: int) -> Check:
+def judge_links(text: str, slots: int) -> Check:
     """What its output says: a wrong sum and an error of HCCL fail, a program in trouble warns."""
-    rows = parse_rows(text)
+    rows = _parse_rows(text)
     wrong = [f"{row.size_bytes} B" for row in rows if row.result == "failed"]
     error = _ERROR.search(text)
     if wrong:
-        return _check_links(
+        return _link_check(
             CheckOutcome.FAILED, f"wrong sums over {slots} devices of {', '.join(wrong)}"
         )
     if error is not None:
-        return _check_links(CheckOutcome.FAILED, error.group().strip())
+        return _link_check(CheckOutcome.FAILED, error.group().strip())
     if not rows:
         # mpirun and the program may not fit each other: that says nothing of the devices.
         last = (text.strip().splitlines() or ["nothing was printed"])[-1]
-        return _check_links(CheckOutcome.WARNING, f"no result: {last[:300]}")
+        return _link_check(CheckOutcome.WARNING, f"no result: {last[:300]}")
     best = max(row.bandwidth_gb_s for row in rows)
     summary = f"{slots} devices, {best:.1f} GB/s for up to {rows[-1].size_bytes >> 20} MiB"
-    check = _check_links(CheckOutcome.OK, summary)
+    check = _link_check(CheckOutcome.OK, summary)
     return check.model_copy(update={"figures": {"algorithm_bandwidth_gb_s": best}})
 
 
-def _check_links(outcome: CheckOutcome, text: str) -> Check:
+def _link_check(outcome: CheckOutcome, text: str) -> Check:
     return Check(name=NAME, outcome=outcome, seen=text, allowed="every sum right")
 
 
 POLL_S = 0.1
-LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
+_LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
 SMALL_REPEATS, LARGE_REPEATS = 10, 3
-LARGE_BYTES = {"cpu": 4 << 20}
-DEVICE_LARGE_BYTES = 64 << 20
+_LARGE_BYTES = {"cpu": 4 << 20}
+_DEVICE_LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,23 +160,23 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
         _mark(store, "joined", seat.rank)
     except (OSError, RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         text = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
-        return (_check_gang(JOIN, CheckOutcome.FAILED, text, began_s),)
-    joined = _check_gang(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
+        return (_gang_check(JOIN, CheckOutcome.FAILED, text, began_s),)
+    joined = _gang_check(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
     try:
         absent = _await_all(store, "joined", seat.world_size, seat.join_s)
     except RuntimeError as error:  # rank 0 has given up on another rank, and its store has ended
         text = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
-        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
+        return joined, _gang_check(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
     if absent:
         if seat.rank == 0:
-            time.sleep(LEAVE_S)  # the others may have begun to wait a little later
+            time.sleep(_LEAVE_S)  # the others may have begun to wait a little later
         ranks = ", ".join(map(str, absent[:8]))
         text = f"no answer from ranks {ranks} within {seat.join_s:g} s"
-        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
+        return joined, _gang_check(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
     reduced = _all_reduce(seat, store, device)
     _mark(store, "left", seat.rank)
     if seat.rank == 0:
-        _await_all(store, "left", seat.world_size, LEAVE_S)
+        _await_all(store, "left", seat.world_size, _LEAVE_S)
     return joined, reduced
 
 
@@ -216,18 +220,18 @@ def _all_reduce(seat: Seat, store: Store, device: torch.device) -> Check:
             timeout=timedelta(seconds=seat.timeout_s),
         )
         try:
-            return _measured(seat, device, began_s)
+            return _measure(seat, device, began_s)
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         text = f"rank {seat.rank}: {_first_line(error)}"
-        return _check_gang(ALL_REDUCE, CheckOutcome.FAILED, text, began_s)
+        return _gang_check(ALL_REDUCE, CheckOutcome.FAILED, text, began_s)
 
 
-def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
-    large = LARGE_BYTES.get(device.type, DEVICE_LARGE_BYTES)
-    latency_s = statistics.median(_timed(seat, device, 1, SMALL_REPEATS))
-    best_s = min(_timed(seat, device, large // 4, LARGE_REPEATS))
+def _measure(seat: Seat, device: torch.device, began_s: float) -> Check:
+    large = _LARGE_BYTES.get(device.type, _DEVICE_LARGE_BYTES)
+    latency_s = statistics.median(_time_all_reduces(seat, device, 1, SMALL_REPEATS))
+    best_s = min(_time_all_reduces(seat, device, large // 4, LARGE_REPEATS))
     # As nccl-tests and hccl_test count: bytes over each link, of a ring.
     share = 2.0 * (seat.world_size - 1) / seat.world_size
     bandwidth = share * large / best_s
@@ -236,11 +240,13 @@ def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
         f"{backend_of(device)}, {seat.world_size} ranks: {latency_s * 1e6:.0f} us for 4 B, "
         f"{bandwidth / 1e6:.0f} MB/s for {large >> 20} MiB"
     )
-    check = _check_gang(ALL_REDUCE, CheckOutcome.OK, text, began_s)
+    check = _gang_check(ALL_REDUCE, CheckOutcome.OK, text, began_s)
     return check.model_copy(update={"figures": figures, "allowed": "every sum right"})
 
 
-def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterator[float]:
+def _time_all_reduces(
+    seat: Seat, device: torch.device, count: int, repeats: int
+) -> Iterator[float]:
     """Seconds of each all-reduce of `count` floats, the first one not counted.
 
     Raises:
@@ -260,7 +266,7 @@ def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterat
             yield took_s
 
 
-def _check_gang(name: str, outcome: CheckOutcome, text: str, began_s: float) -> Check:
+def _gang_check(name: str, outcome: CheckOutcome, text: str, began_s: float) -> Check:
     return Check(name=name, outcome=outcome, seen=text, seconds=time.monotonic() - began_s)
 
 

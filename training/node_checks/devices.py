@@ -9,7 +9,7 @@ from pathlib import Path
 from perdure.training.telemetry import npu_smi
 from perdure.training.telemetry import npu_smi as hccn
 from perdure.training.telemetry.sampling import HCCN_TOOL, NPU_SMI, Sampler
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import Check, CheckOutcome, DeviceSample, NodeSample, worst
 
 Ask = Callable[[Sequence[str]], str]
@@ -26,7 +26,7 @@ def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
 def judge_devices(sample: NodeSample, slots: int) -> Check:
     """Whether the devices that the ranks will use are there and healthy."""
     allowed = f"{slots} healthy devices"
-    if not sample.devices and not expects_devices(sample):
+    if not sample.devices and not _has_driver(sample):
         why = "; ".join(sample.gaps)
         return Check(name="devices", outcome=CheckOutcome.SKIPPED, seen=f"no devices known: {why}")
     sick = [_complaint(device) for device in sample.devices if not device.is_healthy]
@@ -49,7 +49,7 @@ def judge_devices(sample: NodeSample, slots: int) -> Check:
     )
 
 
-def expects_devices(sample: NodeSample) -> bool:
+def _has_driver(sample: NodeSample) -> bool:
     """Whether a driver is there, which then has to show its devices."""
     return f"{NPU_SMI}: not installed" not in sample.gaps
 
@@ -68,7 +68,7 @@ def _is_doubtful(device: DeviceSample) -> bool:
 
 
 def check_history(
-    slots: int, *, devices: Collection[int] | None = None, ask_tool: Ask = ask
+    slots: int, *, devices: Collection[int] | None = None, ask_tool: Ask = run_tool
 ) -> Check:
     """Memory errors, losses of link and packet errors of NPUs since their driver was loaded.
 
@@ -81,7 +81,7 @@ def check_history(
     try:
         every = npu_smi.parse_table(ask_tool((NPU_SMI, "info")))[:slots]
         chips = [chip for index, chip in enumerate(every) if index in wanted]
-        events = [line for chip in chips for line in _past(chip, ask_tool)]
+        events = [line for chip in chips for line in _read_history(chip, ask_tool)]
     except NoAnswer as error:
         return Check(
             name="device_history", outcome=CheckOutcome.WARNING, seen=f"no answer: {error}"
@@ -90,18 +90,18 @@ def check_history(
         name="device_history",
         outcome=worst([outcome for outcome, _ in events] or [CheckOutcome.OK]),
         seen="; ".join(line for _, line in events) or "no memory errors, no losses of link",
-        allowed=f"fewer than {PAGES_LIMIT} isolated pages, no uncorrected memory errors",
+        allowed=f"fewer than {_PAGES_LIMIT} isolated pages, no uncorrected memory errors",
     )
 
 
 # npu-smi's reference: up to 64 pages of HBM can be isolated, then the device has to be replaced.
-PAGES_LIMIT = 64
+_PAGES_LIMIT = 64
 
 
-def _past(chip: npu_smi.Chip, ask_tool: Ask) -> Iterator[tuple[CheckOutcome, str]]:
+def _read_history(chip: npu_smi.Chip, ask_tool: Ask) -> Iterator[tuple[CheckOutcome, str]]:
     name = f"device {chip.physical}"
     ecc = npu_smi.parse_ecc(ask_tool((NPU_SMI, "info", "-t", "ecc", "-i", str(chip.npu))))
-    if ecc is not None and ecc.isolated_pages >= PAGES_LIMIT:
+    if ecc is not None and ecc.isolated_pages >= _PAGES_LIMIT:
         yield CheckOutcome.FAILED, f"{name}: {ecc.isolated_pages} pages isolated"
     elif ecc is not None and (ecc.double_bit or ecc.isolated_pages):
         yield (

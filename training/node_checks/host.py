@@ -28,10 +28,10 @@ from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import HOST_PORTS, variables_of
 from perdure.training.wire.node import Check, CheckOutcome
 
-PROBE_BYTES = 4 << 20
-DISK_COPIES = 2  # the newest save, and the one being written
+_PROBE_BYTES = 4 << 20
+_DISK_COPIES = 2  # the newest save, and the one being written
 RECORDS_BYTES = 32 << 20  # ledger, step records, heartbeats and logs of a run that goes well
-LITTLE_BYTES = 1 << 30  # free space that is little whatever share of its disk it is
+_LITTLE_BYTES = 1 << 30  # free space that is little whatever share of its disk it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,20 @@ def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Che
     path = job.storage.folder
     on_node = job.checkpoint.node_disk
     has_tier = path is None if on_node is None else on_node
-    of_node = _room(job, state_bytes, copies=DISK_COPIES if has_tier else 0, parts=job.engine.nodes)
+    of_node = _required_room(
+        job, state_bytes, copies=_DISK_COPIES if has_tier else 0, parts=job.engine.nodes
+    )
     yield check_disk("disk", folder, of_node)
     if path is not None:
         # One more than is kept: the oldest goes when the newest is whole.
         copies = job.checkpoint.keep_last + 1
         if state_bytes:
-            copies = max(1, copies - _held_bytes(path, job.run_id) // state_bytes)
-        of_store = _room(job, state_bytes, copies=copies)
-        yield check_disk("store_disk", _nearest(path), of_store)
+            copies = max(1, copies - _measure_saves(path, job.run_id) // state_bytes)
+        of_store = _required_room(job, state_bytes, copies=copies)
+        yield check_disk("store_disk", _nearest_folder(path), of_store)
 
 
-def _held_bytes(store: Path, run_id: str) -> int:
+def _measure_saves(store: Path, run_id: str) -> int:
     """What the saves of a run that was started before take of a store."""
     held = 0
     for folder, _, names in os.walk(store / "runs" / run_id / "checkpoints"):
@@ -83,22 +85,24 @@ def _held_bytes(store: Path, run_id: str) -> int:
     return held
 
 
-def _room(job: Job, state_bytes: int | None, *, copies: int, parts: int = 1) -> Room:
+def _required_room(job: Job, state_bytes: int | None, *, copies: int, parts: int = 1) -> Room:
     """What a run writes where it keeps so many copies of its state, or of a part of it."""
     is_known = state_bytes is not None and not job.worker.is_command
     saves = copies * (state_bytes or 0) // parts if is_known else 0
     low = job.watch.disk_free_low_percent
     if copies == 0:
-        return Room(RECORDS_BYTES, LITTLE_BYTES, low, "logs and records")
+        return Room(RECORDS_BYTES, _LITTLE_BYTES, low, "logs and records")
     if not is_known:
-        return Room(RECORDS_BYTES, LITTLE_BYTES, low, "records; the size of its saves is not known")
-    why = f"{copies} saves of {_size((state_bytes or 0) // parts)}, logs and records"
-    return Room(saves + RECORDS_BYTES, saves + LITTLE_BYTES, low, why)
+        return Room(
+            RECORDS_BYTES, _LITTLE_BYTES, low, "records; the size of its saves is not known"
+        )
+    why = f"{copies} saves of {_format_size((state_bytes or 0) // parts)}, logs and records"
+    return Room(saves + RECORDS_BYTES, saves + _LITTLE_BYTES, low, why)
 
 
 def check_disk(name: str, folder: Path, room: Room) -> Check:
     """Whether a file system has room, and takes a file."""
-    allowed = f"{_size(room.needed_bytes)} free" + (f": {room.why}" if room.why else "")
+    allowed = f"{_format_size(room.needed_bytes)} free" + (f": {room.why}" if room.why else "")
     try:
         disk = psutil.disk_usage(str(folder))
         _try_to_write(folder)
@@ -112,11 +116,13 @@ def check_disk(name: str, folder: Path, room: Room) -> Check:
         outcome = CheckOutcome.FAILED
     elif disk.free < room.low_bytes or free_percent < room.low_percent:
         outcome = CheckOutcome.WARNING
-        allowed = f"{_size(room.low_bytes)} and {room.low_percent:g} % free; at least {allowed}"
+        allowed = (
+            f"{_format_size(room.low_bytes)} and {room.low_percent:g} % free; at least {allowed}"
+        )
     return Check(
         name=name,
         outcome=outcome,
-        seen=f"{_size(disk.free)} free ({free_percent:.0f} %) on {folder}",
+        seen=f"{_format_size(disk.free)} free ({free_percent:.0f} %) on {folder}",
         allowed=allowed,
         figures={"free_bytes": float(disk.free)},
     )
@@ -134,7 +140,7 @@ def _try_to_write(folder: Path) -> None:
         probe.unlink(missing_ok=True)
 
 
-def _nearest(path: Path) -> Path:
+def _nearest_folder(path: Path) -> Path:
     """The folder itself, or the first of its parents that exists."""
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
@@ -142,7 +148,7 @@ def _nearest(path: Path) -> Path:
 def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
     """Room for the saves in host memory: twice the node's share of the state, or with copies."""
     available = psutil.virtual_memory().available
-    text = f"{_size(available)} available"
+    text = f"{_format_size(available)} available"
     if state_bytes is None or not job.checkpoint.host_memory:
         return Check(name="memory", outcome=CheckOutcome.OK, seen=text)
     needed = job.checkpoint.shares_in_memory * state_bytes * slots // job.engine.world_size
@@ -150,7 +156,7 @@ def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
         name="memory",
         outcome=CheckOutcome.OK if available >= needed else CheckOutcome.FAILED,
         seen=text,
-        allowed=f"{_size(needed)} for saves in host memory",
+        allowed=f"{_format_size(needed)} for saves in host memory",
     )
 
 
@@ -187,7 +193,7 @@ def listening_ports() -> frozenset[int]:
     )
 
 
-def check_store_of(job: Job) -> Check:
+def check_job_store(job: Job) -> Check:
     """The job's store, as this node reaches it."""
     try:
         store = open_store(job.storage)
@@ -207,7 +213,7 @@ def check_secrets(job: Job, environment: Mapping[str, str]) -> Check:
     return Check(name="secrets", outcome=CheckOutcome.OK, seen=text)
 
 
-def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTES) -> Check:
+def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = _PROBE_BYTES) -> Check:
     """Write, read and delete an object, as saves and restores will."""
     key = f"{prefix.rstrip('/')}/preflight-{uuid.uuid4().hex}"
     data = os.urandom(size_bytes)
@@ -233,7 +239,7 @@ def check_store(store: ObjectStore, prefix: str, *, size_bytes: int = PROBE_BYTE
     return Check(name="store", outcome=CheckOutcome.OK, seen=text, figures=figures)
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -242,7 +248,7 @@ def _size(count: float) -> str:
 
 
 NAME = "device_logs"
-LEVEL = "ASCEND_GLOBAL_LOG_LEVEL"
+_LEVEL = "ASCEND_GLOBAL_LOG_LEVEL"
 PRINTED = "ASCEND_SLOG_PRINT_TO_STDOUT"
 FOLDER = "ASCEND_PROCESS_LOG_PATH"
 _LEVELS = ("debug", "info", "warning", "error", "none")
@@ -258,8 +264,8 @@ def check_logs(job: Job, environment: Mapping[str, str]) -> Check:
         environment: of the node.
     """
     values = {**environment, **variables_of(job)}
-    level = values[LEVEL]
-    problems = list(_problems(job, values))
+    level = values[_LEVEL]
+    problems = list(_find_problems(job, values))
     text = f"level {level} ({_LEVELS[int(level)]})"
     return Check(
         name=NAME,
@@ -269,11 +275,11 @@ def check_logs(job: Job, environment: Mapping[str, str]) -> Check:
     )
 
 
-def _problems(job: Job, values: Mapping[str, str]) -> Iterator[str]:
-    if values[LEVEL] == _NONE:
-        yield f"{LEVEL}={_NONE} writes no log: chip and HCCL faults lose their reason"
-    if values[LEVEL] in _DETAILED:
-        yield f"{LEVEL}={values[LEVEL]} slows every step and fills the disk"
+def _find_problems(job: Job, values: Mapping[str, str]) -> Iterator[str]:
+    if values[_LEVEL] == _NONE:
+        yield f"{_LEVEL}={_NONE} writes no log: chip and HCCL faults lose their reason"
+    if values[_LEVEL] in _DETAILED:
+        yield f"{_LEVEL}={values[_LEVEL]} slows every step and fills the disk"
     if values.get(PRINTED) == "1":
         yield f"{PRINTED}=1 prints the logs and writes no file: they push out what ranks print"
     folder = values.get(FOLDER)

@@ -27,79 +27,79 @@ from perdure.training.node_checks.collectives import check_links
 from perdure.training.node_checks.devices import check_devices, has_torch_npu
 from perdure.training.node_checks.host import (
     check_disks,
+    check_job_store,
     check_logs,
     check_memory,
     check_ports,
     check_secrets,
-    check_store_of,
     listening_ports,
 )
-from perdure.training.node_checks.versions import check_versions, installed
+from perdure.training.node_checks.versions import check_versions, read_installed
 from perdure.training.telemetry.device_addresses import check_rank_table, query_of
 from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
 
-END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
+_END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
 MAX_LISTED = 4  # ranks with a failure that are listed one by one
 
 
 def main() -> None:
     """Read the task, check, print."""
     task = NodeTask.model_validate_json(sys.stdin.buffer.read())
-    sys.stdout.buffer.write(CHECKS.dump_json(check_node(task)) + b"\n")
+    sys.stdout.buffer.write(CHECKS.dump_json(_check_node(task)) + b"\n")
     sys.stdout.flush()
 
 
-def check_node(task: NodeTask) -> tuple[Check, ...]:
+def _check_node(task: NodeTask) -> tuple[Check, ...]:
     """Everything that the task asks for, with the node's name on it."""
     job = Job.model_validate_json(task.job)
-    until_s = time.monotonic() + task.timeout_s - END_MARGIN_S
-    ports = _timed(lambda: _ports(job, task)) if task.is_new else []
+    until_s = time.monotonic() + task.timeout_s - _END_MARGIN_S
+    ports = _run_timed(lambda: _check_ports(job, task)) if task.is_new else []
     ranks = [_fork(task, job, local_rank) for local_rank in range(task.slots)]
     try:
-        of_host = _of_host(job, task) if task.is_new else []
+        of_host = _check_host(job, task) if task.is_new else []
         of_ranks = [rank.await_checks(until_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.end()
     # Once the ranks have let go of the devices.
-    links = _timed(lambda: _links(job, task, until_s)) if task.is_new else []
-    every = (*of_host, *ports, *merged(of_ranks), *links)
+    links = _run_timed(lambda: _check_links(job, task, until_s)) if task.is_new else []
+    every = (*of_host, *ports, *merge_checks(of_ranks), *links)
     return tuple(check.model_copy(update={"node": task.node}) for check in every)
 
 
-def _ports(job: Job, task: NodeTask) -> Sequence[Check]:
+def _check_ports(job: Job, task: NodeTask) -> Sequence[Check]:
     is_first, has_npus = task.first_rank == 0, has_torch_npu()
     return [check_ports(job, is_first=is_first, has_npus=has_npus, used=listening_ports)]
 
 
-def _links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
+def _check_links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
     left_s = min(job.preflight.collective_s, until_s - time.monotonic())
     return check_links(task.slots, os.environ, timeout_s=max(0.0, left_s))
 
 
-def _of_host(job: Job, task: NodeTask) -> list[Check]:
+def _check_host(job: Job, task: NodeTask) -> list[Check]:
     folder = Path(task.folder)
     disk = Path(task.node_folder).parent if task.node_folder is not None else folder
     checks = [
-        *_timed(lambda: check_devices(folder, task.slots)),
-        *_timed(lambda: check_versions(installed())),
-        *_timed(
+        *_run_timed(lambda: check_devices(folder, task.slots)),
+        *_run_timed(lambda: check_versions(read_installed())),
+        *_run_timed(
             lambda: tuple(check_disks(job, disk if disk.is_dir() else folder, task.state_bytes))
         ),
-        *_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
+        *_run_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
         check_logs(job, os.environ),
     ]
     if any(source.block is None for source in job.env_from.values()):
-        checks += _timed(lambda: [check_secrets(job, os.environ)])
+        checks += _run_timed(lambda: [check_secrets(job, os.environ)])
     query = query_of(job)
     if query is not None:
-        checks += _timed(lambda: [check_rank_table(query)])
+        checks += _run_timed(lambda: [check_rank_table(query)])
     if task.with_store:
-        checks += _timed(lambda: [check_store_of(job)])
+        checks += _run_timed(lambda: [check_job_store(job)])
     return checks
 
 
-def _timed(check: Callable[[], Sequence[Check]]) -> list[Check]:
+def _run_timed(check: Callable[[], Sequence[Check]]) -> list[Check]:
     """The checks, with the time that they took, together."""
     began_s = time.monotonic()
     checks = check()
@@ -159,7 +159,7 @@ def _fork(task: NodeTask, job: Job, local_rank: int) -> _Rank:
     code = 1
     try:
         os.close(reader)
-        os.write(writer, CHECKS.dump_json(_checks_of_rank(task, job, local_rank)))
+        os.write(writer, CHECKS.dump_json(_check_rank(task, job, local_rank)))
         code = 0
     except BaseException:  # noqa: BLE001 the end of the process, as the interpreter would have it
         traceback.print_exc()
@@ -167,7 +167,7 @@ def _fork(task: NodeTask, job: Job, local_rank: int) -> _Rank:
         os._exit(code)
 
 
-def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, ...]:
+def _check_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, ...]:
     """In the forked process: the device, then the gang."""
     began_s = time.monotonic()
     device = pick_device(local_rank)
@@ -189,7 +189,7 @@ def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, .
     return tuple(checks)
 
 
-def merged(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
+def merge_checks(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
     """One check of each name for all ranks of a node: the worst outcome, and who has it."""
     names = dict.fromkeys(check.name for checks in ranks for check in checks)
     for name in names:

@@ -19,9 +19,9 @@ from perdure.training.processes import free_port
 from perdure.training.telemetry.vendor_tools import end_session
 from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask
 
-MAX_RANKS = 4
+_MAX_RANKS = 4
 LOOPBACK = "127.0.0.1"
-NODE_PROGRAM = "perdure.training.node_checks.program"
+_NODE_PROGRAM = "perdure.training.node_checks.program"
 
 
 class NodeProgram:
@@ -37,7 +37,7 @@ class NodeProgram:
         try:
             process = self._start(environment)
         except OSError as error:
-            return (_failed(task, f"the program does not start: {error}"),)
+            return (_failed_check(task, f"the program does not start: {error}"),)
         try:
             out, _ = process.communicate(task.model_dump_json().encode(), task.timeout_s)
             return CHECKS.validate_json(out)
@@ -48,7 +48,7 @@ class NodeProgram:
             reason = f"the program ended with exit code {code} and no result"
         finally:
             end_session(process)
-        return (_failed(task, reason),)
+        return (_failed_check(task, reason),)
 
     def end(self) -> None:
         """End the program that runs, if one does; its caller gets a failed check."""
@@ -60,7 +60,7 @@ class NodeProgram:
     def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with self._lock:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", NODE_PROGRAM],
+                [sys.executable, "-m", _NODE_PROGRAM],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -69,7 +69,7 @@ class NodeProgram:
             return self._process
 
 
-def _failed(task: NodeTask, reason: str) -> Check:
+def _failed_check(task: NodeTask, reason: str) -> Check:
     return Check(name="node", node=task.node, outcome=CheckOutcome.FAILED, seen=reason)
 
 
@@ -83,7 +83,7 @@ def check_this_machine(
         state_bytes: model and optimizer state of the whole job; None: not known.
         environment: of the processes, with the keys of the store.
     """
-    ranks = min(job.engine.world_size, MAX_RANKS)
+    ranks = min(job.engine.world_size, _MAX_RANKS)
     is_new = not has_store(job.storage)
     variables, local = variables_of(job), interface_variables(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="perdure-preflight-") as folder:

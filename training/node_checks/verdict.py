@@ -16,9 +16,9 @@ from perdure.training.wire.node import Check, CheckOutcome
 # Checks of the gang; named here, for this module must not load torch.
 JOIN = "join"
 ALL_REDUCE = "all_reduce"
-SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
-SPEED = "gflop_s"
-SHARED = frozenset({"store", "store_disk", "secrets"})
+_SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
+_SPEED = "gflop_s"
+_SHARED = frozenset({"store", "store_disk", "secrets"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CheckVerdict:
 
 def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
     """Draw one verdict from the checks of all nodes of a placement."""
-    compared = tuple(_compared(checks))
+    compared = tuple(_compare_nodes(checks))
     refused: dict[str, str] = {}
     common: list[str] = []
     for name in dict.fromkeys(check.name for check in compared):
@@ -71,23 +71,23 @@ def _is_common(name: str, failed: Sequence[Check], completed: Sequence[Check]) -
     if name == ALL_REDUCE:
         return 2 * len(failed) >= len(completed)
     # One node that is checked alone shows no difference between itself and what all share.
-    return len(failed) == len(completed) and (len(completed) > 1 or name in SHARED)
+    return len(failed) == len(completed) and (len(completed) > 1 or name in _SHARED)
 
 
-def _compared(checks: Sequence[Check]) -> Sequence[Check]:
+def _compare_nodes(checks: Sequence[Check]) -> Sequence[Check]:
     """Warn of versions that differ from most nodes', and of devices that are slow beside others."""
     versions = [c.seen for c in checks if c.name == VERSIONS]
     usual = statistics.mode(versions) if versions else ""
-    speeds = [c.figures[SPEED] for c in checks if SPEED in c.figures]
+    speeds = [c.figures[_SPEED] for c in checks if _SPEED in c.figures]
     median = statistics.median(speeds) if len(speeds) > 2 else 0.0
-    return [_with_warning(check, usual=usual, median=median) for check in checks]
+    return [_add_warning(check, usual=usual, median=median) for check in checks]
 
 
-def _with_warning(check: Check, *, usual: str, median: float) -> Check:
+def _add_warning(check: Check, *, usual: str, median: float) -> Check:
     text = ""
     if check.name == VERSIONS and check.seen != usual:
         text = f"{check.seen}; most nodes have {usual}"
-    elif check.figures.get(SPEED, median) < SLOW_SHARE * median:
+    elif check.figures.get(_SPEED, median) < _SLOW_SHARE * median:
         text = f"{check.seen}; the median node reaches {median:.1f} GFLOP/s"
     if not text or check.outcome is not CheckOutcome.OK:
         return check

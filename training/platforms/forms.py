@@ -37,10 +37,10 @@ from perdure.training.platforms.settings import (
     ImportedSettings,
     Reader,
     Setting,
-    combine,
-    number,
-    refuse,
-    source_of,
+    combine_settings,
+    quote_entry,
+    read_number,
+    refusal_of,
 )
 from perdure.training.platforms.tft import read_tft
 
@@ -71,33 +71,33 @@ class PlatformEntry:
     read: Reader
 
 
-def _count(field: str) -> Reader:
+def _count_reader(field: str) -> Reader:
     def read(name: str, text: str) -> Iterator[Finding]:
-        yield Setting(field, number(name, text, low=1, high=128), source_of(name, text))
+        yield Setting(field, read_number(name, text, low=1, high=128), quote_entry(name, text))
 
     return read
 
 
-def _choice(setting: str, *, words: Mapping[str, bool]) -> Reader:
+def _choice_reader(setting: str, *, words: Mapping[str, bool]) -> Reader:
     """A word that switches `setting` on or off."""
 
     def read(name: str, text: str) -> Iterator[Finding]:
         if text not in words:
-            raise refuse(name, text, " or ".join(words))
-        yield Setting(setting, words[text], source_of(name, text))
+            raise refusal_of(name, text, " or ".join(words))
+        yield Setting(setting, words[text], quote_entry(name, text))
 
     return read
 
 
-def _fact(fact: Fact, words: tuple[str, ...], but: Mapping[str, str]) -> Reader:
+def _fact_reader(fact: Fact, words: tuple[str, ...], but: Mapping[str, str]) -> Reader:
     """A word that only matters beside others; `but` holds the warning that it comes with."""
 
     def read(name: str, text: str) -> Iterator[Finding]:
         if text not in words:
-            raise refuse(name, text, " or ".join(words))
-        yield Setting(fact, text, source_of(name, text))
+            raise refusal_of(name, text, " or ".join(words))
+        yield Setting(fact, text, quote_entry(name, text))
         if text in but:
-            yield f"{source_of(name, text)}: {but[text]}"
+            yield f"{quote_entry(name, text)}: {but[text]}"
 
     return read
 
@@ -121,18 +121,18 @@ _STRATEGIES: Mapping[str, tuple[str, ...]] = {
 _AVAILABILITY = ("dump", "retry", "recover", "elastic-training")
 
 
-def _listed(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+def _split_words(name: str, text: str, allowed: tuple[str, ...]) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
         if word not in allowed:
-            raise refuse(name, text, f"a comma list of {', '.join(allowed)}; not {word!r}")
+            raise refusal_of(name, text, f"a comma list of {', '.join(allowed)}; not {word!r}")
     return words
 
 
 def _read_strategies(name: str, text: str) -> Iterator[Finding]:
     """recover-strategy: what is not in the list is off."""
-    words = _listed(name, text, tuple(_STRATEGIES))
-    source = source_of(name, text)
+    words = _split_words(name, text, tuple(_STRATEGIES))
+    source = quote_entry(name, text)
     on = {setting for word in words for setting in _STRATEGIES[word]}
     for setting in dict.fromkeys(
         setting for settings in _STRATEGIES.values() for setting in settings
@@ -145,8 +145,8 @@ def _read_strategies(name: str, text: str) -> Iterator[Finding]:
 
 def _read_availability(name: str, text: str) -> Iterator[Finding]:
     """HIGH_AVAILABILITY: each word brings dump with it (--enable-high-availability)."""
-    words = _listed(name, text, _AVAILABILITY)
-    source = source_of(name, text)
+    words = _split_words(name, text, _AVAILABILITY)
+    source = quote_entry(name, text)
     yield Setting("end_of_life_checkpoint", True, source)
     for word in ("retry", "recover"):
         for setting in _STRATEGIES[word]:
@@ -156,7 +156,7 @@ def _read_availability(name: str, text: str) -> Iterator[Finding]:
 
 
 def _read_retry_times(name: str, text: str) -> Iterator[Finding]:
-    times, source = number(name, text, low=0, high=100), source_of(name, text)
+    times, source = read_number(name, text, low=0, high=100), quote_entry(name, text)
     yield Setting("unconditional", times > 0, source)
     yield Setting(Fact.SERVICE_RETRY, times > 0, source)
     if times:
@@ -165,8 +165,8 @@ def _read_retry_times(name: str, text: str) -> Iterator[Finding]:
 
 def _read_scheduling(name: str, text: str) -> Iterator[Finding]:
     if text not in _SCHEDULING:
-        raise refuse(name, text, " or ".join(_SCHEDULING))
-    source = source_of(name, text)
+        raise refusal_of(name, text, " or ".join(_SCHEDULING))
+    source = quote_entry(name, text)
     yield Setting(Fact.FAULT_SCHEDULING, text, source)
     if text == "off":
         yield Setting("unconditional", False, source)
@@ -183,23 +183,23 @@ _SUB_HEALTHY_GOES_ON = "the job goes on where it is; only later placements avoid
 _RESTART_POLICIES = ("Never", "Always", "OnFailure", "ExitCode")
 _POLICY_OF_KUBELET = "containers are started again by the ladder, never by the kubelet"
 
-FORMS: Mapping[str, PlatformEntry] = {
+ENTRIES: Mapping[str, PlatformEntry] = {
     "fault-tolerance/job-retry-num": PlatformEntry(
-        Platform.MODELARTS, "1 to 128", "max_restarts", _count("max_restarts")
+        Platform.MODELARTS, "1 to 128", "max_restarts", _count_reader("max_restarts")
     ),
     "fault-tolerance/job-unconditional-retry": PlatformEntry(
         Platform.MODELARTS, "true, false", "unconditional",
-        _choice("unconditional", words=_TRUE_FALSE),
+        _choice_reader("unconditional", words=_TRUE_FALSE),
     ),
     "fault-tolerance/hang-retry": PlatformEntry(
-        Platform.MODELARTS, "true, false", "hang", _choice("hang", words=_TRUE_FALSE)
+        Platform.MODELARTS, "true, false", "hang", _choice_reader("hang", words=_TRUE_FALSE)
     ),
     "fault-tolerance/pod-retry-num": PlatformEntry(
-        Platform.MODELARTS, "1 to 128", "pod_retries", _count("pod_retries")
+        Platform.MODELARTS, "1 to 128", "pod_retries", _count_reader("pod_retries")
     ),
     "fault-tolerance/hccl_op_retry": PlatformEntry(
         Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must be the same",
-        _choice("operator_retry", words=_TRUE_FALSE),
+        _choice_reader("operator_retry", words=_TRUE_FALSE),
     ),
     GRACE: PlatformEntry(Platform.MODELARTS, "-1 to 86400", "failover_grace_s", read_grace),
     "MS_ENABLE_TFT": PlatformEntry(
@@ -207,7 +207,7 @@ FORMS: Mapping[str, PlatformEntry] = {
     ),
     SKIP: PlatformEntry(
         Platform.MINDFORMERS, "True, False", "data_skipping",
-        _choice("data_skipping", words=YAML_BOOL),
+        _choice_reader("data_skipping", words=YAML_BOOL),
     ),
     MONITOR_ON: PlatformEntry(
         Platform.MINDFORMERS, "True, False", "what the next three need", read_switch
@@ -241,18 +241,18 @@ FORMS: Mapping[str, PlatformEntry] = {
     ),
     "pod-rescheduling": PlatformEntry(
         Platform.MINDCLUSTER, "on, off", "pod_retries: 128 or 0",
-        _choice("pod_retries", words={"on": True, "off": False}),
+        _choice_reader("pod_retries", words={"on": True, "off": False}),
     ),
     "subHealthyStrategy": PlatformEntry(
         Platform.MINDCLUSTER, "ignore, graceExit, forceExit, hotSwitch", "-",
-        _fact(
+        _fact_reader(
             Fact.SUB_HEALTHY, ("ignore", "graceExit", "forceExit", "hotSwitch"),
             dict.fromkeys(("graceExit", "forceExit", "hotSwitch"), _SUB_HEALTHY_GOES_ON),
         ),
     ),
     "restartPolicy": PlatformEntry(
         Platform.MINDCLUSTER, ", ".join(_RESTART_POLICIES), "-",
-        _fact(
+        _fact_reader(
             Fact.RESTART_POLICY, _RESTART_POLICIES,
             dict.fromkeys(("Always", "OnFailure", "ExitCode"), _POLICY_OF_KUBELET),
         ),
@@ -260,7 +260,7 @@ FORMS: Mapping[str, PlatformEntry] = {
 }  # fmt: skip
 
 # Entries beside the ones above that set nothing a restart policy could hold.
-OTHERS: Mapping[str, str] = {
+IGNORED_ENTRIES: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "job_template", "jupyter-lab/enable", "tensorboard/enable",
@@ -295,20 +295,20 @@ def read_platform(
     findings: list[Finding] = []
     warnings: list[str] = []
     for name, text in entries.items():
-        if name in OTHERS:
-            warnings.append(f"{name}: {OTHERS[name]}, ignored")
+        if name in IGNORED_ENTRIES:
+            warnings.append(f"{name}: {IGNORED_ENTRIES[name]}, ignored")
             continue
-        if name not in FORMS:
+        if name not in ENTRIES:
             raise InputError(name, f"{text!r}: no such setting; {_hint(name)}")
-        findings += FORMS[name].read(name, text)
+        findings += ENTRIES[name].read(name, text)
     findings += read_absent(entries)
     findings += read_monitor(entries)
     settings = [finding for finding in findings if isinstance(finding, Setting)]
     warnings += [finding for finding in findings if isinstance(finding, str)]
-    return combine([*settings, *job_settings], warnings)
+    return combine_settings([*settings, *job_settings], warnings)
 
 
 def _hint(name: str) -> str:
-    by_leaf = {name.rpartition("/")[2]: name for name in FORMS}
+    by_leaf = {name.rpartition("/")[2]: name for name in ENTRIES}
     close = difflib.get_close_matches(name.rpartition("/")[2], by_leaf, n=1)
-    return f"did you mean {by_leaf[close[0]]}?" if close else f"known are {', '.join(FORMS)}"
+    return f"did you mean {by_leaf[close[0]]}?" if close else f"known are {', '.join(ENTRIES)}"

@@ -16,8 +16,8 @@ from perdure.training.platforms.settings import (
     Finding,
     Setting,
     Value,
-    refuse,
-    source_of,
+    quote_entry,
+    refusal_of,
 )
 
 PREFIX = "fault-tolerance/"
@@ -40,8 +40,8 @@ _ABSENT: Mapping[str, Mapping[str, Value]] = {
 def read_grace(name: str, text: str) -> Iterator[Finding]:
     """MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS: -1, its default, is no forced end."""
     if not re.fullmatch(r"-1|[0-9]{1,5}", text) or int(text) > MAX_GRACE_S:
-        raise refuse(name, text, f"a number from {NO_FORCED_END} to {MAX_GRACE_S}")
-    yield Setting("failover_grace_s", int(text), source_of(name, text))
+        raise refusal_of(name, text, f"a number from {NO_FORCED_END} to {MAX_GRACE_S}")
+    yield Setting("failover_grace_s", int(text), quote_entry(name, text))
 
 
 def read_absent(entries: Mapping[str, str]) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def read_absent(entries: Mapping[str, str]) -> Iterator[Finding]:
             if entries.get(name, "false") != "false":
                 text = f"{entries[name]!r} needs {JOB_RETRY_NUM}, a number from 1 to 128"
                 raise InputError(name, text)
-        entries_text = ", ".join(source_of(name, text) for name, text in entries.items())
+        entries_text = ", ".join(quote_entry(name, text) for name, text in entries.items())
         yield f"{entries_text} without {JOB_RETRY_NUM}: the job is never restarted"
     for name, fields in _ABSENT.items():
         if name not in entries:

@@ -18,7 +18,7 @@ from typing import Any
 from perdure.training.platforms.forms import Platform, read_platform
 from perdure.training.platforms.modelarts import GRACE
 from perdure.training.platforms.monitor import CHECK, COUNT, MONITOR_ON, SKIP, THRESHOLD
-from perdure.training.platforms.settings import Value, shown
+from perdure.training.platforms.settings import Value, format_value
 from perdure.training.platforms.tft import TFT, read_snapshot_steps
 from perdure.training.recovery.rungs import Policy, RestartCount
 
@@ -97,11 +97,15 @@ def print_platform(
             if name not in read and value != default[name] and not has_no_effect:
                 without_entry[name] = value
             continue
-        why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, platform)
-        warnings.append(f"{name}={shown(value)}: {platform} {why}")
+        why = (
+            f"can only be {format_value(read[name])}"
+            if name in read
+            else _describe_lack(name, platform)
+        )
+        warnings.append(f"{name}={format_value(value)}: {platform} {why}")
     for name, value in extras.items():
         if read.get(name) != value:
-            warnings.append(f"{name}={shown(value)}: {platform} has no entry for it")
+            warnings.append(f"{name}={format_value(value)}: {platform} has no entry for it")
     return ExportedPolicy(entries, tuple(warnings), without_entry)
 
 
@@ -111,13 +115,13 @@ def _print_extras(policy: Policy, platform: Platform, extras: Mapping[str, Value
         return {GRACE: str(grace)}
     if platform is not Platform.MINDFORMERS:
         return {}
-    entries = _monitor(policy, extras)
+    entries = _print_monitor(policy, extras)
     if policy.numeric_retry and steps is not None:
-        entries[TFT] = _tft(policy, snapshot_every_steps=steps)
+        entries[TFT] = _print_tft(policy, snapshot_every_steps=steps)
     return entries
 
 
-def _monitor(policy: Policy, extras: Mapping[str, Value]) -> Entries:
+def _print_monitor(policy: Policy, extras: Mapping[str, Value]) -> Entries:
     """monitor_config, where the job has something that it can hold."""
     norm, count = extras.get("abnormal_grad_norm"), extras.get("max_skipped_in_a_row")
     if norm is None or not (policy.numeric_retry or policy.data_skipping):
@@ -131,12 +135,14 @@ def _read_snapshot_steps(entries: Entries) -> Mapping[str, int]:
     return {} if steps is None else {"snapshot_every_steps": steps}
 
 
-def _no_entry(name: str, platform: Platform) -> str:
+def _describe_lack(name: str, platform: Platform) -> str:
     value = _UNNAMED[platform].get(name)
-    return "has no entry for it" + (f", there it is {shown(value)}" if value is not None else "")
+    return "has no entry for it" + (
+        f", there it is {format_value(value)}" if value is not None else ""
+    )
 
 
-def _modelarts(policy: Policy) -> Entries:
+def _print_modelarts(policy: Policy) -> Entries:
     prefix = "fault-tolerance/"
     pods = policy.pod_retries if policy.max_restarts else 0
     counts = {"job-retry-num": policy.max_restarts, "pod-retry-num": pods}
@@ -146,15 +152,15 @@ def _modelarts(policy: Policy) -> Entries:
         "hccl_op_retry": policy.operator_retry,
     }
     entries = {prefix + name: str(min(n, 128)) for name, n in counts.items() if n > 0}
-    return entries | {prefix + name: shown(on) for name, on in switches.items()}
+    return entries | {prefix + name: format_value(on) for name, on in switches.items()}
 
 
-def _mindformers(policy: Policy) -> Entries:
+def _print_mindformers(policy: Policy) -> Entries:
     skipping = {"use_skip_data_by_global_norm": "True"} if policy.data_skipping else {}
-    return {TFT: _tft(policy), **skipping}
+    return {TFT: _print_tft(policy), **skipping}
 
 
-def _tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
+def _print_tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
     """MS_ENABLE_TFT; TRE:2 goes back to a snapshot as ours does, TRE:1 to a checkpoint."""
     has_steps = policy.numeric_retry and snapshot_every_steps is not None
     switches = {
@@ -170,7 +176,7 @@ def _tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
     return f"{{{named}}}"
 
 
-def _in_process(policy: Policy) -> list[str]:
+def _in_process_words(policy: Policy) -> list[str]:
     words = {
         "retry": policy.memory_retry or policy.collective_retry,
         "recover": policy.process_replace or policy.node_replace,
@@ -179,12 +185,12 @@ def _in_process(policy: Policy) -> list[str]:
     return [word for word, on in words.items() if on]
 
 
-def _mindspeed(policy: Policy) -> Entries:
-    words = _in_process(policy)
+def _print_mindspeed(policy: Policy) -> Entries:
+    words = _in_process_words(policy)
     return {"HIGH_AVAILABILITY": ",".join(words)} if words else {}
 
 
-def _mindcluster(policy: Policy) -> Entries:
+def _print_mindcluster(policy: Policy) -> Entries:
     times = min(policy.max_restarts, 100) if policy.unconditional else 0
     entries = {
         "fault-scheduling": "grace",
@@ -194,7 +200,11 @@ def _mindcluster(policy: Policy) -> Entries:
         "restartPolicy": "Never",
     }
     # Process-level recovery asks for fault-retry-times; without it only the last save is left.
-    words = _in_process(policy) if times else [w for w in _in_process(policy) if w == "dump"]
+    words = (
+        _in_process_words(policy)
+        if times
+        else [w for w in _in_process_words(policy) if w == "dump"]
+    )
     if "recover" in words and policy.process_replace:
         at = words.index("recover")
         in_place = (
@@ -205,10 +215,10 @@ def _mindcluster(policy: Policy) -> Entries:
 
 
 _PRINTERS: Mapping[Platform, Callable[[Policy], Entries]] = {
-    Platform.MODELARTS: _modelarts,
-    Platform.MINDFORMERS: _mindformers,
-    Platform.MINDSPEED: _mindspeed,
-    Platform.MINDCLUSTER: _mindcluster,
+    Platform.MODELARTS: _print_modelarts,
+    Platform.MINDFORMERS: _print_mindformers,
+    Platform.MINDSPEED: _print_mindspeed,
+    Platform.MINDCLUSTER: _print_mindcluster,
 }
 
 # What a platform does about a field that none of its entries names, where that is not our

@@ -26,7 +26,7 @@ MAX_GRACE_S = 86_400
 
 # A count that a platform only switches on has no limit of its own there: the largest one here,
 # so that max_restarts is the limit that counts.
-SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries": (0, 128)})
+_SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries": (0, 128)})
 
 
 class Fact(StrEnum):
@@ -123,7 +123,7 @@ class ImportedSettings:
         return replace(base or Policy(), **named)
 
 
-def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:
+def combine_settings(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:
     """Combine settings.
 
     Raises:
@@ -155,7 +155,7 @@ def _agree(past: Setting, new: Setting) -> Setting:
     raise InputError(
         "",
         f"{past.source} and {new.source} contradict each other: {past.name} is "
-        f"{shown(past.value)} or {shown(new.value)}, keep one of them",
+        f"{format_value(past.value)} or {format_value(new.value)}, keep one of them",
     )
 
 
@@ -177,28 +177,28 @@ def _check(pair: Pair, by_name: Mapping[str, Setting]) -> None:
 
 def _resolved(setting: Setting) -> Value:
     value = setting.value
-    if isinstance(value, bool) and setting.name in SWITCHED_COUNTS:
-        return SWITCHED_COUNTS[setting.name][value]
+    if isinstance(value, bool) and setting.name in _SWITCHED_COUNTS:
+        return _SWITCHED_COUNTS[setting.name][value]
     return value
 
 
-def shown(value: Value | None) -> str:
+def format_value(value: Value | None) -> str:
     """A value as a job file has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def source_of(name: str, text: str) -> str:
+def quote_entry(name: str, text: str) -> str:
     """An entry as messages quote it."""
     return f"{name}={text!r}"
 
 
-def refuse(name: str, text: str, allowed: str) -> InputError:
+def refusal_of(name: str, text: str, allowed: str) -> InputError:
     """The error for a value that is not allowed."""
     return InputError(name, f"{text!r} must be {allowed}")
 
 
-def number(name: str, text: str, *, low: int, high: int) -> int:
+def read_number(name: str, text: str, *, low: int, high: int) -> int:
     """A decimal number within limits."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
-        raise refuse(name, text, f"a number from {low} to {high}")
+        raise refusal_of(name, text, f"a number from {low} to {high}")
     return int(text)

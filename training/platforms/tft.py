@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from perdure.training.errors import InputError
-from perdure.training.platforms.settings import Finding, Setting, number
+from perdure.training.platforms.settings import Finding, Setting, read_number
 
 _ON_OFF = ("0", "1")
 _BEFORE_RSC = ("UCE", "HCCE", "ARF", "TRE")
@@ -98,7 +98,7 @@ def read_snapshot_steps(name: str, text: str) -> int | None:
 def _snapshot_steps(name: str, values: Mapping[str, str]) -> int | None:
     if _STEPS not in values:
         return None
-    return number(f"{name} {_STEPS}", values[_STEPS], low=1, high=1_000_000)
+    return read_number(f"{name} {_STEPS}", values[_STEPS], low=1, high=1_000_000)
 
 
 def _tft_warnings(name: str, values: Mapping[str, str], on: Mapping[str, bool]) -> Iterator[str]:

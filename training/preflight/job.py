@@ -30,7 +30,7 @@ from perdure.training.engines.registry import make_engine
 from perdure.training.environment import check_environment, variables_of, worker_path
 from perdure.training.errors import EngineError, InputError
 from perdure.training.files import home_folder
-from perdure.training.platforms.settings import shown
+from perdure.training.platforms.settings import format_value
 from perdure.training.preflight.program import check_recipe, script_notes
 from perdure.training.preflight.storage import MOUNTS, check_place, place_of
 from perdure.training.processes import LAUNCHER
@@ -116,7 +116,7 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
     """What the layout allows of recovery inside the processes, and what platform entries became."""
     reading = job.restart.read_platform()
     became = [
-        Note(f"{name}={shown(value)}: from {reading.sources[name]}")
+        Note(f"{name}={format_value(value)}: from {reading.sources[name]}")
         for name, value in reading.fields.items()
         if getattr(job.restart, name, value) == value  # what a list leaves out gives way
     ]

@@ -17,7 +17,7 @@ from typing import Any
 from perdure.storage.objects import ObjectStore
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import StepReader, identity_of, kept_of
+from perdure.training.journal.steps import StepReader, drop_lost_steps, identity_of
 from perdure.training.journal.time_account import (
     MEANING,
     RECOVERY,
@@ -25,7 +25,7 @@ from perdure.training.journal.time_account import (
     Interval,
     Key,
     Owner,
-    account,
+    account_time,
 )
 from perdure.training.recovery.rungs import RUNGS
 
@@ -90,7 +90,7 @@ class Accountant:
         Raises:
             StorageError: the store did not give the steps.
         """
-        return account(history, self.records(history), now_s=now_s)
+        return account_time(history, self.records(history), now_s=now_s)
 
     def kept(self) -> dict[int, StepRecord]:
         """The record of every step in the store that counts.
@@ -99,7 +99,7 @@ class Accountant:
             StorageError: the store did not give the steps.
         """
         with self._reading:
-            return kept_of(self._reader.read())
+            return drop_lost_steps(self._reader.read())
 
 
 def share_rows(account: Account) -> list[dict[str, str]]:

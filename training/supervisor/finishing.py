@@ -21,7 +21,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import again_short, of_command
+from perdure.training.diagnosis.ending import blame_repeated_end, fault_of_command
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -339,8 +339,10 @@ class AttemptFinisher:
         # A user who starts a run that had ended has seen how.
         before = self._writer.history.attempts[self._writer.history.budgets_from : -1]
         last = before[-1].ended if before else None
-        fault = again_short(found.fault, last.fault if last is not None else None)
-        return replace(found, fault=of_command(fault) if self._job.worker.is_command else fault)
+        fault = blame_repeated_end(found.fault, last.fault if last is not None else None)
+        return replace(
+            found, fault=fault_of_command(fault) if self._job.worker.is_command else fault
+        )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Name the place of a hang's stacks in its fault."""

@@ -24,7 +24,7 @@ from perdure.training.telemetry.alerts import (
     Key,
     RankSample,
     RunSample,
-    key_of,
+    alert_key,
 )
 from perdure.training.wire.agent import AgentStatus
 
@@ -57,7 +57,7 @@ class AttemptHealth:
         for alert in view.alerts:
             self._count = max(self._count, alert.began.number)
             if alert.ended is None:
-                key = key_of(alert.began)
+                key = alert_key(alert.began)
                 self._raised[key] = alert.began
                 self._watch.open.add(key)
 
@@ -130,7 +130,7 @@ class AttemptHealth:
             device=one.device,
             step=one.step,
         )
-        self._raised[key_of(one)] = note
+        self._raised[alert_key(one)] = note
         return note
 
     def _clear(self, key: Key, now_s: float) -> AlertCleared:

@@ -20,7 +20,7 @@ from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import StorageError
 from perdure.training.agent.log_collection import await_collected
 from perdure.training.config.job import Job
-from perdure.training.diagnosis.compiled import compile_beside
+from perdure.training.diagnosis.compiled import start_compiler
 from perdure.training.engines.base import Placement, Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.registry import make_fleet
@@ -302,7 +302,7 @@ class Run:
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
         """Start the next attempt, or adopt the living one, and watch it to its end."""
-        compile_beside()  # or the recovery from the first fault would wait for it
+        start_compiler()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
         if view is None:

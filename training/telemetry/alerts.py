@@ -19,22 +19,22 @@ from perdure.training.wire.node import NodeSample
 
 Key = tuple[AlertKind, str | None, int | None]
 
-LOSS_WINDOW = 50
-MIN_STEPS = 10  # before their mean is worth a comparison
+_LOSS_WINDOW = 50
+_MIN_STEPS = 10  # before their mean is worth a comparison
 # A small loss wavers by more than its mean: a jump is also beyond so many standard deviations.
-LOSS_DEVIATIONS = 6.0
-STEP_WINDOW = 10_000
-RECENT_STEPS = 5  # whose median is compared, for one slow step is no trend
+_LOSS_DEVIATIONS = 6.0
+_STEP_WINDOW = 10_000
+_RECENT_STEPS = 5  # whose median is compared, for one slow step is no trend
 LATENCY_HOLD_S = 5.0
 WINDOW_S = 5.0  # of ranks' waiting, at least
-MIN_WINDOW_STEPS = 5
-MIN_CHECKPOINT_AGE_S = 60.0
+_MIN_WINDOW_STEPS = 5
+_MIN_CHECKPOINT_AGE_S = 60.0
 CLEAR_S = 30.0
 # A rank that steps again hangs no more; what wavers has to stay inside its limits for a while.
 _CLEAR_S = {AlertKind.HANG: 3.0}
 # How long a point has to be out of its limits; what is not here is raised at once. A window of
 # ranks' waiting is itself some seconds long.
-HOLD_WINDOWS = 3
+_HOLD_WINDOWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class RunSample:
     retries: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
-def key_of(about: AlertCondition | AlertRaised) -> Key:
+def alert_key(about: AlertCondition | AlertRaised) -> Key:
     """What it is about; a straggler stays one when the rank does, a hang whoever reports it."""
     if about.point is AlertKind.HANG:
         return about.point, None, None
@@ -108,7 +108,7 @@ def key_of(about: AlertCondition | AlertRaised) -> Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class AlertChanges:
     """What a sample has changed."""
 
     raised: tuple[AlertCondition, ...] = ()
@@ -128,17 +128,17 @@ class AlertMonitor:
     open: set[Key] = field(default_factory=set)
     _since_s: dict[Key, float] = field(default_factory=dict)
     _seen_s: dict[Key, float] = field(default_factory=dict)
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
-    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEP_WINDOW))
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSS_WINDOW))
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_WINDOW))
     _step: int = -1
     _window: tuple[float, dict[int, RankSample]] | None = None
     _late: dict[int, int] = field(default_factory=dict)
     _starved: dict[int, int] = field(default_factory=dict)
     _of_window: tuple[AlertCondition, ...] = ()
 
-    def update(self, run: RunSample) -> Changes:
+    def update(self, run: RunSample) -> AlertChanges:
         """Compare a new sample of the run with the limits."""
-        now = {key_of(condition): condition for condition in self._conditions(run)}
+        now = {alert_key(condition): condition for condition in self._conditions(run)}
         raised = []
         for key, condition in now.items():
             since_s = self._since_s.setdefault(key, run.at_s)
@@ -152,7 +152,7 @@ class AlertMonitor:
         for key in over:
             self.open.discard(key)
             self._since_s.pop(key, None)
-        return Changes(tuple(raised), tuple(over))
+        return AlertChanges(tuple(raised), tuple(over))
 
     def _is_over(self, key: Key, now_s: float) -> bool:
         return now_s - self._seen_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
@@ -162,17 +162,17 @@ class AlertMonitor:
             yield run.hang
         trains = any(rank.phase == "step" for rank in run.ranks)
         for node, sample in run.nodes.items():
-            yield from _of_devices(self.spec, node, sample, trains=trains)
-            yield from _of_host(self.spec, node, sample)
-        yield from _of_retries(run.retries)
+            yield from _check_devices(self.spec, node, sample, trains=trains)
+            yield from _check_host(self.spec, node, sample)
+        yield from _check_retries(run.retries)
         yield from self._of_steps(run.steps)
-        yield from _of_latency(self.spec, run.ranks)
-        yield from _of_checkpoints(self.spec, run)
+        yield from _check_latency(self.spec, run.ranks)
+        yield from _check_checkpoints(self.spec, run)
         if self._take_window(run):
             yield from self._of_window
         else:
             yield from (
-                condition for condition in self._of_window if key_of(condition) in self.open
+                condition for condition in self._of_window if alert_key(condition) in self.open
             )
 
     def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
@@ -183,8 +183,8 @@ class AlertMonitor:
             self._step = record.step
             if record.loss is not None and math.isfinite(record.loss):
                 self._losses.append(record.loss)
-        earlier, recent = _parted(self._steps_s, self.spec.step_slow_for_s)
-        if len(earlier) < MIN_STEPS or not recent:
+        earlier, recent = _split_steps(self._steps_s, self.spec.step_slow_for_s)
+        if len(earlier) < _MIN_STEPS or not recent:
             return
         usual_s, now_s = fmean(earlier), median(recent)
         limit_s = self.spec.step_slow_ratio * usual_s
@@ -197,9 +197,9 @@ class AlertMonitor:
             return
         losses, limit = self._losses, math.inf
         mean = fmean(losses) if losses else math.nan
-        if len(losses) >= MIN_STEPS:
+        if len(losses) >= _MIN_STEPS:
             deviation = pstdev(losses, mean)
-            limit = max(self.spec.loss_jump_ratio * mean, mean + LOSS_DEVIATIONS * deviation)
+            limit = max(self.spec.loss_jump_ratio * mean, mean + _LOSS_DEVIATIONS * deviation)
         if math.isfinite(record.loss) and record.loss <= limit:
             return
         text = f"loss {record.loss:.4g} at step {record.step}, {mean:.4g} on average before"
@@ -211,7 +211,7 @@ class AlertMonitor:
     def _take_window(self, run: RunSample) -> bool:
         """Compare the ranks over some seconds and steps; whether a window has ended."""
         ranks = {sample.rank: sample for sample in run.ranks}
-        if self._window is None or not _same_lives(self._window[1], ranks):
+        if self._window is None or not _are_same_processes(self._window[1], ranks):
             self._window, self._of_window = (run.at_s, ranks), ()
             self._late.clear()
             self._starved.clear()
@@ -219,7 +219,7 @@ class AlertMonitor:
         began_s, previous = self._window
         took_s = run.at_s - began_s
         steps = min((sample.step - previous[r].step for r, sample in ranks.items()), default=0)
-        if took_s < WINDOW_S or steps < MIN_WINDOW_STEPS:
+        if took_s < WINDOW_S or steps < _MIN_WINDOW_STEPS:
             return False
         self._window = (run.at_s, ranks)
         conditions = [
@@ -240,12 +240,14 @@ class AlertMonitor:
         behind = (median(s for r, s in waited.items() if r != last) - waited[last]) / took_s
         count = self._late.get(last, 0) + 1 if behind > self.spec.straggler_ratio else 0
         self._late = {last: count} if count else {}
-        if count >= HOLD_WINDOWS:
+        if count >= _HOLD_WINDOWS:
             text = (
                 f"rank {last} on {ranks[last].node} is later than the others by "
                 f"{behind:.0%} of every step"
             )
-            yield _about(AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last])
+            yield _condition_of_rank(
+                AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last]
+            )
 
     def _of_data(
         self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
@@ -258,16 +260,18 @@ class AlertMonitor:
         limit = self.spec.data_wait_ratio
         count = self._starved.get(worst, 0) + 1 if shares[worst] > limit else 0
         self._starved = {worst: count} if count else {}
-        if count >= HOLD_WINDOWS:
+        if count >= _HOLD_WINDOWS:
             many = sum(share > limit for share in shares.values())
             text = (
                 f"rank {worst} on {ranks[worst].node} waits for data {shares[worst]:.0%} of the "
                 f"time; {many} of {len(shares)} ranks do so too often"
             )
-            yield _about(AlertKind.DATA_STARVED, text, shares[worst], limit, ranks[worst])
+            yield _condition_of_rank(
+                AlertKind.DATA_STARVED, text, shares[worst], limit, ranks[worst]
+            )
 
 
-def _about(
+def _condition_of_rank(
     point: AlertKind, text: str, value: float, limit: float, sample: RankSample
 ) -> AlertCondition:
     return AlertCondition(
@@ -282,7 +286,7 @@ def _about(
     )
 
 
-def _same_lives(previous: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
+def _are_same_processes(previous: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
     """Whether the same processes are looked at, which went only forward."""
     return previous.keys() == now.keys() and all(
         sample.pid == previous[rank].pid and sample.step >= previous[rank].step
@@ -290,7 +294,7 @@ def _same_lives(previous: Mapping[int, RankSample], now: Mapping[int, RankSample
     )
 
 
-def _of_devices(
+def _check_devices(
     spec: WatchSpec, node: str, sample: NodeSample, *, trains: bool
 ) -> Iterator[AlertCondition]:
     for device in sample.devices:
@@ -320,7 +324,7 @@ def _of_devices(
             )  # fmt: skip
 
 
-def _of_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertCondition]:
+def _check_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertCondition]:
     """Stays for the whole attempt: a link that broke once is worth another look."""
     for (node, rank), count in retries.items():
         times = "once" if count == 1 else f"{count} times"
@@ -328,7 +332,7 @@ def _of_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertConditi
         yield AlertCondition(AlertKind.LINK_RETRIED, text, float(count), 0.0, node=node, rank=rank)
 
 
-def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCondition]:
+def _check_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCondition]:
     free = sample.host.disk_free_percent
     if free is not None and free < spec.disk_free_low_percent:
         text = f"{free:.1f} % of the disk of {node} is free"
@@ -337,17 +341,17 @@ def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCo
         )
 
 
-def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
+def _split_steps(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
     """Steps before, and the newest ones: five, or as many as have taken so long together."""
     taken_s = 0.0
     for count, one_s in enumerate(reversed(steps_s), start=1):
         taken_s += one_s
-        if count >= RECENT_STEPS and taken_s >= recent_s:
+        if count >= _RECENT_STEPS and taken_s >= recent_s:
             return list(steps_s)[:-count], list(steps_s)[-count:]
     return list(steps_s), []
 
 
-def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
+def _check_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
     """The vote's time at the rank that came last to it, which waited for no other."""
     voted = [rank.latency_s for rank in ranks if rank.latency_s > 0]
     if len(voted) < len(ranks) or not voted:
@@ -360,12 +364,12 @@ def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertC
         )
 
 
-def _of_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[AlertCondition]:
+def _check_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[AlertCondition]:
     between = [b - a for a, b in zip(run.commits_s, run.commits_s[1:], strict=False)]
     if not between:
         return
     usual_s, age_s = median(between), run.at_s - run.commits_s[-1]
-    limit_s = max(MIN_CHECKPOINT_AGE_S, spec.checkpoint_age_ratio * usual_s)
+    limit_s = max(_MIN_CHECKPOINT_AGE_S, spec.checkpoint_age_ratio * usual_s)
     if age_s > limit_s:
         text = f"the newest checkpoint is {age_s:.0f} s old, {usual_s:.0f} s are usual"
         yield AlertCondition(AlertKind.CHECKPOINT_OLD, text, age_s, limit_s)

@@ -14,7 +14,12 @@ from pathlib import Path
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.telemetry.npu_smi import Chip, parse_table
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, assignments, fields
+from perdure.training.telemetry.vendor_tools import (
+    NoAnswer,
+    parse_fields,
+    read_assignments,
+    run_tool,
+)
 from perdure.training.wire.agent import AgentReply
 from perdure.training.wire.node import (
     VISIBLE,
@@ -33,24 +38,24 @@ NAME = "rank_table"
 def devices_reply(query: DevicesQuery, node: str) -> AgentReply:
     """The devices of this node as its agent answers, or why they are not known."""
     try:
-        return AgentReply(devices=addresses_here(query))
+        return AgentReply(devices=_read_addresses(query))
     except ValueError as error:
         return AgentReply(error=f"comm.rank_table={query.form} cannot be written, {node}: {error}")
 
 
-def addresses_here(query: DevicesQuery) -> NodeDevices:
+def _read_addresses(query: DevicesQuery) -> NodeDevices:
     """The devices of this node.
 
     Raises:
         ValueError: an address is not known.
     """
-    lines = assignments(HCCN_CONF)
+    lines = read_assignments(HCCN_CONF)
     visible = query.visible or os.environ.get(VISIBLE, "")
-    devices = ports(lines, device_ids(query.slots, visible))
+    devices = read_ports(lines, device_ids(query.slots, visible))
     if query.form is RankTableForm.V1_0:
         return NodeDevices(devices=devices)
     try:
-        return in_super_pod(devices, parse_table(ask(["npu-smi", "info"])), ask)
+        return add_super_pod(devices, parse_table(run_tool(["npu-smi", "info"])), run_tool)
     except NoAnswer as error:
         raise ValueError(f"npu-smi, which knows the super pod: {error}") from error
 
@@ -59,7 +64,7 @@ def check_rank_table(query: DevicesQuery) -> Check:
     """Whether the rank table of a job can be written for the devices of this node."""
     allowed = f"comm.rank_table={query.form}: an address for each of {query.slots} ranks"
     try:
-        addresses = addresses_here(query)
+        addresses = _read_addresses(query)
     except ValueError as error:
         return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=str(error), allowed=allowed)
     text = ", ".join(f"{device.device_id}: {device.device_ip}" for device in addresses.devices)
@@ -75,7 +80,7 @@ def query_of(job: Job) -> DevicesQuery | None:
     return DevicesQuery(form=form, slots=job.engine.slots_per_node, visible=visible)
 
 
-def ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddress, ...]:
+def read_ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddress, ...]:
     """The devices with the addresses of their ports.
 
     Raises:
@@ -87,7 +92,7 @@ def ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddre
     return tuple(DeviceAddress(device_id=n, device_ip=lines[f"address_{n}"]) for n in numbers)
 
 
-def in_super_pod(
+def add_super_pod(
     devices: Sequence[DeviceAddress], chips: Sequence[Chip], asked: Callable[[Sequence[str]], str]
 ) -> NodeDevices:
     """The same devices with their places in a super pod.
@@ -102,7 +107,7 @@ def in_super_pod(
             raise ValueError(f"npu-smi info shows no device {device.device_id}")
         card, chip = places[device.device_id]
         command = ["npu-smi", "info", "-t", "spod-info", "-i", str(card), "-c", str(chip)]
-        said = fields(asked(command))
+        said = parse_fields(asked(command))
         if not said.get("SDID") or not said.get("Super Pod ID"):
             raise ValueError(f"{' '.join(command)} shows no SDID and Super Pod ID")
         placed.append(device.model_copy(update={"super_device_id": said["SDID"]}))

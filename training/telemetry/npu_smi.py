@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from perdure.training.telemetry.vendor_tools import fields, number
+from perdure.training.telemetry.vendor_tools import parse_fields, parse_number
 
 MIB = 1 << 20
 # A row of the table: three columns between bars.
@@ -103,12 +103,12 @@ def parse_table(text: str) -> tuple[Chip, ...]:
         elif above is None:
             above = cells
         else:
-            chips += _chip(above, cells)
+            chips += _parse_chip(above, cells)
             above = None
     return tuple(chips)
 
 
-def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
+def _parse_chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
     """Rows `npu name | health | power temp ...` and `chip [phy] | bus | aicore memory hbm`."""
     npu, _, name = upper[0].partition(" ")
     chip, _, physical = lower[0].partition(" ")
@@ -124,9 +124,9 @@ def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
             physical=int(physical) if physical.strip().isdigit() else int(npu),
             name=name.strip(),
             health=upper[1],
-            power_w=number(readings[0]),
-            temperature_c=number(readings[1]) if len(readings) > 1 else None,
-            utilisation_percent=number(used[0]),
+            power_w=parse_number(readings[0]),
+            temperature_c=parse_number(readings[1]) if len(readings) > 1 else None,
+            utilisation_percent=parse_number(used[0]),
             memory_used_bytes=memory[0] * MIB,
             memory_total_bytes=memory[1] * MIB,
         )
@@ -135,7 +135,7 @@ def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
 
 def parse_health(text: str) -> Health:
     """`npu-smi info -t health`, with and without `-c`; no word when it is not that."""
-    values = fields(text)
+    values = parse_fields(text)
     word = values.get("Health Status") or values.get("Health")
     printed = values.get("Error Code", "NA")
     codes = () if printed in ("NA", "") else tuple(printed.split())
@@ -149,7 +149,7 @@ def parse_health(text: str) -> Health:
 
 def parse_ecc(text: str) -> Ecc | None:
     """`npu-smi info -t ecc`, in both its layouts; None when it is not that."""
-    counts = {name: int(value) for name, value in fields(text).items() if value.isdigit()}
+    counts = {name: int(value) for name, value in parse_fields(text).items() if value.isdigit()}
     if not any("Error Count" in name for name in counts):
         return None
 
@@ -166,24 +166,24 @@ def parse_ecc(text: str) -> Ecc | None:
 def parse_usages(text: str) -> tuple[Usage, ...]:
     """`npu-smi info -t usages`: a block for every chip of the card, ended by its Chip ID."""
     blocks = re.split(r"^\s*Chip ID\s*:.*$", text, flags=re.MULTILINE)
-    return tuple(usage for usage in map(_usage, blocks) if usage is not None)
+    return tuple(usage for usage in map(_parse_usage, blocks) if usage is not None)
 
 
-def _usage(block: str) -> Usage | None:
-    values = fields(block)
-    core = number(values.get("Aicore Usage Rate(%)"))
-    whole = number(values.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
+def _parse_usage(block: str) -> Usage | None:
+    values = parse_fields(block)
+    core = parse_number(values.get("Aicore Usage Rate(%)"))
+    whole = parse_number(values.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
     if core is None and whole is None:
         return None
-    total = number(values.get("HBM Capacity(MB)"))
+    total = parse_number(values.get("HBM Capacity(MB)"))
     return Usage(
         memory_total_bytes=int(total) * MIB if total is not None else None,
-        memory_percent=number(values.get("HBM Usage Rate(%)")),
+        memory_percent=parse_number(values.get("HBM Usage Rate(%)")),
         utilisation_percent=core if whole is None else whole,
     )
 
 
-def filled(chip: Chip, usage: Usage) -> Chip:
+def fill_usage(chip: Chip, usage: Usage) -> Chip:
     """A chip whose row had no utilisation, with that of `-t usages`."""
     if chip.utilisation_percent is not None:
         return chip
@@ -218,13 +218,13 @@ class LinkHistory:
 
 def parse_link(text: str) -> bool | None:
     """`-link -g`: whether the link is up; None when it is not printed."""
-    word = fields(text).get("link status")
+    word = parse_fields(text).get("link status")
     return None if word is None else word.upper() == "UP"
 
 
 def parse_net_health(text: str) -> str | None:
     """`-net_health -g`: as printed; None when it is not printed."""
-    return fields(text).get("net health status") or None
+    return parse_fields(text).get("net health status") or None
 
 
 def parse_counters(text: str) -> dict[str, int]:
@@ -235,7 +235,7 @@ def parse_counters(text: str) -> dict[str, int]:
 def parse_link_history(text: str) -> LinkHistory | None:
     """`-link_stat -g`; None when it is not printed."""
     plain = _PREFIX.sub("", text)
-    values = fields(plain)
+    values = parse_fields(plain)
     count = values.get("link up count", "")
     if not count.isdigit():
         return None

@@ -18,11 +18,11 @@ import psutil
 
 from perdure.training.telemetry import npu_smi, nvml
 from perdure.training.telemetry import npu_smi as hccn
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
-LOOK_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
+SAMPLE_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
 
 Ask = Callable[[Sequence[str]], str]
 
@@ -46,9 +46,9 @@ class Sampler:
         closely: Collection[int] | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
-        ask_tool: Ask = ask,
+        ask_tool: Ask = run_tool,
     ) -> None:
-        self._host = HostSource(folder)
+        self._host = _HostSource(folder)
         self._num_devices = num_devices
         self._closely = range(num_devices) if closely is None else closely
         self._now = now
@@ -78,7 +78,7 @@ class Sampler:
 
     def _npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
         """The NPUs; one tool that hangs would hang for the next device, too."""
-        until_s = self._clock() + LOOK_LIMIT_S
+        until_s = self._clock() + SAMPLE_LIMIT_S
         has_hccn = find_tool(HCCN_TOOL) is not None
         if not has_hccn:
             gaps.append(f"{HCCN_TOOL}: not installed")
@@ -93,7 +93,7 @@ class Sampler:
                 if index not in self._closely:
                     continue
                 if self._clock() > until_s:
-                    gaps.append(f"devices {index} on: not asked, {LOOK_LIMIT_S:g} s are over")
+                    gaps.append(f"devices {index} on: not asked, {SAMPLE_LIMIT_S:g} s are over")
                     break
                 samples[index] = self._detailed(index, chip, has_hccn=has_hccn)
         except NoAnswer as error:
@@ -104,8 +104,8 @@ class Sampler:
         """One device with what only its own commands show."""
         health = npu_smi.parse_health(self._ask(health_command(chip)))
         if chip.utilisation_percent is None:
-            usages = npu_smi.parse_usages(self._ask(usages_command(chip)))
-            chip = npu_smi.filled(chip, usages[chip.chip]) if chip.chip < len(usages) else chip
+            usages = npu_smi.parse_usages(self._ask(_usages_command(chip)))
+            chip = npu_smi.fill_usage(chip, usages[chip.chip]) if chip.chip < len(usages) else chip
         more: dict[str, object] = {
             "health": health.word or chip.health,
             "error_codes": health.error_codes,
@@ -140,7 +140,7 @@ def reset_command(chip: npu_smi.Chip) -> tuple[str, ...]:
     return (NPU_SMI, "set", "-t", "reset", "-i", str(chip.npu), "-c", str(chip.chip))
 
 
-def usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:
+def _usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:
     """Memory and cores of every chip of a card."""
     return (NPU_SMI, "info", "-t", "usages", "-i", str(chip.npu))
 
@@ -151,7 +151,7 @@ def link_commands(chip: npu_smi.Chip) -> Iterator[tuple[str, ...]]:
     yield (HCCN_TOOL, "-i", str(chip.physical), "-net_health", "-g")
 
 
-class HostSource:
+class _HostSource:
     """Reads the host again and again.
 
     Args:

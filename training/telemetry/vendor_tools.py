@@ -16,7 +16,7 @@ from pathlib import Path
 
 COMMAND_TIMEOUT_S = 10.0
 KILL_WAIT_S = 1.0
-MAX_OUTPUT_BYTES = 64 << 10
+_MAX_OUTPUT_BYTES = 64 << 10
 # Where the driver package puts a tool that it does not put into PATH.
 PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
 
@@ -31,7 +31,9 @@ def find_tool(name: str) -> str | None:
     return shutil.which(name) or (shutil.which(place) if place else None)
 
 
-def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = "") -> str:
+def run_tool(
+    command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = ""
+) -> str:
     """What a tool prints, on both streams and whatever its exit code.
 
     Args:
@@ -67,7 +69,7 @@ def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers
             end_session(process)
             raise NoAnswer(str(error)) from error
         output.seek(0)
-        return output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+        return output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -78,13 +80,13 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
         process.wait(KILL_WAIT_S)
 
 
-def fields(text: str) -> dict[str, str]:
+def parse_fields(text: str) -> dict[str, str]:
     """`name : value` lines as the tools print them; a later line of a name wins."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in pairs if colon and name.strip()}
 
 
-def assignments(path: Path) -> dict[str, str]:
+def read_assignments(path: Path) -> dict[str, str]:
     """`name=value` lines of a version file; empty when there is none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -94,7 +96,7 @@ def assignments(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, sign, value in pairs if sign}
 
 
-def number(text: str | None) -> float | None:
+def parse_number(text: str | None) -> float | None:
     """A number that a tool printed; None where it printed NA, - or nothing."""
     try:
         return float(text) if text is not None else None

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from perdure.training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose
+from perdure.training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose_cause
 from perdure.training.diagnosis.scan import scan_text
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from tests.values import not_none
@@ -63,7 +63,7 @@ def source(text: str, order: int = 0, **place) -> LogSource:
 
 def diagnosis(*texts: str) -> Diagnosis:
     return not_none(
-        choose([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
+        choose_cause([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
     )
 
 
@@ -101,7 +101,7 @@ def test_a_loss_scale_that_falls_and_falls_is_a_fault_unless_training_goes_on():
     overflow = "| WARNING: overflow detected, setting loss scale to: {}"
     text = "\n".join(overflow.format(scale) for scale in (0.25, 0.125, 0.0625)) + "\n"
     assert cause(steps(3) + text).evidence == overflow.format(0.0625)
-    assert choose([source(text + steps(9))], at_s=99.0) is None
+    assert choose_cause([source(text + steps(9))], at_s=99.0) is None
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_a_crash_behind_a_progress_bar_with_a_loss_is_one_after_steps():
 
 
 def test_nothing_that_counts_is_no_failure():
-    assert choose([], at_s=99.0) is None
-    assert choose([source("step 12 loss 3.4\n"), LogSource("b", ())], at_s=99.0) is None
-    assert choose([source(f"[INFO] {TYPE_ERROR}\n")], at_s=99.0) is None
+    assert choose_cause([], at_s=99.0) is None
+    assert choose_cause([source("step 12 loss 3.4\n"), LogSource("b", ())], at_s=99.0) is None
+    assert choose_cause([source(f"[INFO] {TYPE_ERROR}\n")], at_s=99.0) is None
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -144,7 +144,7 @@ def test_the_earliest_of_several_causes_wins_across_sources(first):
 def test_a_clock_that_is_off_does_not_decide_which_cause_was_first():
     late = source(traceback(DEVICE_OOM, at_s=100), 0)
     ahead = source(traceback(TYPE_ERROR, at_s=150), 1, clock_offset_s=-60.0)
-    result = not_none(choose([late, ahead], at_s=99.0))
+    result = not_none(choose_cause([late, ahead], at_s=99.0))
     assert (result.source, result.fault.at_s) == ("rank_1.log", STARTED_S + 90)
 
 
@@ -167,7 +167,7 @@ def test_a_cause_without_a_time_comes_after_those_with_one():
     ],
 )
 def test_an_exception_that_was_caught_before_the_work_went_on_is_no_failure(later):
-    assert choose([source(traceback(TYPE_ERROR) + later)], at_s=99.0) is None
+    assert choose_cause([source(traceback(TYPE_ERROR) + later)], at_s=99.0) is None
 
 
 def test_one_step_more_of_many_ranks_hides_no_cause():
@@ -260,7 +260,9 @@ def test_a_crash_before_any_step_is_the_users_to_fix_and_later_a_matter_of_a_ret
 
 def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place():
     result = not_none(
-        choose([source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40)
+        choose_cause(
+            [source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40
+        )
     )
     fault, traits = result.fault, TRAITS[FaultClass.USER_CODE_ERROR]
     assert (fault.rank, fault.node, fault.device, fault.step) == (3, "node-1", 2, 40)
@@ -270,7 +272,9 @@ def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place(
 
 
 def test_what_a_line_shows_of_its_place_beats_the_name_of_its_file():
-    result = not_none(choose([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0))
+    result = not_none(
+        choose_cause([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0)
+    )
     assert (result.fault.rank, result.fault.device) == (7, 4)
 
 
@@ -283,7 +287,7 @@ def test_one_rank_with_a_type_error_outweighs_63_that_wait_for_it(cause_at, echo
     ]
     texts[cause_at] = traceback(TYPE_ERROR, at_s=100)
     sources = [source(text, order, rank=order) for order, text in enumerate(texts)]
-    result = not_none(choose(sources, at_s=9999.0))
+    result = not_none(choose_cause(sources, at_s=9999.0))
     assert (result.fault.evidence, result.fault.rank) == (TYPE_ERROR, cause_at)
     assert (result.source, result.fault.at_s) == (f"rank_{cause_at}.log", STARTED_S + 100)
     assert [fault.fault_class for fault in result.runners_up] == [FaultClass.COLLECTIVE_TIMEOUT]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import CORRUPT_ACTION, of_command
+from perdure.training.diagnosis.ending import CORRUPT_ACTION, fault_of_command
 from perdure.training.diagnosis.evidence import (
     CoordinatorLost,
     Evidence,
@@ -348,23 +348,23 @@ def test_diagnosis_is_total_and_does_not_depend_on_the_order_of_reports(ends, lo
 
 
 def test_the_end_of_a_command_is_of_no_rank_but_for_the_one_that_its_output_names():
-    def of_command(exit_code: int, log: str = "") -> Fault:
+    def fault_of_command(exit_code: int, log: str = "") -> Fault:
         return cause(WorkerEnd(None, "node-1", None, exit_code, 10.0, log=log))
 
-    killed = of_command(-signal.SIGKILL)
+    killed = fault_of_command(-signal.SIGKILL)
     assert (killed.rank, killed.device, killed.node) == (None, None, "node-1")
     assert killed.evidence == "the command on node-1 ended by SIGKILL"
-    assert of_command(1, f"[rank3]: {UCE}").rank == 3
+    assert fault_of_command(1, f"[rank3]: {UCE}").rank == 3
 
 
 def test_what_perdure_cannot_mend_for_a_command_is_the_users():
     log = "RuntimeError: PytorchStreamReader failed reading zip archive: invalid header"
     corrupt = cause(end(1, log=log))
     assert corrupt.fault_class is FaultClass.CHECKPOINT_CORRUPT
-    mine = of_command(corrupt)
+    mine = fault_of_command(corrupt)
     assert (mine.action, mine.recoverable_by) == (CORRUPT_ACTION, RecoverableBy.USER_FIX)
     other = cause(end(1, error=DEVICE_OOM))
-    assert of_command(other) == other
+    assert fault_of_command(other) == other
 
 
 HEALTH = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.diagnosis.exceptions import (
-    judge,
+    judge_exception,
     load_exceptions,
     names_exception,
     was_raised_in_handling,
@@ -21,7 +21,7 @@ def traceback(*files: str) -> str:
 
 
 def raised(line: str, context: str = ""):
-    return not_none(judge(line, context))
+    return not_none(judge_exception(line, context))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_the_number_of_an_os_error_decides_whether_a_retry_can_help(line, answer
 
 def test_a_dotted_name_without_a_known_ending_counts_only_after_a_traceback():
     line = "pyarrow.lib.ArrowInvalid: Not an Arrow file"
-    assert judge(line, "reading a.parquet\n") is None
+    assert judge_exception(line, "reading a.parquet\n") is None
     exception = raised(line, traceback("/w/data.py"))
     assert (exception.type, exception.spec.fault_class) == (
         "ArrowInvalid",
@@ -151,7 +151,7 @@ def test_a_dotted_name_without_a_known_ending_counts_only_after_a_traceback():
      ("cv2.error: OpenCV(4.8.0) x", "error"), ("socket.gaierror: [Errno -2] x", "gaierror")],
 )  # fmt: skip
 def test_a_bare_or_lower_case_name_with_its_module_is_known_after_a_traceback(line, type_name):
-    assert judge(line, "") is None
+    assert judge_exception(line, "") is None
     assert raised(line, traceback("/w/train.py")).type == type_name
 
 
@@ -182,7 +182,7 @@ def test_an_exception_that_was_handled_is_an_echo(line):
      "errors: 0", "Error: x", "class MyError(Exception):"],
 )  # fmt: skip
 def test_a_line_without_an_exceptions_name_is_none(line):
-    assert judge(line, "") is None
+    assert judge_exception(line, "") is None
     assert not names_exception(line)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.training.diagnosis.codes import load_codes, look_up
+from perdure.training.diagnosis.codes import load_codes, look_up_code
 from perdure.training.diagnosis.recognise import CODE_RULE, recognise
 from perdure.training.diagnosis.rules import FILES, Role, load_rules, match_line
 from perdure.training.diagnosis.scan import scan_text
@@ -70,7 +70,7 @@ def test_a_rule_finds_its_example_in_a_log():
     for rule in RULES:
         text = f"{rule.spec.after_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
         rule_ids = {rule.id}
-        if rule.spec.yields_to_code and look_up(rule.spec.example) is not None:
+        if rule.spec.yields_to_code and look_up_code(rule.spec.example) is not None:
             rule_ids = {f"{CODE_RULE}chip"}
         matches = [f for f in scan_text(text, year=2026).findings if f.rule in rule_ids]
         assert [(f.line, f.fault_class) for f in matches] == [
@@ -127,7 +127,7 @@ def test_ordinary_output_is_caught_by_no_rule(line):
     ],
 )
 def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
-    fact = not_none(look_up(line))
+    fact = not_none(look_up_code(line))
     assert (fact.code, fact.spec.fault_class) == (code, fault_class)
 
 
@@ -141,15 +141,15 @@ def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
     ],
 )
 def test_a_chips_code_is_answered_by_its_level_and_by_who_caused_it(code, answer, user_fault):
-    fact = not_none(look_up(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]"))
+    fact = not_none(look_up_code(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]"))
     assert (fact.code, fact.spec.recoverable_by) == (code, answer)
     assert fact.spec.user_fault is user_fault
     assert fact.spec.means.endswith(")")
 
 
 def test_a_number_that_no_table_knows_is_no_evidence():
-    assert look_up("error code is 507999") is None
-    assert look_up("error code is 0") is None
+    assert look_up_code("error code is 507999") is None
+    assert look_up_code("error code is 0") is None
 
 
 def test_no_code_is_twice_in_a_table():

@@ -15,11 +15,11 @@ from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import (
     BLOCK_SIZE_BYTES,
-    KEPT_AT_EACH_END,
+    LINES_AT_EACH_END,
     MAX_LINE_CHARS,
     TAIL_SIZE_BYTES,
     Scan,
-    scan,
+    scan_output,
     scan_text,
 )
 from perdure.training.recovery.faults import FaultClass
@@ -50,7 +50,7 @@ def traceback(line: str) -> str:
 
 
 def read(data: bytes | str) -> Scan:
-    return scan([data.encode() if isinstance(data, str) else data], year=YEAR)
+    return scan_output([data.encode() if isinstance(data, str) else data], year=YEAR)
 
 
 def lines_of(result: Scan) -> list[str]:
@@ -87,22 +87,24 @@ ENDS = st.sampled_from(["\n", "\r\n", "\r", "\n\n"])
 )
 def test_the_pieces_in_which_output_arrives_do_not_matter(lines, sizes):
     data = "".join(f"{line}{end}" for line, end in lines).encode()
-    whole, split = read(data), scan(pieces(data, sizes), year=YEAR)
+    whole, split = read(data), scan_output(pieces(data, sizes), year=YEAR)
     assert reported(split) == reported(whole)
     assert (split.size_bytes, split.is_text) == (whole.size_bytes, whole.is_text)
 
 
 def test_a_time_long_before_a_finding_is_known_however_the_output_arrives():
     data = "2026-03-21 02:07:08 hello\n" + "noise\n" * 3000 + traceback(TYPE_ERROR)
-    line_by_line = scan((line.encode() for line in data.splitlines(keepends=True)), year=YEAR)
+    line_by_line = scan_output(
+        (line.encode() for line in data.splitlines(keepends=True)), year=YEAR
+    )
     assert reported(line_by_line) == reported(read(data))
 
 
 def test_the_end_of_output_is_kept_however_it_arrives():
     line = f"{STEP}\n".encode()
-    result = scan((line for _ in range(5000)), year=YEAR)
+    result = scan_output((line for _ in range(5000)), year=YEAR)
     assert len(result.tail) == 5000 * len(line)
-    many = scan((line * 1000 for _ in range(60)), year=YEAR)
+    many = scan_output((line * 1000 for _ in range(60)), year=YEAR)
     assert TAIL_SIZE_BYTES // 2 < len(many.tail) <= TAIL_SIZE_BYTES
 
 
@@ -112,7 +114,7 @@ def test_a_finding_across_the_border_of_blocks_is_found_whole(before):
     data = fill * (BLOCK_SIZE_BYTES // len(fill) + 1)
     data = data[: BLOCK_SIZE_BYTES - before - 1] + b"\n" + TYPE_ERROR.encode() + b"\n" + fill
     for sizes in ([len(data)], [BLOCK_SIZE_BYTES], [4096], [1021]):
-        result = scan(pieces(data, sizes), year=YEAR)
+        result = scan_output(pieces(data, sizes), year=YEAR)
         assert lines_of(result) == [TYPE_ERROR]
         assert result.findings[0].offset == BLOCK_SIZE_BYTES - before
 
@@ -138,13 +140,15 @@ def test_the_traceback_of_an_exception_may_be_in_the_block_before():
     data = "x" * 79 + "\n"
     data = data * (BLOCK_SIZE_BYTES // 80) + traceback(ODD_ERROR)
     cut = len(data) - len(ODD_ERROR) - 1
-    result = scan([data[:cut].encode(), data[cut:].encode()], year=YEAR)
+    result = scan_output([data[:cut].encode(), data[cut:].encode()], year=YEAR)
     assert [f.frame for f in result.findings] == ["/w/train.py"]
 
 
 def test_a_last_line_without_a_newline_counts():
     assert lines_of(read(f"noise\n{TYPE_ERROR}")) == [TYPE_ERROR]
-    assert lines_of(scan([b"noise\nTypeErr", TYPE_ERROR[7:].encode()], year=YEAR)) == [TYPE_ERROR]
+    assert lines_of(scan_output([b"noise\nTypeErr", TYPE_ERROR[7:].encode()], year=YEAR)) == [
+        TYPE_ERROR
+    ]
 
 
 BAR = "\r".join(f"{n:3d}%|##        | {n}/100 [00:01<00:02, 9.9it/s]" for n in range(100))
@@ -170,13 +174,13 @@ def test_line_ends_bars_colours_and_odd_bytes_hide_no_finding(output, lines):
 
 @given(st.binary(max_size=2000), st.integers(1, 500))
 def test_any_bytes_can_be_read(data, size):
-    result = scan(pieces(data, [size]), year=YEAR)
+    result = scan_output(pieces(data, [size]), year=YEAR)
     assert len(result.findings) <= 2000
 
 
 def test_empty_output_holds_nothing():
     for chunks in ([], [b""], [b"", b""]):
-        assert scan(chunks, year=YEAR) == Scan([], "", 0, is_text=True)
+        assert scan_output(chunks, year=YEAR) == Scan([], "", 0, is_text=True)
     assert lines_of(read("\n" * 1000)) == []
 
 
@@ -210,7 +214,7 @@ FLOODS = [
 def test_a_flood_of_equal_lines_is_bounded_and_hides_no_other_cause(flood, cause, count):
     ending = traceback(cause) if "Error" in cause else f"{cause}\n"
     result = read(f"{flood}\n" * count + ending)
-    assert len(result.findings) <= 2 * KEPT_AT_EACH_END + 2
+    assert len(result.findings) <= 2 * LINES_AT_EACH_END + 2
     assert lines_of(result)[-1] == cause
 
 
@@ -224,8 +228,8 @@ def test_the_first_and_the_last_lines_of_a_flood_are_kept():
     count = 5000
     result = read("".join(f"ERROR again {n}\n" for n in range(count)))
     lines = lines_of(result)
-    assert lines[:KEPT_AT_EACH_END] == [f"ERROR again {n}" for n in range(KEPT_AT_EACH_END)]
-    assert len(lines) <= 2 * KEPT_AT_EACH_END
+    assert lines[:LINES_AT_EACH_END] == [f"ERROR again {n}" for n in range(LINES_AT_EACH_END)]
+    assert len(lines) <= 2 * LINES_AT_EACH_END
     assert {finding.rule for finding in result.findings} == {"error-line"}
 
 
@@ -235,7 +239,7 @@ def test_memory_is_bounded_for_64_megabytes():
     read(block)  # rules and automaton are compiled once
     tracemalloc.start()
     try:
-        result = scan((block for _ in range(64_000_000 // len(block) + 1)), year=YEAR)
+        result = scan_output((block for _ in range(64_000_000 // len(block) + 1)), year=YEAR)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -10,7 +10,7 @@ import pytest
 from perdure.storage.local import LocalStore
 from perdure.training.journal.attempt_log import AttemptLog, Follower
 from perdure.training.journal.events import CheckpointCommitted
-from perdure.training.journal.steps import StepReader, UnsavedSteps, kept_steps, metrics_prefix
+from perdure.training.journal.steps import StepReader, UnsavedSteps, metrics_prefix, read_kept_steps
 from tests.unit.journal.records import RECORD, record
 from tests.values import not_none
 
@@ -69,7 +69,7 @@ def taken(steps: UnsavedSteps) -> list[int]:
 
 
 def losses(store: LocalStore) -> dict[int, float]:
-    return {step: not_none(records.loss) for step, records in kept_steps(store, "run").items()}
+    return {step: not_none(records.loss) for step, records in read_kept_steps(store, "run").items()}
 
 
 def test_the_newest_attempts_record_of_a_step_done_twice_is_kept(store, write):
@@ -89,7 +89,7 @@ def test_a_higher_placement_is_newer_whatever_the_attempts_number(store, write):
 def test_kept_steps_are_in_order_and_hold_every_digit(store, write):
     write((1, 2), range(9, 13), loss=0.1 + 0.2)
     write((1, 1), range(1, 11), loss=1 / 3)
-    records = kept_steps(store, "run")
+    records = read_kept_steps(store, "run")
     assert list(records) == list(range(1, 13))
     assert (records[8].loss, records[9].loss) == (1 / 3, 0.1 + 0.2)
     assert records[9] == record(9, attempt=(1, 2), loss=0.1 + 0.2)
@@ -125,9 +125,9 @@ def test_a_record_is_taken_once_and_has_no_more_than_the_fields_of_a_step():
 def test_other_runs_are_not_mixed_in(store, write):
     write((1, 1), range(1, 3), loss=1.0)
     write((1, 1), range(5, 6), loss=1.0, run="run-2")
-    assert list(kept_steps(store, "run")) == [1, 2]
-    assert list(kept_steps(store, "run-2")) == [5]
-    assert kept_steps(store, "run-3") == {}
+    assert list(read_kept_steps(store, "run")) == [1, 2]
+    assert list(read_kept_steps(store, "run-2")) == [5]
+    assert read_kept_steps(store, "run-3") == {}
 
 
 @pytest.mark.parametrize(("committed", "left"), [(3, [4, 5, 6]), (5, [6]), (None, [*range(1, 7)])])

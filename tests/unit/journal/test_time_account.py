@@ -33,7 +33,7 @@ from perdure.training.journal.time_account import (
     Account,
     Owner,
     SeenStep,
-    account,
+    account_time,
 )
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
@@ -133,7 +133,7 @@ class Story:
         return replay(self.records)
 
     def account(self, now_s: float = 1e4, newest: SeenStep | None = None) -> Account:
-        return account(self.history, self.steps, now_s=now_s, newest=newest)
+        return account_time(self.history, self.steps, now_s=now_s, newest=newest)
 
 
 def begun(*steps: tuple[int, float]) -> Story:
@@ -327,7 +327,7 @@ def test_a_command_that_ended_without_a_supervisor_is_unsupervised_since_then():
 
 
 def test_an_empty_ledger_has_no_wall_time():
-    nothing = account(RunHistory(), [], now_s=5.0)
+    nothing = account_time(RunHistory(), [], now_s=5.0)
     assert (nothing.wall_s, nothing.ettr) == (0, 0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.node_checks.chip_health import look_at_chips, reset_chips
+from perdure.training.node_checks.chip_health import inspect_chips, reset_chips
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.telemetry.npu_smi import parse_processes
 from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
@@ -34,7 +34,7 @@ def tools(tmp_path, monkeypatch):
 
 
 def look(tools, plan=PLAN):
-    return look_at_chips(plan, 1, tools, closely=(0,))
+    return inspect_chips(plan, 1, tools, closely=(0,))
 
 
 def test_a_chip_with_an_alarm_is_ill_and_its_codes_are_known(tools):

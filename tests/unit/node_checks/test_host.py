@@ -64,12 +64,12 @@ def test_next_to_no_space_is_never_enough_however_much_of_the_disk_it_is(job, tm
     disk(total=5_000_000, free=5_000_000)
     for sections in ({}, {"worker": {"command": ["true"]}}, {"worker": {"recipe": "mine:main"}}):
         for state in (None, STATE_BYTES):
-            check = list(check_disks(job(**sections), tmp_path, state))
-            assert [check.outcome for check in check] == [CheckOutcome.FAILED] * 2, check
+            checks = list(check_disks(job(**sections), tmp_path, state))
+            assert [check.outcome for check in checks] == [CheckOutcome.FAILED] * 2, checks
     disk(total=500_000_000, free=500_000_000)
-    check = list(check_disks(job(worker={"command": ["true"]}), tmp_path, None))
-    assert [check.outcome for check in check] == [CheckOutcome.WARNING] * 2
-    assert "the size of its saves is not known" in check[1].allowed
+    checks = list(check_disks(job(worker={"command": ["true"]}), tmp_path, None))
+    assert [check.outcome for check in checks] == [CheckOutcome.WARNING] * 2
+    assert "the size of its saves is not known" in checks[1].allowed
 
 
 def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_store_without_keys_has_failed_and_the_other_checks_go_on(job, monkeyp
         raise ValueError("no keys")
 
     monkeypatch.setattr(host_checks, "open_store", refuse)
-    check = host_checks.check_store_of(job())
+    check = host_checks.check_job_store(job())
     assert (check.outcome, check.seen) == (CheckOutcome.FAILED, "cannot open: no keys")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from perdure.training.config.recovery import CommSpec, RankTableForm
-from perdure.training.node_checks.program import merged
+from perdure.training.node_checks.program import merge_checks
 from perdure.training.node_checks.runner import NodeProgram, check_this_machine
 from perdure.training.node_checks.verdict import verdict_of
 from perdure.training.telemetry import device_addresses
@@ -108,7 +108,7 @@ def test_the_worst_rank_decides_for_its_node():
     fine = Check(name="burn_in", outcome=CheckOutcome.OK, seen="fine", figures={"gflop_s": 10})
     ill = Check(name="burn_in", outcome=CheckOutcome.FAILED, seen="wrong", figures={"gflop_s": 20})
     joined = Check(name="join", outcome=CheckOutcome.OK, seen="joined", seconds=2)
-    burnt, gang = merged([[fine, joined], [ill, joined], [fine, joined]])
+    burnt, gang = merge_checks([[fine, joined], [ill, joined], [fine, joined]])
     assert (burnt.outcome, burnt.seen, round(burnt.figures["gflop_s"], 1)) == (
         CheckOutcome.FAILED, "wrong", 13.3,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from perdure.training.config.recovery import RestartSpec
 from perdure.training.errors import InputError
-from perdure.training.platforms.forms import FORMS, OTHERS, Platform, read_platform
+from perdure.training.platforms.forms import ENTRIES, IGNORED_ENTRIES, Platform, read_platform
 from perdure.training.platforms.printing import print_platform
 from perdure.training.platforms.settings import JOB_FIELDS, PAIRS, POLICY_FIELDS, Fact, Setting
 from perdure.training.recovery.rungs import Policy, RestartCount
@@ -72,7 +72,7 @@ def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
     assert differs <= lost
 
 
-@given(st.text(max_size=12), st.sampled_from(sorted(FORMS)))
+@given(st.text(max_size=12), st.sampled_from(sorted(ENTRIES)))
 def test_any_text_is_read_or_refused_in_one_line(text, name):
     with contextlib.suppress(InputError):
         read_platform({name: text})
@@ -85,14 +85,14 @@ def test_any_text_is_read_or_refused_in_one_line(text, name):
 
 def test_the_documentation_lists_every_form():
     text = (Path(__file__).parents[3] / "docs/policy.md").read_text(encoding="utf-8")
-    lines = [f"| `{n}` | {f.allowed} | {f.becomes} |" for n, f in FORMS.items()]
+    lines = [f"| `{n}` | {f.allowed} | {f.becomes} |" for n, f in ENTRIES.items()]
     assert [line for line in lines if line not in text] == []
 
 
 def test_the_tables_name_only_fields_of_the_policy():
     names = POLICY_FIELDS | JOB_FIELDS | set(Fact)
     assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= names
-    assert set(FORMS).isdisjoint(OTHERS)
+    assert set(ENTRIES).isdisjoint(IGNORED_ENTRIES)
 
 
 ON_3 = {"unconditional": True, "max_restarts": 3}

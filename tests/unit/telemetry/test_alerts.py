@@ -234,10 +234,10 @@ def test_new_processes_are_not_compared_with_those_before_them():
 def _renewed(ranks: Sequence[RankSample], life: int) -> list[RankSample]:
     return [
         RankSample(
-            condition.rank, condition.node, condition.device, condition.pid + 1000 * life, condition.step, condition.phase,
-            condition.waited_s, condition.data_s, condition.latency_s,
+            sample.rank, sample.node, sample.device, sample.pid + 1000 * life,
+            sample.step, sample.phase, sample.waited_s, sample.data_s, sample.latency_s,
         )
-        for condition in ranks
+        for sample in ranks
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 from perdure.training.telemetry import nvml, sampling, vendor_tools
 from perdure.training.telemetry.nvml import NoNvml, read_devices
 from perdure.training.telemetry.sampling import Sampler
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
 
 
@@ -78,7 +78,7 @@ def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(npu, tmp_path):
     def timing_out(command):
         if "health" in command:
             raise NoAnswer("timed out")
-        return ask(command)
+        return run_tool(command)
 
     sample = Sampler(tmp_path, 2, ask_tool=timing_out).look()
     assert [device.health for device in sample.devices] == ["OK", "OK"]
@@ -86,7 +86,7 @@ def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(npu, tmp_path):
 
 
 def test_tools_that_are_slow_are_not_asked_about_every_device(npu, tmp_path):
-    times = iter([0.0, 1.0, sampling.LOOK_LIMIT_S + 1])
+    times = iter([0.0, 1.0, sampling.SAMPLE_LIMIT_S + 1])
     sample = Sampler(tmp_path, 2, clock=lambda: next(times)).look()
     assert len(sample.devices) == 2
     assert sample.gaps[-1].startswith("devices 1 on: not asked")
@@ -101,7 +101,7 @@ def test_a_tool_without_a_table_is_a_gap(tools, tmp_path):
 def test_a_tool_that_hangs_is_killed_with_what_it_started(tools):
     install(tools, "npu-smi", "sleep 60 & wait")
     with pytest.raises(NoAnswer, match="timed out"):
-        ask(["npu-smi", "info"], timeout_s=0.2)
+        run_tool(["npu-smi", "info"], timeout_s=0.2)
 
 
 def test_a_tool_is_found_outside_of_path_where_the_driver_puts_it(tools, tmp_path, monkeypatch):

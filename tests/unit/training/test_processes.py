@@ -18,7 +18,7 @@ from perdure.training.processes import (
     container_processes,
     interface_of,
     kill_container,
-    oldest_first,
+    sort_by_start,
 )
 from tests.local_run import LocalRun
 from tests.waiting import wait_for
@@ -32,7 +32,7 @@ def test_a_process_is_killed_before_those_that_it_started_whatever_their_pids():
         time.sleep(0.02)  # the kernel counts starts in hundredths of a second
     try:
         ages = [psutil.Process(process.pid) for process in started]
-        assert oldest_first(reversed(ages)) == ages
+        assert sort_by_start(reversed(ages)) == ages
     finally:
         for process in started:
             process.kill()
