@@ -29,7 +29,7 @@ help:
 	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
 	@echo "make bench-recovery  likewise of recovery and its cost; about twenty minutes a section"
 	@echo "make bench-scale  how the replacement of a node grows with the number of ranks"
-	@echo "make check      format, lint, types, layers, spelling"
+	@echo "make check      format, lint, types, layers, spelling, names"
 
 $(VENV)/.installed: pyproject.toml
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make: $(PYTHON) not found; use make PYTHON=..." >&2; exit 2; }
@@ -268,6 +268,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python -m tests.plain_names
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format

@@ -27,7 +27,7 @@ from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from perdure.tasks.new_start import AUTO_RESUME
+from perdure.tasks.relaunch import AUTO_RESUME
 from perdure.training.recovery.faults import FaultClass
 
 SKIP_LATE_TAG = "skip-late"

@@ -17,9 +17,9 @@ from pydantic import Field
 
 from perdure.storage.collect import GARBAGE_AFTER_S, totals
 from perdure.tasks.job_parameter import JobParameter
+from perdure.tasks.remote_jobs import learn
 from perdure.tasks.retention import choose, delete, look_at, publish_table, retain_run
 from perdure.tasks.states import data_of
-from perdure.tasks.taken_jobs import learn
 from perdure.training.files import home_folder
 from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.job_registry import known_runs

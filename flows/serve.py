@@ -23,7 +23,7 @@ from typing_extensions import override
 from perdure.flows import automations
 from perdure.flows.keep_supervised import keep_supervised
 from perdure.flows.pretrain import pretrain
-from perdure.tasks.new_start import AUTO_RESUME
+from perdure.tasks.relaunch import AUTO_RESUME
 
 NAME = "served"
 # Ticks that came due while nobody served are not made up for.

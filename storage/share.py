@@ -64,7 +64,7 @@ class SaveId(ManifestPart):
 class Share(ManifestPart):
     """The part of a checkpoint that one rank adds.
 
-    Its JSON has the fields of `save_id` beside the other ones.
+    Its JSON has the fields of `save_id` beside its own fields.
 
     Attributes:
         size_bytes: size of the rank's file.
@@ -87,8 +87,8 @@ class Share(ManifestPart):
         if not isinstance(document, dict) or "save_id" in document:
             return document
         save_id = {name: document[name] for name in SaveId.model_fields if name in document}
-        others = {name: value for name, value in document.items() if name not in save_id}
-        return {**others, "save_id": save_id}
+        fields = {name: value for name, value in document.items() if name not in save_id}
+        return {**fields, "save_id": save_id}
 
     @model_serializer(mode="wrap")
     def _flatten_save_id(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from prefect.utilities.urls import url_for
 from perdure.storage.address import has_store
 from perdure.storage.errors import StorageError
 from perdure.tasks.job_parameter import template_of
-from perdure.tasks.known_run import run_of
-from perdure.tasks.taken_jobs import is_in_pod, is_kept, learn
+from perdure.tasks.remote_jobs import is_in_pod, is_kept, learn
+from perdure.tasks.runs import run_of
 from perdure.training.config.job import Job, JobTemplate
 from perdure.training.config.run_name import is_of, is_template, name_of
 from perdure.training.errors import InputError

@@ -25,10 +25,10 @@ from prefect.states import Cancelled, Running
 
 from perdure.storage.errors import StorageError
 from perdure.tasks.entry import ALREADY_SUPERVISED, supervised_by
-from perdure.tasks.known_run import run_of
-from perdure.tasks.new_start import is_of_keeper
 from perdure.tasks.prefect_client import client_without_retries
+from perdure.tasks.relaunch import is_of_keeper
 from perdure.tasks.reporting import Log
+from perdure.tasks.runs import run_of
 from perdure.tasks.states import FINAL_STATES
 from perdure.training.config.job import Job
 from perdure.training.journal.history import RunHistory

@@ -29,11 +29,10 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.drill import homes_of
 from perdure.tasks.entry import job_of
-from perdure.tasks.flow_runs import flow_runs_of
 from perdure.tasks.following import is_follower
-from perdure.tasks.known_run import run_of
-from perdure.tasks.left_open import close_left_open
+from perdure.tasks.orphaned_task_runs import close_orphaned_task_runs
 from perdure.tasks.reporting import Log
+from perdure.tasks.runs import flow_runs_of, run_of
 from perdure.tasks.story import report_end
 from perdure.training.config.job import Job
 from perdure.training.errors import RunConflict
@@ -87,7 +86,7 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     if history.job is None or history.ended is not None:
         return
     if not run.ledger.is_supervised():
-        _close_left_open(run, flow_run.id, logger)
+        _close_orphaned_task_runs(run, flow_run.id, logger)
     if history.open_attempt is not None:
         logger.warning(
             "the supervisor is gone; attempt %d.%d goes on and waits to be adopted",
@@ -109,17 +108,19 @@ def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> bool:
             report_end(run, flow_run_id, logger)
         except StorageError as error:
             logger.warning("the end of the run is not shown: %s", error)
-        _close_left_open(run, flow_run_id, logger)
+        _close_orphaned_task_runs(run, flow_run_id, logger)
     return done
 
 
-def _close_left_open(run: Run, flow_run_id: UUID, logger: Log) -> None:
+def _close_orphaned_task_runs(run: Run, flow_run_id: UUID, logger: Log) -> None:
     """End the task runs of the supervisor that is gone, as far as the server lets us."""
     try:
         with get_client(sync_client=True) as client:
             now = datetime.now(UTC)
             history = run.refresh()
-            close_left_open(client, history, flow_run_id=flow_run_id, began=now, adopted_by=None)
+            close_orphaned_task_runs(
+                client, history, flow_run_id=flow_run_id, began=now, adopted_by=None
+            )
     except (httpx.HTTPError, PrefectException) as error:
         logger.warning("task runs of the supervisor that is gone stay open: %s", error)
 

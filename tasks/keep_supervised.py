@@ -40,11 +40,11 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.entry import NOT_TRAINED, job_of
 from perdure.tasks.following import is_follower
 from perdure.tasks.hooks import take_down_run
-from perdure.tasks.known_run import run_of
-from perdure.tasks.left_open import ADOPTED
-from perdure.tasks.new_start import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
+from perdure.tasks.orphaned_task_runs import ADOPTED
+from perdure.tasks.relaunch import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
+from perdure.tasks.remote_jobs import learn
+from perdure.tasks.runs import run_of
 from perdure.tasks.states import completed
-from perdure.tasks.taken_jobs import learn
 from perdure.tasks.unsupervised import (
     MAX_FAILED_STARTS,
     FlowRunFacts,

@@ -14,12 +14,11 @@ from contextlib import suppress
 from uuid import UUID
 
 from perdure.storage.errors import StorageError
-from perdure.tasks.artifacts import Artifact, ArtifactKind
-from perdure.tasks.checkpoint_table import checkpoint_rows
+from perdure.tasks.artifacts import Artifact, ArtifactKind, checkpoint_rows
 from perdure.tasks.engine_log import silence_engine_log
-from perdure.tasks.flow_runs import flow_runs_of
 from perdure.tasks.observe import Observation, publish
 from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.runs import flow_runs_of
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import (
     AlertCleared,

@@ -26,15 +26,14 @@ from prefect.runtime import flow_run as flow_run_runtime
 from perdure.storage.errors import StorageError
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import BlockSecrets
-from perdure.tasks.flow_runs import flow_runs_of
-from perdure.tasks.known_run import run_of
-from perdure.tasks.left_open import close_flow_runs, close_left_open
+from perdure.tasks.orphaned_task_runs import close_flow_runs, close_orphaned_task_runs
 from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from perdure.tasks.prefect_client import client_without_retries
+from perdure.tasks.remote_jobs import artifact_of, is_kept
 from perdure.tasks.reporting import Log, Reporter
 from perdure.tasks.retry_delay import RetryDelay
+from perdure.tasks.runs import flow_runs_of, run_of
 from perdure.tasks.story import RunReporter
-from perdure.tasks.taken_jobs import artifact_of, is_kept
 from perdure.training.config.job import Job
 from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
@@ -218,7 +217,7 @@ class Supervision:
         self.story.start()
         if is_kept(self.job):
             self.story.reporter.artifact(artifact_of(self.job, history.epoch))
-        self.story.reporter.submit("left open", lambda: self._close_left_open(history))
+        self.story.reporter.submit("left open", lambda: self._close_orphaned_task_runs(history))
         self._lease.start()
         if self._requests is not None:
             self._requests.start()
@@ -262,14 +261,14 @@ class Supervision:
             raise Abort(HANDED_OVER)
         return self._requests is not None and self._requests.cancel_wanted
 
-    def _close_left_open(self, history: RunHistory) -> None:
+    def _close_orphaned_task_runs(self, history: RunHistory) -> None:
         """End the task runs, and the flow runs, of supervisors before this one."""
         took = history.supervisor
         by = f"supervisor {took.epoch} (process {took.pid} on {took.host})" if took else None
         process_began = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
         with get_client(sync_client=True) as client:
             flow_run_id = self.flow_run_id
-            close_left_open(
+            close_orphaned_task_runs(
                 client, history, flow_run_id=flow_run_id, began=process_began, adopted_by=by
             )
             if flow_run_id is not None:
@@ -283,7 +282,9 @@ class Supervision:
     def _close_own(self, now: datetime) -> None:
         with get_client(sync_client=True) as client:
             history, flow_run_id = self.run.refresh(), self.flow_run_id
-            close_left_open(client, history, flow_run_id=flow_run_id, began=now, adopted_by=None)
+            close_orphaned_task_runs(
+                client, history, flow_run_id=flow_run_id, began=now, adopted_by=None
+            )
 
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""

@@ -17,7 +17,7 @@ from tests.process.rest import Api
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
 
-SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "telemetry" / "samples"
 CODE = "80E18404"  # HBM: storm of uncorrectable errors; level RestartNPU
 # The driver's tool. The chip of BAD_NODE has an alarm from the moment on at which the fault of
 # its rank fires, until it has been reset so often as MENDS says; a reset asks for confirmation.

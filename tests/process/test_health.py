@@ -23,7 +23,7 @@ from tests.process.harness import REPO, faulty_job
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 JUMP_STEP = 40
-SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "telemetry" / "samples"
 
 
 def play(home: Path, name: str, *, limit_s: float = LIMIT_S, **changes: Any) -> RunOutcome:

@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.process
 
 CHECKS = {"burn_in_s": 0}
-SAMPLES = REPO / "tests" / "unit" / "health" / "samples"
+SAMPLES = REPO / "tests" / "unit" / "telemetry" / "samples"
 # The driver's tool, as it answers for a node whose chip has an alarm, and for one that is well.
 NPU_SMI = f"""#!/bin/sh
 case "$(pwd -P)" in

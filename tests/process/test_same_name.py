@@ -11,9 +11,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling
 
 from perdure.tasks.artifacts import GOES_ON, Artifact, ArtifactKind, Artifacts
-from perdure.tasks.flow_runs import flow_runs_of
 from perdure.tasks.hooks import _set_flow_runs
-from perdure.tasks.left_open import close_left_open
+from perdure.tasks.orphaned_task_runs import close_orphaned_task_runs
+from perdure.tasks.runs import flow_runs_of
 from perdure.training.journal.history import RunHistory
 from tests.process.deployment import FlowRun
 from tests.process.truth import task_runs
@@ -65,7 +65,7 @@ def test_a_supervisor_changes_nothing_of_a_run_of_the_same_name_that_its_ledger_
         Artifacts(NAME, UUID(own.id), lambda: flow_runs).put(table)
         with get_client(sync_client=True) as client:
             now = datetime.now(UTC)
-            num_ended = close_left_open(
+            num_ended = close_orphaned_task_runs(
                 client, history, flow_run_id=None, began=now, adopted_by="supervisor 2"
             )
         num_cancelled = _set_flow_runs(history, Cancelling())

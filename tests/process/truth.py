@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
-from perdure.tasks.left_open import end_of_task
+from perdure.tasks.orphaned_task_runs import end_of_task
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RUNGS

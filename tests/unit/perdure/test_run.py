@@ -75,7 +75,7 @@ def test_a_job_whose_keys_are_in_a_block_is_checked_once_as_well(
     asked: list[StorageSpec] = []
     monkeypatch.setattr("perdure.tasks.credentials.credentials_of", asked.append)
     monkeypatch.setattr("perdure.tasks.supervision.credentials_of", asked.append)
-    monkeypatch.setattr("perdure.tasks.known_run.credentials_of", asked.append)
+    monkeypatch.setattr("perdure.tasks.runs.credentials_of", asked.append)
     run_command({**job, "storage": {**job["storage"], "credentials_block": "keys"}})
     assert asked
     assert checks == ONCE

@@ -8,7 +8,7 @@ from uuid import UUID, uuid4
 import pytest
 from prefect.client.schemas.objects import ArtifactCollection
 
-from perdure.tasks.taken_jobs import _note, artifact_of, is_kept
+from perdure.tasks.remote_jobs import _note, artifact_of, is_kept
 from perdure.training.config.job import Job, parse_job
 from perdure.training.supervisor.job_registry import known_job, known_runs, mark_ended, unended_runs
 from tests.jobs import small_job

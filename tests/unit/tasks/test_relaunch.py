@@ -8,7 +8,7 @@ from uuid import uuid4
 from prefect.client.schemas.objects import DeploymentStatus
 from prefect.client.schemas.responses import DeploymentResponse
 
-from perdure.tasks.new_start import AUTO_RESUME, choose
+from perdure.tasks.relaunch import AUTO_RESUME, choose
 
 
 def deployment(name: str, pool: str | None, **changes: Any) -> DeploymentResponse:

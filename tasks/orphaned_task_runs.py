@@ -30,7 +30,7 @@ from prefect.client.schemas.sorting import TaskRunSort
 from prefect.exceptions import ObjectNotFound
 
 from perdure.tasks.entry import ALREADY_SUPERVISED
-from perdure.tasks.flow_runs import flow_runs_of
+from perdure.tasks.runs import flow_runs_of
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
@@ -133,7 +133,7 @@ def _ended(view: AttemptView) -> TaskEnd:
     return TaskEnd(StateType.FAILED, RUNGS[rung].state_name, f"{summary}: {rung}")
 
 
-def close_left_open(
+def close_orphaned_task_runs(
     client: SyncPrefectClient,
     history: RunHistory,
     *,
@@ -157,7 +157,7 @@ def close_left_open(
         Exception: the server does not answer.
     """
     flow_runs = flow_runs_of(history, flow_run_id)
-    task_runs = list(_left_open(client, flow_runs, began)) if flow_runs else []
+    task_runs = list(_orphaned_task_runs(client, flow_runs, began)) if flow_runs else []
     for task_run in task_runs:
         end = end_of_task(task_run.name, history, adopted_by=adopted_by)
         state: State[None] = State(type=end.type, name=end.name, message=end.message)
@@ -209,7 +209,7 @@ def close_flow_runs(client: SyncPrefectClient, history: RunHistory, *, successor
     return num_ended
 
 
-def _left_open(
+def _orphaned_task_runs(
     client: SyncPrefectClient, flow_runs: list[UUID], supervisor_began: datetime
 ) -> Iterator[TaskRun]:
     """List the task runs that are not final, or whose state says nothing of what they watched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from perdure.tasks.left_open import end_of_task
+from perdure.tasks.orphaned_task_runs import end_of_task
 from perdure.training.journal.history import replay
 from perdure.training.journal.records import AnyRecord, RunEnded
 from perdure.training.recovery.rungs import Rung
