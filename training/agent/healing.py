@@ -189,7 +189,7 @@ class _Course:
     def _check_once(self, devices: Sequence[int]) -> ActDone:
         order = self._order
         try:
-            look = inspect_chips(order.plan, order.slots_per_node, self._folder, closely=devices)
+            look = inspect_chips(order.plan, order.slots_per_node, self._folder, suspects=devices)
         except OSError as error:
             return ActDone(Act.CHECK, is_good=False, seen=f"not possible: {error}")
         if not look.is_good:

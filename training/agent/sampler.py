@@ -65,7 +65,7 @@ class Sampling:
     def _look(self, sampler: Sampler, every_s: float, ended: threading.Event) -> None:
         # A tool may take its time: the sample of an attempt that is over counts no more.
         while not ended.is_set():
-            sample = sampler.look()
+            sample = sampler.take_sample()
             if not ended.is_set():
                 self._taken_s = self._clock()
                 self._newest = sample

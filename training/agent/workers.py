@@ -327,7 +327,7 @@ class WorkerGroup:
 
     def mended_retries(self) -> dict[int, int]:
         """How often HCCL sent again and succeeded, by rank."""
-        found = {rank: self.retries.mended(self.device_folder(rank)) for rank in self.ranks}
+        found = {rank: self.retries.count_mended(self.device_folder(rank)) for rank in self.ranks}
         return {rank: count for rank, count in found.items() if count}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:

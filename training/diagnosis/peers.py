@@ -49,7 +49,7 @@ class _Report:
     group: str
 
     @property
-    def who(self) -> tuple[int, int | None, str | None]:
+    def reporter(self) -> tuple[int, int | None, str | None]:
         """The source, and the rank or process within it that reports."""
         process = _HCCL_PROCESS.search(self.finding.line)
         return self.source, self.finding.origin.rank, process[1] if process else None
@@ -128,7 +128,7 @@ def _find_other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] 
     first_of_group: dict[str, _Report] = {}
     for report in reports:
         first = first_of_group.setdefault(report.group, report)
-        if first.op != report.op and first.who != report.who:
+        if first.op != report.op and first.reporter != report.reporter:
             return first, report
     return None
 

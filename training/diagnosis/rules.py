@@ -72,8 +72,8 @@ class RuleSpec(Classification):
         prefilter: matches every line that `pattern` matches, and others too: what the automaton
             looks for where `pattern` begins with words that every healthy line has.
         yields_to_code: a code in the line that the tables know is more precise than the rule.
-        after: must be found in the text shortly before the line, too.
-        after_example: such text, for a rule that has `after`.
+        context: must match the text shortly before the line, too; `after` in the file.
+        context_example: such text, for a rule that has a context.
         unless_raised_in: does not hold for an exception that such a file has raised.
         any_level: the line counts even when it is logged as information or a warning.
         repeated: what the line reports is tried again each time, so the last one counts.
@@ -90,8 +90,8 @@ class RuleSpec(Classification):
     any_level: bool = False
     repeated: bool = False
     yields_to_code: bool = False
-    after: str | None = None
-    after_example: str = ""
+    context: str | None = Field(None, alias="after")
+    context_example: str = Field("", alias="after_example")
     unless_raised_in: str | None = None
     why: str = ""
     action: str = ""
@@ -131,7 +131,7 @@ def load_rules() -> tuple[Rule, ...]:
 
 def _compile_rule(row: dict[str, object]) -> Rule:
     spec = RuleSpec.model_validate(row)
-    context = re.compile(spec.after) if spec.after else None
+    context = re.compile(spec.context) if spec.context else None
     return Rule(spec, re.compile(spec.pattern), context)
 
 

@@ -88,7 +88,7 @@ class _State:
     _base: int = 0
     _timed_to: int = 0
 
-    def begin(self, region: bytes, base: int) -> None:
+    def begin_region(self, region: bytes, base: int) -> None:
         """A region is next; its counts of steps are sampled."""
         self._region, self._base, self._timed_to = region, base, 0
         size = _SAMPLE_BYTES if base else _FIRST_SAMPLE_BYTES
@@ -99,12 +99,12 @@ class _State:
         begin = _last_lines(region, begin) if base else begin
         self.progress.read(region[begin:].decode("utf-8", "replace"), base + begin)
 
-    def budget_of(self, rule_id: int) -> int:
+    def line_budget(self, rule_id: int) -> int:
         """How many different lines of a rule are read in the next block: few after many."""
         many = self.num_read[rule_id] > 4 * _MAX_LINES_PER_RULE_AND_BLOCK
         return _MAX_LINES_PER_RULE_AND_BLOCK // 32 if many else _MAX_LINES_PER_RULE_AND_BLOCK
 
-    def keep(self, finding: Finding, offset: int) -> None:
+    def add(self, finding: Finding, offset: int) -> None:
         """Keep a finding, unless its rule has enough of them."""
         own_s = finding.origin.at_s
         seen_s = own_s if own_s is not None else self.time_at(offset)
@@ -133,7 +133,7 @@ class _State:
         self._timed_to = max(self._timed_to, position)
         return self.seen_s
 
-    def end(self) -> None:
+    def end_region(self) -> None:
         """The region is read."""
         self.time_at(self._base + len(self._region))
 
@@ -220,7 +220,7 @@ def scan_text(text: str, *, year: int) -> Scan:
 
 
 def _read_region(region: bytes, context: bytes, base: int, state: _State) -> None:
-    state.begin(region, base)
+    state.begin_region(region, base)
     page = _drop_repeats(region, base) if state.is_flooded else Page(region, base)
     limit = None if state.is_flooded else _MAX_HITS_PER_BLOCK
     reached = _read_page(page, context, state, limit)
@@ -230,7 +230,7 @@ def _read_region(region: bytes, context: bytes, base: int, state: _State) -> Non
     state.is_flooded = reached is not None or (
         state.is_flooded and len(page.text) < len(region) // 2
     )
-    state.end()
+    state.end_region()
 
 
 def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> int | None:
@@ -241,7 +241,7 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
     alike: dict[bytes, int] = defaultdict(int)
     done_to = -1
     for end, rule_id in hits:
-        if end - 1 <= done_to or budget.setdefault(rule_id, state.budget_of(rule_id)) <= 0:
+        if end - 1 <= done_to or budget.setdefault(rule_id, state.line_budget(rule_id)) <= 0:
             continue
         begin = text.rfind(b"\n", 0, end - 1) + 1 if end else 0
         stop = text.find(b"\n", max(begin, end - 1))
@@ -254,11 +254,13 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
             continue
         if alike[kind] == 1:
             for pattern_id in ids:
-                budget[pattern_id] = budget.setdefault(pattern_id, state.budget_of(pattern_id)) - 1
+                budget[pattern_id] = (
+                    budget.setdefault(pattern_id, state.line_budget(pattern_id)) - 1
+                )
                 state.num_read[pattern_id] += 1
         finding = _read_line(text, context, (begin, stop, end), ids, state.year)
         if finding is not None:
-            state.keep(finding, page.offset_of(begin))
+            state.add(finding, page.offset_of(begin))
     return reached
 
 

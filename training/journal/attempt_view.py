@@ -59,7 +59,7 @@ class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
         return self.ended is not None and self.ended.succeeded
 
     @property
-    def left_sub_healthy(self) -> bool:
+    def is_sub_healthy(self) -> bool:
         """Whether training went on over what may break again: re-established connections."""
         return self.succeeded and self.began.decision.sub_healthy
 

@@ -151,7 +151,7 @@ class RunHistory:
         return tuple(dict.fromkeys(refusal.node for refusal in self.refusals))
 
     @property
-    def undecided(self) -> AttemptView | None:
+    def undecided_attempt(self) -> AttemptView | None:
         """The newest attempt when it failed and the ladder has not been asked, or not again."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
         if last is None or last.ended is None or last.ended.fault is None:
@@ -165,7 +165,7 @@ class RunHistory:
         return last is not None and last.ended is not None and last.ended.outcome == "restarted"
 
     @property
-    def unended(self) -> AttemptView | None:
+    def unclosed_attempt(self) -> AttemptView | None:
         """The newest attempt when it ended the run but the run's end is not on record."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
         if last is None or last.ended is None or last.ended.outcome in ("failed", "restarted"):
@@ -179,7 +179,7 @@ class RunHistory:
             return []
         views = self.attempts_in(self.placements[-1].placement)
         return [
-            recovery for view in views for recovery in view.recoveries if recovery.left_sub_healthy
+            recovery for view in views for recovery in view.recoveries if recovery.is_sub_healthy
         ]
 
     @property
@@ -264,7 +264,7 @@ class RunHistory:
             for checkpoint in self.checkpoints
         )
 
-    def _nothing_new_up_to(self, view: AttemptView) -> int:
+    def _step_to_exceed(self, view: AttemptView) -> int:
         """The step that an attempt has to exceed with a checkpoint, for that to be progress."""
         if not self.is_command:
             return view.from_step
@@ -283,7 +283,7 @@ class RunHistory:
                 a.ended is not None and a.ended.duration_s >= progress_after_s for a in later
             )
         # What an attempt began with and saved again at the end of its life is not new.
-        began_at = {a.key: self._nothing_new_up_to(a) for a in later}
+        began_at = {a.key: self._step_to_exceed(a) for a in later}
         return any(
             checkpoint.step
             > began_at.get((checkpoint.placement, checkpoint.attempt), checkpoint.step)

@@ -204,11 +204,11 @@ class Ledger:
     def lease(self) -> SupervisorLease | None:
         """The newest lease, whether its holder lives or not; None when it was given up."""
         try:
-            return self._lease()
+            return self._read_lease()
         except Corrupt:
             return None
 
-    def _lease(self) -> SupervisorLease | None:
+    def _read_lease(self) -> SupervisorLease | None:
         try:
             return SupervisorLease.model_validate_json(self._store.get(self._lease_key))
         except NotFound:
@@ -223,7 +223,7 @@ class Ledger:
         return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)
 
     def _refuse_if_alive(self, identity: Identity) -> None:
-        lease = self._lease()
+        lease = self._read_lease()
         if lease is not None and self._is_held(lease, identity):
             raise AlreadySupervised(
                 f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
@@ -241,7 +241,7 @@ class Ledger:
         alive = not is_same_host or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
         if not alive or not 0 <= age_s < RENEW_S:
             return
-        lease = self._lease()
+        lease = self._read_lease()
         if lease is None or lease.epoch < newest.epoch:
             holder = f"process {newest.pid} on {newest.host}"
             message = f"run {self._run_id} was taken by {holder} a moment ago"
@@ -253,9 +253,9 @@ class Ledger:
         for key in keys:
             if key != _key(self._prefix, len(self._records)):
                 raise Corrupt(f"{self._prefix}: record {len(self._records)} is missing")
-            self._records.append(self._record(key))
+            self._records.append(self._read_record(key))
 
-    def _record(self, key: str) -> AnyRecord:
+    def _read_record(self, key: str) -> AnyRecord:
         try:
             return RECORD.validate_json(self._store.get(key))
         except ValidationError as error:

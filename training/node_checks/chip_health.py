@@ -47,7 +47,7 @@ class ChipInspection:
 
 
 def inspect_chips(
-    plan: HealPlan, slots: int, folder: Path, *, closely: Collection[int], ask_tool: Ask = run_tool
+    plan: HealPlan, slots: int, folder: Path, *, suspects: Collection[int], ask_tool: Ask = run_tool
 ) -> ChipInspection:
     """Ask the driver for the health and the error counters of the chips.
 
@@ -55,10 +55,10 @@ def inspect_chips(
         plan: has the code that should be gone.
         slots: devices of the node that the job uses, from 0 on; all must be there.
         folder: of the container.
-        closely: those of them that were at fault.
+        suspects: those of them that were at fault.
         ask_tool: runs a tool.
     """
-    sample = Sampler(folder, slots, closely=closely, ask_tool=ask_tool).look()
+    sample = Sampler(folder, slots, detailed_devices=suspects, ask_tool=ask_tool).take_sample()
     health = judge_devices(sample, slots)
     codes = tuple(dict.fromkeys(code for device in sample.devices for code in device.error_codes))
     if health.outcome is CheckOutcome.FAILED:
@@ -68,7 +68,7 @@ def inspect_chips(
             is_good=False, codes=codes, text=f"code {plan.code} is still reported"
         )
     if find_tool(NPU_SMI) is not None:
-        history = check_history(slots, devices=closely, ask_tool=ask_tool)
+        history = check_history(slots, devices=suspects, ask_tool=ask_tool)
         if history.outcome is CheckOutcome.FAILED:
             return ChipInspection(is_good=False, codes=codes, text=history.seen)
     return ChipInspection(is_good=True, codes=codes, text=health.seen)

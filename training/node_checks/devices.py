@@ -17,7 +17,7 @@ Ask = Callable[[Sequence[str]], str]
 
 def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
     """Take one sample, and judge it."""
-    sample = Sampler(folder, slots).look()
+    sample = Sampler(folder, slots).take_sample()
     if find_tool(NPU_SMI) is None:
         return (judge_devices(sample, slots),)
     return judge_devices(sample, slots), check_history(slots)

@@ -203,7 +203,7 @@ class Decider:
 
     def decide_pending(self) -> None:
         """Decide about a failed attempt whose supervisor died before it asked the ladder."""
-        view = self.writer.refresh().undecided
+        view = self.writer.refresh().undecided_attempt
         if view is not None:
             self.decide(view, fault_of(view))
 

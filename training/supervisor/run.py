@@ -251,7 +251,7 @@ class Run:
 
     def pending_end(self) -> AttemptResult | None:
         """The verdict of an attempt that ended the run, when its end is not on record yet."""
-        view = self.refresh().unended
+        view = self.refresh().unclosed_attempt
         if view is None or view.ended is None:
             return None
         ended = view.ended

@@ -126,36 +126,36 @@ class AlertMonitor:
 
     spec: WatchSpec
     open: set[Key] = field(default_factory=set)
-    _since_s: dict[Key, float] = field(default_factory=dict)
-    _seen_s: dict[Key, float] = field(default_factory=dict)
+    _out_since_s: dict[Key, float] = field(default_factory=dict)
+    _last_out_s: dict[Key, float] = field(default_factory=dict)
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSS_WINDOW))
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_WINDOW))
     _step: int = -1
     _window: tuple[float, dict[int, RankSample]] | None = None
-    _late: dict[int, int] = field(default_factory=dict)
-    _starved: dict[int, int] = field(default_factory=dict)
-    _of_window: tuple[AlertCondition, ...] = ()
+    _late_windows: dict[int, int] = field(default_factory=dict)
+    _starved_windows: dict[int, int] = field(default_factory=dict)
+    _window_conditions: tuple[AlertCondition, ...] = ()
 
     def update(self, run: RunSample) -> AlertChanges:
         """Compare a new sample of the run with the limits."""
         now = {alert_key(condition): condition for condition in self._conditions(run)}
         raised = []
         for key, condition in now.items():
-            since_s = self._since_s.setdefault(key, run.at_s)
-            self._seen_s[key] = run.at_s
+            since_s = self._out_since_s.setdefault(key, run.at_s)
+            self._last_out_s[key] = run.at_s
             if key not in self.open and run.at_s - since_s >= condition.holds_s:
                 self.open.add(key)
                 raised.append(condition)
-        for key in [key for key in self._since_s if key not in now and key not in self.open]:
-            del self._since_s[key]
+        for key in [key for key in self._out_since_s if key not in now and key not in self.open]:
+            del self._out_since_s[key]
         over = [key for key in self.open if self._is_over(key, run.at_s)]
         for key in over:
             self.open.discard(key)
-            self._since_s.pop(key, None)
+            self._out_since_s.pop(key, None)
         return AlertChanges(tuple(raised), tuple(over))
 
     def _is_over(self, key: Key, now_s: float) -> bool:
-        return now_s - self._seen_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
+        return now_s - self._last_out_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
 
     def _conditions(self, run: RunSample) -> Iterator[AlertCondition]:
         if run.hang is not None:
@@ -165,19 +165,21 @@ class AlertMonitor:
             yield from _check_devices(self.spec, node, sample, trains=trains)
             yield from _check_host(self.spec, node, sample)
         yield from _check_retries(run.retries)
-        yield from self._of_steps(run.steps)
+        yield from self._check_steps(run.steps)
         yield from _check_latency(self.spec, run.ranks)
         yield from _check_checkpoints(self.spec, run)
         if self._take_window(run):
-            yield from self._of_window
+            yield from self._window_conditions
         else:
             yield from (
-                condition for condition in self._of_window if alert_key(condition) in self.open
+                condition
+                for condition in self._window_conditions
+                if alert_key(condition) in self.open
             )
 
-    def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
+    def _check_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
         for record in steps:
-            yield from self._of_loss(record)
+            yield from self._check_loss(record)
             if record.step_s > 0:
                 self._steps_s.append(record.step_s)
             self._step = record.step
@@ -192,7 +194,7 @@ class AlertMonitor:
             text = f"steps take {now_s:.3g} s, {usual_s:.3g} s before"
             yield AlertCondition(AlertKind.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
-    def _of_loss(self, record: StepRecord) -> Iterator[AlertCondition]:
+    def _check_loss(self, record: StepRecord) -> Iterator[AlertCondition]:
         if record.loss is None:
             return
         losses, limit = self._losses, math.inf
@@ -212,9 +214,9 @@ class AlertMonitor:
         """Compare the ranks over some seconds and steps; whether a window has ended."""
         ranks = {sample.rank: sample for sample in run.ranks}
         if self._window is None or not _are_same_processes(self._window[1], ranks):
-            self._window, self._of_window = (run.at_s, ranks), ()
-            self._late.clear()
-            self._starved.clear()
+            self._window, self._window_conditions = (run.at_s, ranks), ()
+            self._late_windows.clear()
+            self._starved_windows.clear()
             return False
         began_s, previous = self._window
         took_s = run.at_s - began_s
@@ -223,13 +225,13 @@ class AlertMonitor:
             return False
         self._window = (run.at_s, ranks)
         conditions = [
-            *self._of_stragglers(previous, ranks, took_s),
-            *self._of_data(previous, ranks, took_s),
+            *self._check_stragglers(previous, ranks, took_s),
+            *self._check_data(previous, ranks, took_s),
         ]
-        self._of_window = tuple(conditions)
+        self._window_conditions = tuple(conditions)
         return True
 
-    def _of_stragglers(
+    def _check_stragglers(
         self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
         """The rank that waits least for the others, when they wait for it."""
@@ -238,8 +240,8 @@ class AlertMonitor:
         waited = {rank: sample.waited_s - previous[rank].waited_s for rank, sample in ranks.items()}
         last = min(waited, key=lambda rank: waited[rank])
         behind = (median(s for r, s in waited.items() if r != last) - waited[last]) / took_s
-        count = self._late.get(last, 0) + 1 if behind > self.spec.straggler_ratio else 0
-        self._late = {last: count} if count else {}
+        count = self._late_windows.get(last, 0) + 1 if behind > self.spec.straggler_ratio else 0
+        self._late_windows = {last: count} if count else {}
         if count >= _HOLD_WINDOWS:
             text = (
                 f"rank {last} on {ranks[last].node} is later than the others by "
@@ -249,7 +251,7 @@ class AlertMonitor:
                 AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last]
             )
 
-    def _of_data(
+    def _check_data(
         self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
         """Ranks that wait for their loader; of many the one that waits longest."""
@@ -258,8 +260,8 @@ class AlertMonitor:
         }
         worst = max(shares, key=lambda rank: shares[rank])
         limit = self.spec.data_wait_ratio
-        count = self._starved.get(worst, 0) + 1 if shares[worst] > limit else 0
-        self._starved = {worst: count} if count else {}
+        count = self._starved_windows.get(worst, 0) + 1 if shares[worst] > limit else 0
+        self._starved_windows = {worst: count} if count else {}
         if count >= _HOLD_WINDOWS:
             many = sum(share > limit for share in shares.values())
             text = (

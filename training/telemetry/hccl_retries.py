@@ -28,14 +28,14 @@ class RetryLog:
     """What the log of one process says so far.
 
     Attributes:
-        mended: retries that succeeded after an error of this process' own.
+        num_mended: retries that succeeded after an error of this process' own.
     """
 
-    mended: int = 0
+    num_mended: int = 0
     _read_bytes: int = 0
     _has_error: bool = False
 
-    def read_on(self, path: Path) -> None:
+    def read_new(self, path: Path) -> None:
         """Take in what was written since; a last line that is not whole waits.
 
         Raises:
@@ -46,9 +46,9 @@ class RetryLog:
             text = file.read(MAX_BYTES)
         whole = text[: text.rfind(b"\n") + 1] or (text if len(text) == MAX_BYTES else b"")
         self._read_bytes += len(whole)
-        self.take(whole)
+        self.parse(whole)
 
-    def take(self, text: bytes) -> None:
+    def parse(self, text: bytes) -> None:
         """Take in lines."""
         for old_state, new_state in _CHANGE.findall(text):
             if new_state == _ERROR:
@@ -56,7 +56,7 @@ class RetryLog:
             elif new_state == _FAILED:
                 self._has_error = False
             elif (old_state, new_state) == (_RETRIED, _RUNNING):
-                self.mended += self._has_error
+                self.num_mended += self._has_error
                 self._has_error = False
 
 
@@ -66,13 +66,15 @@ class RetryLogs:
 
     _logs: dict[Path, RetryLog] = field(default_factory=dict)
 
-    def mended(self, folder: Path) -> int:
+    def count_mended(self, folder: Path) -> int:
         """Retries that succeeded by now, of the processes that log into a folder."""
         for path in sorted(folder.glob("run/plog/*.log")):
             log = self._logs.setdefault(path, RetryLog())
             try:
                 if path.is_file() and not path.is_symlink():
-                    log.read_on(path)
+                    log.read_new(path)
             except OSError:
                 pass  # rotated away meanwhile; what was seen stays
-        return sum(log.mended for path, log in self._logs.items() if path.is_relative_to(folder))
+        return sum(
+            log.num_mended for path, log in self._logs.items() if path.is_relative_to(folder)
+        )

@@ -33,7 +33,7 @@ class Sampler:
     Args:
         folder: its file system is looked at.
         num_devices: that are looked at, from 0 on.
-        closely: those of them that the tools are asked about one by one; None: all.
+        detailed_devices: those of them that the tools are asked about one by one; None: all.
         now: wall clock.
         clock: monotonic clock.
     """
@@ -43,19 +43,21 @@ class Sampler:
         folder: Path,
         num_devices: int,
         *,
-        closely: Collection[int] | None = None,
+        detailed_devices: Collection[int] | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
         ask_tool: Ask = run_tool,
     ) -> None:
         self._host = _HostSource(folder)
         self._num_devices = num_devices
-        self._closely = range(num_devices) if closely is None else closely
+        self._detailed_devices = (
+            range(num_devices) if detailed_devices is None else detailed_devices
+        )
         self._now = now
         self._clock = clock
         self._ask = ask_tool
 
-    def look(self) -> NodeSample:
+    def take_sample(self) -> NodeSample:
         """Look once; takes as long as the tools take."""
         gaps: list[str] = []
         try:
@@ -63,12 +65,12 @@ class Sampler:
         except OSError as error:
             host = HostSample()
             gaps.append(f"host: {error}")
-        devices = self._devices(gaps)
+        devices = self._sample_devices(gaps)
         return NodeSample(at_s=self._now(), devices=devices, host=host, gaps=tuple(gaps))
 
-    def _devices(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+    def _sample_devices(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
         if find_tool(NPU_SMI) is not None:
-            return self._npus(gaps)
+            return self._sample_npus(gaps)
         gaps.append(f"{NPU_SMI}: not installed")
         try:
             return nvml.read_devices(self._num_devices)
@@ -76,7 +78,7 @@ class Sampler:
             gaps.append(f"nvml: {error}")
             return ()
 
-    def _npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+    def _sample_npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
         """The NPUs; one tool that hangs would hang for the next device, too."""
         until_s = self._clock() + SAMPLE_LIMIT_S
         has_hccn = find_tool(HCCN_TOOL) is not None
@@ -90,17 +92,17 @@ class Sampler:
             for index, chip in enumerate(chips):
                 samples.append(device_of(index, chip))
             for index, chip in enumerate(chips):
-                if index not in self._closely:
+                if index not in self._detailed_devices:
                     continue
                 if self._clock() > until_s:
                     gaps.append(f"devices {index} on: not asked, {SAMPLE_LIMIT_S:g} s are over")
                     break
-                samples[index] = self._detailed(index, chip, has_hccn=has_hccn)
+                samples[index] = self._read_details(index, chip, has_hccn=has_hccn)
         except NoAnswer as error:
             gaps.append(f"no answer: {error}")
         return tuple(samples)
 
-    def _detailed(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
+    def _read_details(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
         """One device with what only its own commands show."""
         health = npu_smi.parse_health(self._ask(health_command(chip)))
         if chip.utilisation_percent is None:

@@ -61,14 +61,14 @@ def test_a_wrong_argument_is_recognised_in_the_box_that_tyro_draws(line):
 
 # Fifteen hundred tests of one rule each would take longer to set up than to run.
 def test_a_rule_catches_its_own_example_before_any_other():
-    matches = {r.id: match_line(r.spec.example, context=r.spec.after_example) for r in RULES}
+    matches = {r.id: match_line(r.spec.example, context=r.spec.context_example) for r in RULES}
     caught_by = {rule_id: match and match[0].id for rule_id, match in matches.items()}
     assert {rule_id: by for rule_id, by in caught_by.items() if by != rule_id} == {}
 
 
 def test_a_rule_finds_its_example_in_a_log():
     for rule in RULES:
-        text = f"{rule.spec.after_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
+        text = f"{rule.spec.context_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
         rule_ids = {rule.id}
         if rule.spec.yields_to_code and look_up_code(rule.spec.example) is not None:
             rule_ids = {f"{CODE_RULE}chip"}

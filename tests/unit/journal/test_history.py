@@ -298,7 +298,7 @@ def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():
     spent = RungFailed(**NOW, placement=1, attempt=1, rung=rung, why="no spare")
     history = history_of(*failed(1, rung), spent)
     assert outlines(history) == [("pod_reschedule", False, True)]
-    assert history.undecided is not None, "the ladder is to be asked again"
+    assert history.undecided_attempt is not None, "the ladder is to be asked again"
 
 
 SECOND = TAKEN.model_copy(update={"epoch": 2, "supervisor": "b", "pid": 2})

@@ -34,7 +34,7 @@ def tools(tmp_path, monkeypatch):
 
 
 def look(tools, plan=PLAN):
-    return inspect_chips(plan, 1, tools, closely=(0,))
+    return inspect_chips(plan, 1, tools, suspects=(0,))
 
 
 def test_a_chip_with_an_alarm_is_ill_and_its_codes_are_known(tools):

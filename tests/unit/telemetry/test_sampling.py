@@ -44,7 +44,7 @@ def test_a_node_without_any_tool_has_gaps_and_a_host(tools, tmp_path, monkeypatc
         raise NoNvml("nvidia-ml-py is not installed")
 
     monkeypatch.setattr(nvml, "_import", missing)
-    sample = Sampler(tmp_path, 2, now=lambda: 7.0).look()
+    sample = Sampler(tmp_path, 2, now=lambda: 7.0).take_sample()
     assert (sample.at_s, sample.devices) == (7.0, ())
     assert sample.gaps == ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
     assert sample.host.memory_percent is not None
@@ -53,7 +53,7 @@ def test_a_node_without_any_tool_has_gaps_and_a_host(tools, tmp_path, monkeypatc
 
 def test_devices_come_from_the_tools_of_the_driver(npu, tmp_path):
     install(npu, "hccn_tool", HCCN)
-    sample = Sampler(tmp_path, 8).look()
+    sample = Sampler(tmp_path, 8).take_sample()
     assert [(d.index, d.health, d.link_is_up, d.net_health) for d in sample.devices] == [
         (0, "OK", True, "Init"),
         (1, "OK", True, "Init"),
@@ -62,12 +62,12 @@ def test_devices_come_from_the_tools_of_the_driver(npu, tmp_path):
 
 
 def test_only_the_devices_that_are_used_are_looked_at(npu, tmp_path):
-    assert [d.index for d in Sampler(tmp_path, 1).look().devices] == [0]
+    assert [d.index for d in Sampler(tmp_path, 1).take_sample().devices] == [0]
 
 
 def test_an_alarm_comes_with_its_codes(tools, tmp_path):
     install(tools, "npu-smi", npu_smi("npu-smi-health-alarm.txt"))
-    sample = Sampler(tmp_path, 1).look()
+    sample = Sampler(tmp_path, 1).take_sample()
     assert sample.devices[0].health == "Alarm"
     assert sample.devices[0].error_codes[0] == "A4025021"
     assert not sample.devices[0].is_healthy
@@ -80,21 +80,21 @@ def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(npu, tmp_path):
             raise NoAnswer("timed out")
         return run_tool(command)
 
-    sample = Sampler(tmp_path, 2, ask_tool=timing_out).look()
+    sample = Sampler(tmp_path, 2, ask_tool=timing_out).take_sample()
     assert [device.health for device in sample.devices] == ["OK", "OK"]
     assert sample.gaps[-1] == "no answer: timed out"
 
 
 def test_tools_that_are_slow_are_not_asked_about_every_device(npu, tmp_path):
     times = iter([0.0, 1.0, sampling.SAMPLE_LIMIT_S + 1])
-    sample = Sampler(tmp_path, 2, clock=lambda: next(times)).look()
+    sample = Sampler(tmp_path, 2, clock=lambda: next(times)).take_sample()
     assert len(sample.devices) == 2
     assert sample.gaps[-1].startswith("devices 1 on: not asked")
 
 
 def test_a_tool_without_a_table_is_a_gap(tools, tmp_path):
     install(tools, "npu-smi", "echo dcmi model initialized failed, ret is -8005")
-    sample = Sampler(tmp_path, 2).look()
+    sample = Sampler(tmp_path, 2).take_sample()
     assert (sample.devices, sample.gaps[-1]) == ((), "npu-smi: no table of devices")
 
 
