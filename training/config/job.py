@@ -59,7 +59,7 @@ from perdure.training.config.secrets import SecretSource, why_secret
 from perdure.training.config.watch import HangAction, PreflightSpec, WatchSpec
 from perdure.training.errors import InputError
 from perdure.training.masking import has_key
-from perdure.training.platforms.modelarts import GRACE
+from perdure.training.platforms.forms import GRACE
 from perdure.training.recovery.replicas import ParallelLayout
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job

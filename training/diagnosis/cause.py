@@ -101,7 +101,7 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
             for finding in source.findings
             if not finding.is_low_level and finding.is_survived
         ]
-    yields = any(is_unnamed(candidate.finding) for candidate in candidates)
+    yields = any(candidate.finding.is_unnamed for candidate in candidates)
     first: dict[tuple[int, float], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.finding.offset):
         first.setdefault((candidate.source.order, _standing(candidate, yields=yields)), candidate)
@@ -129,15 +129,10 @@ DEVICE_FAULTS = frozenset(
 }
 
 
-def is_unnamed(finding: Finding) -> bool:
-    """Whether it is an exception that no table knows: it ended its process, whatever it means."""
-    return finding.role is Role.ROOT and finding.fault_class is FaultClass.UNKNOWN
-
-
 def _standing(candidate: Candidate, *, yields: bool) -> float:
     """The role, with room below what a device shows for exceptions that no table knows."""
     finding = candidate.finding
-    if is_unnamed(finding):
+    if finding.is_unnamed:
         return Role.SYMPTOM + 0.1
     is_other = finding.role is Role.SYMPTOM and finding.fault_class not in DEVICE_FAULTS
     return Role.SYMPTOM + 0.2 if yields and is_other else finding.role

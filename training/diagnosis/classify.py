@@ -20,7 +20,6 @@ from perdure.training.diagnosis.cause import (
     Diagnosis,
     LogSource,
     build_fault,
-    is_unnamed,
     rank_candidates,
 )
 from perdure.training.diagnosis.ending import (
@@ -72,7 +71,7 @@ _TIER_OF = {
 
 
 def _tier_of(finding: Finding) -> _Tier:
-    if is_unnamed(finding):
+    if finding.is_unnamed:
         return _Tier.UNNAMED
     is_of_device = finding.role is Role.SYMPTOM and finding.fault_class in DEVICE_FAULTS
     return _Tier.OF_DEVICE if is_of_device else _TIER_OF[finding.role]
@@ -320,7 +319,7 @@ def _choose_finding(end: WorkerEnd, log: LogSource) -> Finding | None:
     if raised.role > Role.SYMPTOM and best.role < raised.role:
         return best
     # The output explains an exception that no table knows, if anything does.
-    return raised if not is_unnamed(raised) or best.role > Role.SYMPTOM else best
+    return raised if not raised.is_unnamed or best.role > Role.SYMPTOM else best
 
 
 def _read_recorded_exception(end: WorkerEnd, log: LogSource) -> Finding | None:

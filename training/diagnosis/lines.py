@@ -17,7 +17,6 @@ _CLOCK = (
     r"(?P<hour>[01]\d|2[0-3]):(?P<minute>[0-5]\d):(?P<second>[0-5]\d)(?:[.,](?P<fraction>[\d.]+))?"
 )
 _ANY_CLOCK = re.compile(r"\d:[0-5]\d:[0-5]\d")
-_ANY_CLOCK_BYTES = re.compile(rb":[0-5]\d:[0-5]\d")  # begins with what is rare: found fast
 _TIMES: Sequence[re.Pattern[str]] = (
     # CANN plog 2025-11-21-13:18:47.639.860, ISO 8601, Python logging
     re.compile(r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[-T _]" + _CLOCK),
@@ -142,11 +141,6 @@ def code_of(line: str) -> str | None:
     """The error code that a line carries, as the stack prints it; hexadecimal in capitals."""
     code = _search_first(_CODES, line)
     return code.upper() if code is not None else None
-
-
-def has_clock(region: bytes, begin: int, stop: int) -> bool:
-    """Whether a part of some output may hold a time of day; it need not be a line's own."""
-    return _ANY_CLOCK_BYTES.search(region, begin, stop) is not None
 
 
 def time_of(line: str, *, year: int) -> float | None:

@@ -71,6 +71,11 @@ class Finding:
     replaces: bool = False
     is_repeated: bool = False
 
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether it is an exception that no table knows: it ended its process all the same."""
+        return self.role is Role.ROOT and self.fault_class is FaultClass.UNKNOWN
+
 
 def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
     """What a line means: by the first rule that matches, else by a code, else as an exception.

@@ -20,7 +20,7 @@ import hyperscan
 
 from perdure.training.diagnosis import exceptions
 from perdure.training.diagnosis.compiled import wait_for_database
-from perdure.training.diagnosis.lines import Origin, has_clock, origin_of, time_of
+from perdure.training.diagnosis.lines import Origin, origin_of, time_of
 from perdure.training.diagnosis.recognise import EXCEPTION_RULE, Finding, list_patterns, recognise
 from perdure.training.diagnosis.rules import Role, load_rules
 from perdure.training.diagnosis.series import StepCounts
@@ -45,6 +45,7 @@ _SAMPLE_LINES = 16
 BLOCK_SIZE_BYTES = 1 << 20
 MAX_LINE_SIZE_BYTES = 256 << 10
 
+_ANY_CLOCK = re.compile(rb":[0-5]\d:[0-5]\d")  # begins with a rare byte, so the search is fast
 _ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _SAMPLE_SIZE_BYTES = 64 << 10
 # Classes whose first answer is to stop: nothing is lost when one takes the other's place.
@@ -120,7 +121,7 @@ class _State:
         position = offset - self._base
         region, stop = self._region, position
         earliest = max(self._timed_to, position - _TIME_LOOK_BACK_BYTES)
-        if not has_clock(region, earliest, stop):
+        if _ANY_CLOCK.search(region, earliest, stop) is None:
             stop = earliest
         while stop > earliest:
             begin = region.rfind(b"\n", earliest, stop - 1) + 1 or earliest

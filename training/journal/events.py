@@ -57,6 +57,11 @@ class StepRecord:
     kind: Literal["step"] = "step"
 
     @property
+    def identity(self) -> tuple[int, int, int, float]:
+        """Distinguishes a completion of the step from another one's."""
+        return self.placement, self.attempt, self.step, self.at_s
+
+    @property
     def loss_text(self) -> str:
         """The loss, for a line about the step; empty where it is not known."""
         return f"loss {self.loss:.4f}" if self.loss is not None else ""

@@ -123,14 +123,9 @@ class StepReader:
                 continue
             for line in filter(None, self._store.get(info.key).split(b"\n")):
                 record = STEP.validate_json(line)
-                self._records[identity_of(record)] = record
+                self._records[record.identity] = record
             self._objects[info.key] = info
         return list(self._records.values())
-
-
-def identity_of(record: StepRecord) -> tuple[int, int, int, float]:
-    """Distinguishes one completion of a step from another."""
-    return record.placement, record.attempt, record.step, record.at_s
 
 
 def _age(record: StepRecord) -> tuple[int, int, float]:

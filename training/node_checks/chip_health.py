@@ -7,16 +7,16 @@ nothing is reset. Nothing here was run on an Ascend chip. Times are seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from perdure.training.node_checks.devices import Ask, check_history, judge_devices
+from perdure.training.node_checks.devices import check_history, judge_devices
 from perdure.training.recovery.healing import RESET_COMMAND_LIMIT_S, HealPlan, is_still_there
 from perdure.training.telemetry import npu_smi
 from perdure.training.telemetry.sampling import NPU_SMI, Sampler, reset_command
-from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
+from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import CheckOutcome
 
 # How a tool words that it did not do what it was asked to; what it did shows the check after it.
@@ -77,7 +77,7 @@ def inspect_chips(
 def reset_chips(
     devices: Collection[int],
     *,
-    ask_tool: Callable[[Sequence[str]], str] = run_tool,
+    ask_tool: Ask = run_tool,
     command: _AskWithAnswers = run_tool,
 ) -> tuple[bool, str]:
     """Reset chips by the driver's own tool. Whether it did so, and its words.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from perdure.training.telemetry import npu_smi
 from perdure.training.telemetry import npu_smi as hccn
 from perdure.training.telemetry.sampling import HCCN_TOOL, NPU_SMI, Sampler
-from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
+from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import Check, CheckOutcome, DeviceSample, NodeSample, worst
-
-Ask = Callable[[Sequence[str]], str]
 
 
 def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
@@ -119,8 +116,3 @@ def _read_history(chip: npu_smi.Chip, ask_tool: Ask) -> Iterator[tuple[CheckOutc
     wrong = [f"{n}={counters[n]}" for n in hccn.ERROR_COUNTERS if counters.get(n)]
     if wrong:
         yield CheckOutcome.WARNING, f"{name}: {', '.join(wrong)}"
-
-
-def has_torch_npu() -> bool:
-    """Whether ranks of this machine will use NPUs."""
-    return importlib.util.find_spec("torch_npu") is not None

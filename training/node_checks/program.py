@@ -8,6 +8,7 @@ seconds.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import selectors
 import signal
@@ -24,7 +25,7 @@ from perdure.training.device import pick_device
 from perdure.training.node_checks import burn_in
 from perdure.training.node_checks import collectives as gang
 from perdure.training.node_checks.collectives import check_links
-from perdure.training.node_checks.devices import check_devices, has_torch_npu
+from perdure.training.node_checks.devices import check_devices
 from perdure.training.node_checks.host import (
     check_disks,
     check_job_store,
@@ -68,7 +69,8 @@ def _check_node(task: NodeTask) -> tuple[Check, ...]:
 
 
 def _check_ports(job: Job, task: NodeTask) -> Sequence[Check]:
-    is_first, has_npus = task.first_rank == 0, has_torch_npu()
+    is_first = task.first_rank == 0
+    has_npus = importlib.util.find_spec("torch_npu") is not None
     return [check_ports(job, is_first=is_first, has_npus=has_npus, used=listening_ports)]
 
 

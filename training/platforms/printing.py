@@ -1,9 +1,9 @@
-"""Our policy as a platform's recovery settings.
+"""Our policy as the recovery settings of a platform.
 
-What is printed is read back, so that every field which the platform cannot hold, or holds
+The printed entries are read back, so that every field which the platform cannot hold, or holds
 differently, is a warning.
 
-Sources of where an entry belongs: ModelArts' training job annotations (JobMetadata of its API);
+Sources of the places of entries: ModelArts' training job annotations (JobMetadata of its API);
 MindFormers "Training High Availability" and "Data Skipping"; MindSpeed-LLM "High Availability";
 MindCluster "Job YAML Configuration".
 """
@@ -15,9 +15,16 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from perdure.training.platforms.forms import Platform, read_platform
-from perdure.training.platforms.modelarts import GRACE
-from perdure.training.platforms.monitor import CHECK, COUNT, MONITOR_ON, SKIP, THRESHOLD
+from perdure.training.platforms.forms import (
+    CHECK,
+    COUNT,
+    GRACE,
+    MONITOR_ON,
+    SKIP,
+    THRESHOLD,
+    Platform,
+    read_platform,
+)
 from perdure.training.platforms.settings import Value, format_value
 from perdure.training.platforms.tft import TFT, read_snapshot_steps
 from perdure.training.recovery.rungs import Policy, RestartCount
@@ -26,7 +33,7 @@ Entries = dict[str, str]
 
 
 class EntryPlace(StrEnum):
-    """Where on its platform an entry belongs."""
+    """A place for entries on their platform."""
 
     LABELS = "metadata.labels"
     ANNOTATIONS = "metadata.annotations"
@@ -52,13 +59,13 @@ _PLACES: Mapping[str, EntryPlace] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportedPolicy:
-    """A policy as a platform's entries.
+    """A policy as the entries of a platform.
 
     Attributes:
-        entries: name to text.
-        warnings: one line for each field that the entries cannot hold: "field=value: why".
-        without_entry: fields that the platform has no entry for, and does as the policy has them;
-            reading the entries gives our default of them.
+        entries: text by name.
+        warnings: a line for each field that the entries cannot hold: "field=value: why".
+        without_entry: fields without an entry, which the platform handles as the policy does;
+            reading the entries back gives our default of them.
     """
 
     entries: Mapping[str, str]
@@ -66,7 +73,7 @@ class ExportedPolicy:
     without_entry: Mapping[str, Value]
 
     def by_place(self) -> Mapping[EntryPlace, Entries]:
-        """The entries by where they belong."""
+        """Group the entries by the places where they belong."""
         places: dict[EntryPlace, Entries] = {}
         for name, text in self.entries.items():
             place = _PLACES.get(name, EntryPlace.ANNOTATIONS)  # all of fault-tolerance/
@@ -77,13 +84,13 @@ class ExportedPolicy:
 def print_platform(
     policy: Policy, platform: Platform, *, extras: Mapping[str, Value] | None = None
 ) -> ExportedPolicy:
-    """The entries for `platform`, and what they cannot hold.
+    """Print a policy as entries of a platform, with warnings of the fields that they cannot hold.
 
     Args:
-        policy: of the job.
-        platform: whose entries.
-        extras: further fields of `restart` that the job has: failover_grace_s and
-            snapshot_every_steps have entries, each other one is a warning.
+        policy: rungs and limits of the job.
+        platform: names and forms the entries.
+        extras: further fields of the section `restart`: failover_grace_s and
+            snapshot_every_steps have entries, any other field is a warning.
     """
     extras = extras or {}
     entries = _PRINTERS[platform](policy) | _print_extras(policy, platform, extras)
@@ -122,7 +129,7 @@ def _print_extras(policy: Policy, platform: Platform, extras: Mapping[str, Value
 
 
 def _print_monitor(policy: Policy, extras: Mapping[str, Value]) -> Entries:
-    """monitor_config, where the job has something that it can hold."""
+    """Print monitor_config, where the job has a setting that it can hold."""
     norm, count = extras.get("abnormal_grad_norm"), extras.get("max_skipped_in_a_row")
     if norm is None or not (policy.numeric_retry or policy.data_skipping):
         return {}
@@ -156,12 +163,12 @@ def _print_modelarts(policy: Policy) -> Entries:
 
 
 def _print_mindformers(policy: Policy) -> Entries:
-    skipping = {"use_skip_data_by_global_norm": "True"} if policy.data_skipping else {}
+    skipping = {SKIP: "True"} if policy.data_skipping else {}
     return {TFT: _print_tft(policy), **skipping}
 
 
 def _print_tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
-    """MS_ENABLE_TFT; TRE:2 goes back to a snapshot as ours does, TRE:1 to a checkpoint."""
+    """Print MS_ENABLE_TFT; TRE:2 goes back to a snapshot as ours does, TRE:1 to a checkpoint."""
     has_steps = policy.numeric_retry and snapshot_every_steps is not None
     switches = {
         "TTP": policy.end_of_life_checkpoint,
@@ -221,7 +228,7 @@ _PRINTERS: Mapping[Platform, Callable[[Policy], Entries]] = {
     Platform.MINDCLUSTER: _print_mindcluster,
 }
 
-# What a platform does about a field that none of its entries names, where that is not our
+# Values of fields that no entry of a platform names, where it differs from our
 # default: ModelArts counts every restart of a job and its annotations know no recovery inside the
 # processes; MindSpeed-LLM without HIGH_AVAILABILITY has none.
 _NONE_IN_PROCESS: Mapping[str, Value] = {

@@ -1,8 +1,8 @@
-"""Settings of our policy that a platform's entries make, and how several are combined.
+"""Settings of our policy that the entries of a platform make, and their combination.
 
-An entry is a name and a text (annotation, label or environment variable). It becomes settings:
-a field of `Policy`, or a fact that only matters for which others it allows. The same field
-set twice must be set alike; pairs that exclude each other are a table.
+An entry is a name and a text (annotation, label or environment variable). A setting of it is a
+field of `Policy`, or a fact that matters only for the settings that it allows. Two settings of
+one field must agree; a table holds the pairs that exclude each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries
 
 
 class Fact(StrEnum):
-    """What entries and job set besides the policy, for the table of pairs."""
+    """A property that entries and job set besides the policy, for the table of pairs."""
 
     CHIP = "chip"
     MC2 = "mc2"
@@ -44,13 +44,12 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field or fact, set.
+    """A value of a field or of a fact, with its source.
 
     Attributes:
         name: field of `Policy` or of the restart section, or a `Fact`.
-        value: what it is set to.
         source: name and value as the user wrote them.
-        is_implied: only follows from what a list leaves out; gives way to what is written.
+        is_implied: follows only from an omission in a list; gives way to a written value.
     """
 
     name: str
@@ -69,10 +68,10 @@ class Pair:
 
     Attributes:
         name: field of `Policy` or `Fact`.
-        value: the value that asks for something.
-        other: what it asks for something of.
+        value: the value of it that restricts `other`.
+        other: field of `Policy` or `Fact`, too.
         allowed: values of `other` that go with it.
-        needs: the same in words a user knows.
+        needs: the same in words that a user knows.
     """
 
     name: str
@@ -105,12 +104,12 @@ PAIRS: tuple[Pair, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ImportedSettings:
-    """What entries set, taken together.
+    """The settings of all entries together.
 
     Attributes:
-        fields: values of the fields of `Policy` and of the restart section that were named.
-        sources: where each of them was named, as the user wrote it.
-        warnings: what the policy cannot express, one line each.
+        fields: values of the fields of `Policy` and of the restart section that entries name.
+        sources: the entry of each field, as the user wrote it.
+        warnings: a line for each setting that the policy cannot express.
     """
 
     fields: Mapping[str, Value] = field(default_factory=dict)
@@ -118,16 +117,16 @@ class ImportedSettings:
     warnings: tuple[str, ...] = ()
 
     def policy(self, base: Policy | None = None) -> Policy:
-        """`base` (default: our default policy) with the named fields in place."""
+        """Replace the named fields of `base`, by default those of our default policy."""
         named: dict[str, Any] = {n: v for n, v in self.fields.items() if n in POLICY_FIELDS}
         return replace(base or Policy(), **named)
 
 
 def combine_settings(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:
-    """Combine settings.
+    """Combine settings into one for each field.
 
     Raises:
-        InputError: two of them contradict or exclude each other; names both.
+        InputError: two settings contradict or exclude each other; names both.
     """
     by_name: dict[str, Setting] = {}
     for setting in settings:
@@ -144,7 +143,7 @@ def combine_settings(settings: Sequence[Setting], warnings: Sequence[str]) -> Im
 
 
 def _agree(past: Setting, new: Setting) -> Setting:
-    """The more exact of two settings of one field."""
+    """Return the more exact of two settings of a field."""
     if past.is_implied or new.is_implied:
         return new if past.is_implied else past
     if type(past.value) is type(new.value) and past.value == new.value:
@@ -183,22 +182,22 @@ def _resolved(setting: Setting) -> Value:
 
 
 def format_value(value: Value | None) -> str:
-    """A value as a job file has it."""
+    """Format a value as a job file has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def quote_entry(name: str, text: str) -> str:
-    """An entry as messages quote it."""
+    """Quote an entry for a message."""
     return f"{name}={text!r}"
 
 
 def refusal_of(name: str, text: str, allowed: str) -> InputError:
-    """The error for a value that is not allowed."""
+    """Build the error for a value that is not allowed."""
     return InputError(name, f"{text!r} must be {allowed}")
 
 
 def read_number(name: str, text: str, *, low: int, high: int) -> int:
-    """A decimal number within limits."""
+    """Read a decimal number within limits."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
         raise refusal_of(name, text, f"a number from {low} to {high}")
     return int(text)

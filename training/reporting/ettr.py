@@ -17,7 +17,7 @@ from typing import Any
 from perdure.storage.objects import ObjectStore
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import StepReader, drop_lost_steps, identity_of
+from perdure.training.journal.steps import StepReader, drop_lost_steps
 from perdure.training.journal.time_account import (
     MEANING,
     RECOVERY,
@@ -66,7 +66,7 @@ class Accountant:
                 key = record.placement, record.attempt
                 if key != self._attempt:  # what the store lacks of the last one is lost with it
                     self._seen, self._attempt = {}, key
-                self._seen[identity_of(record)] = record
+                self._seen[record.identity] = record
 
     def records(self, history: RunHistory) -> list[StepRecord]:
         """Every step that is known of, also those of which a later record of the same step counts.
@@ -75,7 +75,7 @@ class Accountant:
             StorageError: the store did not give them.
         """
         with self._reading:
-            stored = {identity_of(record): record for record in self._reader.read()}
+            stored = {record.identity: record for record in self._reader.read()}
         with self._lock:
             # What is in the store need not be remembered twice.
             self._seen = {key: r for key, r in self._seen.items() if key not in stored}

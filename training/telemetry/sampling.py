@@ -11,20 +11,18 @@ In a container these are the machine's numbers, not the container's share.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
 
 from perdure.training.telemetry import npu_smi, nvml
 from perdure.training.telemetry import npu_smi as hccn
-from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
+from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
 SAMPLE_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
-
-Ask = Callable[[Sequence[str]], str]
 
 
 class Sampler:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,9 @@ KILL_WAIT_S = 1.0
 _MAX_OUTPUT_BYTES = 64 << 10
 # Where the driver package puts a tool that it does not put into PATH.
 PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
+
+
+Ask = Callable[[Sequence[str]], str]  # runs a tool and returns its output
 
 
 class NoAnswer(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown

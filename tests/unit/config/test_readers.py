@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from perdure.training.config.engine import EngineSpec
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import RestartSpec
-from perdure.training.platforms.forms import ENTRIES, Platform, read_platform
-from perdure.training.platforms.modelarts import NO_FORCED_END
+from perdure.training.platforms.forms import ENTRIES, NO_FORCED_END, Platform, read_platform
 from perdure.training.platforms.settings import PAIRS
 from tests.unit.config.readers import Product, product, with_reader
 
