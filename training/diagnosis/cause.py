@@ -1,8 +1,12 @@
-"""Which of many findings is the first cause: by role, then by time, then by place.
+"""The first cause among the findings of output: by role, then by time, then by place.
 
-One rank fails and a thousand others print timeouts. A cause beats a symptom, a symptom an echo;
-among equals the earliest in time wins, across ranks whose clocks have been merged. What training
-survived is no cause. Times are seconds since the epoch.
+`_standing` and `_detail` rank lines of output: which line of a source, and which source, shows the
+cause. They do not rank processes; `_Tier` in classify.py decides which process, node or refusal
+of an attempt is to blame, with or without output.
+
+A rank fails and a thousand others print timeouts. A cause beats a symptom, a symptom an echo;
+among equals the earliest in time wins, across ranks whose clocks have been merged. A fault that
+training survived is no cause. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -20,17 +24,17 @@ from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, Recovera
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000
-_EVENT_SPAN_S = 60.0  # what a source prints within this time is about one event
+_EVENT_SPAN_S = 60.0  # lines that a source prints within this time are about the same event
 
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
-    """Findings of one file or process, with what is known about where it ran.
+    """Findings of a file or process, with the place where it ran as far as it is known.
 
     Attributes:
         name: path or other label.
         order: position among the sources, for findings without a time.
-        clock_offset_s: to be added to its times to get those of the first source.
+        clock_offset_s: difference of the first source's clock from that of this source.
     """
 
     name: str
@@ -44,25 +48,25 @@ class LogSource:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One possible cause."""
+    """A finding that may be the first cause, with its source."""
 
     source: LogSource
     finding: Finding
 
     @property
     def at_s(self) -> float | None:
-        """When, on the merged clock."""
+        """Time on the merged clock."""
         seen_s = self.finding.seen_s
         return None if seen_s is None else seen_s + self.source.clock_offset_s
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The first cause and what else the evidence would have allowed, most likely first.
+    """The first cause, and the runners-up of the evidence, most likely first.
 
     Attributes:
-        source: the file that holds the key line, when files were read.
-        offset: where the line begins in it, roughly.
+        source: name of the file with the key line; None where no file was read.
+        offset: rough begin of the line in the file.
     """
 
     fault: Fault
@@ -81,12 +85,12 @@ def _counts_as_failure(finding: Finding) -> bool:
 
 
 def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -> list[Candidate]:
-    """Every finding that counts, first cause first.
+    """List every finding that counts, first cause first.
 
     Args:
         sources: findings by file or process.
-        has_failed: it is known that something failed, so that what seems to have been survived
-            counts when nothing else explains it.
+        has_failed: there was a failure for certain, so a fault that training seems to have
+            survived counts where no other finding explains it.
     """
     candidates = [
         Candidate(source, finding)
@@ -107,7 +111,7 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         first.setdefault((candidate.source.order, _standing(candidate, yields=yields)), candidate)
 
     def key(candidate: Candidate) -> tuple[float, float, int, int, int, int]:
-        """A source is as early as its first line of the role; then comes its most precise line."""
+        """Order by standing, its first time in the source, the source, and the line's detail."""
         source, finding = candidate.source, candidate.finding
         standing = _standing(candidate, yields=yields)
         began = first[source.order, standing]
@@ -119,8 +123,8 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
     return sorted(candidates, key=key)
 
 
-# What a device shows explains an exception that nothing else does; what peers and launchers print
-# of the end of its process does not.
+# A symptom of a device explains an exception that no table knows; lines of peers and launchers
+# about the end of its process do not.
 DEVICE_FAULTS = frozenset(
     fault_class for fault_class, traits in TRAITS.items() if traits.hardware_fault
 ) | {
@@ -130,7 +134,7 @@ DEVICE_FAULTS = frozenset(
 
 
 def _standing(candidate: Candidate, *, yields: bool) -> float:
-    """The role, with room below what a device shows for exceptions that no table knows."""
+    """Rank a finding by role, exceptions that no table knows below symptoms of a device."""
     finding = candidate.finding
     if finding.is_unnamed:
         return Role.SYMPTOM + 0.1
@@ -139,14 +143,14 @@ def _standing(candidate: Candidate, *, yields: bool) -> float:
 
 
 def _is_later(candidate: Candidate, began: Candidate) -> bool:
-    """Whether a line belongs to another event than the first one of its role in the source."""
+    """Tell whether a line belongs to another event than the first of its role in the source."""
     if candidate.at_s is None or began.at_s is None:
         return False
     return candidate.at_s - began.at_s > _EVENT_SPAN_S
 
 
-# torch_npu wraps what CANN reports, CANN collects what its modules logged and adds the calls that
-# led there: what is nearest to the device is most precise.
+# torch_npu wraps reports of CANN, and CANN collects logs of its modules and adds the calls that led
+# there: the report nearest to the device is the most precise.
 _PLOG = re.compile(
     r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b"
     r"|\b[kK]ernel execute failed\b|\bKernel task happen error\b"
@@ -170,7 +174,7 @@ _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
 
 
 class _Detail(IntEnum):
-    """How precise a line is, compared with lines of the same role in its source."""
+    """The precision of a line, compared with lines of the same role in its source."""
 
     NEAREST = 0
     OWN_WORDS = 1
@@ -198,7 +202,7 @@ def _detail(finding: Finding) -> _Detail:
 
 
 def _add_event_details(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
-    """A line that names a failed kernel, with what other lines of its event add.
+    """Add to a line that names a failed kernel the facts in other lines of its event.
 
     "EZ9999: <what failed>" describes the failure, the exception around it has the number,
     and the dump of the core's errors shows when the kernel's own addresses are wrong.
@@ -229,12 +233,12 @@ def _add_event_details(best: Candidate, ranked: Sequence[Candidate]) -> Candidat
 def choose_cause(
     sources: Sequence[LogSource], *, at_s: float, step: int | None = None
 ) -> Diagnosis | None:
-    """The first cause with its runners-up; None when nothing counts as a failure.
+    """Choose the first cause with its runners-up; None when nothing counts as a failure.
 
     Args:
         sources: findings by file or process.
-        at_s: taken for a cause without a time of its own.
-        step: last completed step, when known.
+        at_s: the time of a cause whose line has none.
+        step: last completed step, if known.
     """
     ranked = rank_candidates(sources)
     if not ranked:
@@ -256,7 +260,7 @@ def _kind(candidate: Candidate) -> tuple[str, FaultClass]:
 
 
 def build_fault(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
-    """The fault that a candidate is, with its class's traits filled in."""
+    """Build the fault that a candidate stands for, with the traits of its class."""
     finding, source, origin = candidate.finding, candidate.source, candidate.finding.origin
     traits = TRAITS[finding.fault_class]
     answer = finding.recoverable_by or _usual_answer(finding)
@@ -282,7 +286,7 @@ def build_fault(candidate: Candidate, *, at_s: float, step: int | None) -> Fault
 
 
 def _usual_answer(finding: Finding) -> RecoverableBy:
-    """The class's own answer; a crash before any step is the program's, and comes again."""
+    """Return the answer of the class; a crash before any step is the program's, and recurs."""
     if finding.fault_class is FaultClass.NATIVE_CRASH and not finding.is_after_steps:
         return RecoverableBy.USER_FIX
     return TRAITS[finding.fault_class].recoverable_by
@@ -301,6 +305,6 @@ _ACTIONS = {
 
 
 def _action(fault_class: FaultClass, answer: RecoverableBy) -> str:
-    """The class's own advice where its usual answer holds, else the answer's."""
+    """Return the advice of the class where its usual answer holds, else that of the answer."""
     traits = TRAITS[fault_class]
     return traits.action if answer is traits.recoverable_by else _ACTIONS[answer]

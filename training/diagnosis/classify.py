@@ -1,7 +1,10 @@
-"""From what is left of an attempt to one fault: the first cause, not the loudest symptom.
+"""The diagnosis of an attempt: the first cause in its evidence, not the loudest symptom.
+
+`_Tier` ranks causes between processes, nodes and refusals: whom to blame. Within the output of
+one process cause.py ranks the lines (`_standing`, `_detail`): which line shows the cause.
 
 A rank that dies makes every other rank print errors within milliseconds. Causes are therefore
-ordered by role (a cause before an echo), then by time. Pure: evidence in, `Diagnosis` out; times
+ordered by tier (a cause before an echo), then by time. Pure: evidence in, `Diagnosis` out; times
 are seconds since the epoch.
 """
 
@@ -49,7 +52,7 @@ _TRACED = "Traceback (most recent call last)"
 
 
 class _Tier(IntEnum):
-    NODE = 0  # a container that is gone explains whatever its peers printed or died of
+    NODE = 0  # a lost container explains all output and all ends of its peers
     ROOT = 1
     GIVEN_UP = 2  # known from outside alone: a line that names a cause is more precise
     OF_DEVICE = 3  # a symptom that may explain an exception of any rank
@@ -77,7 +80,7 @@ def _tier_of(finding: Finding) -> _Tier:
     return _Tier.OF_DEVICE if is_of_device else _TIER_OF[finding.role]
 
 
-# What ranks print whose peer is gone.
+# Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
@@ -115,7 +118,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _count_other_nodes(causes: Sequence[_Cause]) -> int:
-    """On how many nodes beside that of the first cause the same is the cause."""
+    """Count the nodes, beside that of the first cause, that have the same cause."""
     first = causes[0]
     nodes = {
         cause.fault.node
@@ -135,7 +138,7 @@ def _build_fault(
     code: str | None = None,
     why: str = "",
 ) -> Fault:
-    """A fault that no line of output names, with its class's traits."""
+    """Build a fault that no line of output names, with the traits of its class."""
     traits = TRAITS[fault_class]
     is_killed = fault_class is FaultClass.NATIVE_CRASH and code == signal.SIGKILL.name
     return Fault(
@@ -187,9 +190,9 @@ def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _blame_fault_given_up(evidence: Evidence) -> Iterator[_Cause]:
-    """What the coordinator knew: the end of a process that was replaced shows nowhere else."""
+    """Blame the fault that the coordinator gave up on; no output shows a replaced process."""
     given_up = evidence.given_up
-    # What an exception means is known by the output of its process alone.
+    # Only the output of its process shows the meaning of an exception.
     if given_up is None or given_up.fault.fault_class in _BY_OUTPUT_ALONE:
         return
     known_fault = given_up.fault
@@ -211,7 +214,7 @@ def _blame_fault_given_up(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
-    """Every worker ends with its coordinator: none of them is to blame."""
+    """Blame a coordinator that ended: every worker ends with it, and none is to blame."""
     lost = evidence.coordinator
     if lost is None:
         return
@@ -251,11 +254,11 @@ def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
         fault = _build_fault(
             FaultClass.HANG, evidence, standstill.line, node=first.node, rank=first.rank, why=why
         )
-        # Of a command the step of all may be known, and that of this rank not.
+        # The step of a whole command may be known while that of this rank is not.
         step = first.step if first.step >= 0 else evidence.step
         yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
         return
-    # One whose process a signal has stopped holds the others up.
+    # A rank whose process a signal has stopped holds the others up.
     for rank in sorted(evidence.silent, key=lambda rank: not rank.stopped):
         why = "The processes live but none of their heartbeats advances."
         if rank.rank is None:
@@ -269,7 +272,7 @@ def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _blame_outputs(evidence: Evidence) -> Iterator[_Cause]:
-    """Device logs and the output of health commands; their clocks are not the agents'."""
+    """Blame findings of device logs and health commands; their clocks are not the agents'."""
     year = _year_of(evidence)
     sources = [
         LogSource(
@@ -307,23 +310,23 @@ def _year_of(evidence: Evidence) -> int:
 
 
 def _choose_finding(end: WorkerEnd, log: LogSource) -> Finding | None:
-    """The finding that explains an exit: the recorded exception, else the output."""
+    """Choose the finding that explains an exit: the recorded exception, else the output."""
     if end.bad_end is not None and end.bad_end.fault_class is not None:
-        return None  # nothing has crashed: what the output holds was survived
+        return None  # nothing has crashed: the program survived the errors in its output
     ranked = rank_candidates([log], has_failed=True)
     best = ranked[0].finding if ranked else None
     raised = _read_recorded_exception(end, log)
     if raised is None or best is None:
         return raised or best
-    # torch_npu raises "The Inner error is reported as above": what it was is in the output.
+    # torch_npu raises "The Inner error is reported as above": the output has the error itself.
     if raised.role > Role.SYMPTOM and best.role < raised.role:
         return best
-    # The output explains an exception that no table knows, if anything does.
+    # Only the output can explain an exception that no table knows.
     return raised if not raised.is_unnamed or best.role > Role.SYMPTOM else best
 
 
 def _read_recorded_exception(end: WorkerEnd, log: LogSource) -> Finding | None:
-    """The exception that the worker recorded, with the traceback that its output has of it."""
+    """Read the exception that the worker recorded, with the traceback in its output."""
     if not end.error:
         return None
     printed = [
@@ -360,7 +363,7 @@ def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -
 def _blame_false_success(
     end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
-    """A worker whose exit code says that nothing is wrong."""
+    """Blame a worker whose exit code reports success."""
     if bad.fault_class is FaultClass.UNKNOWN:
         why = "The command ended without an error before its target."
         return _cause_of_end(
@@ -378,12 +381,12 @@ def _blame_false_success(
 
 
 def _is_guess(finding: Finding) -> bool:
-    """Whether a finding infers from an exit what the exit code itself shows."""
+    """Whether a finding infers from an exit a cause that the exit code itself shows."""
     return finding.role is not Role.ROOT and finding.fault_class is FaultClass.HOST_OOM
 
 
 def _blame_by_output(end: WorkerEnd, finding: Finding, evidence: Evidence) -> _Cause:
-    """A worker whose end its output explains."""
+    """Blame a worker whose output explains its end."""
     killed = _is_guess(finding)
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
@@ -427,7 +430,7 @@ def _cause_of_end(
 
 
 def _place_fault(fault: Fault, end: WorkerEnd) -> Fault:
-    """A fault where and when its worker ended, with the way to the whole output."""
+    """Place a fault where and when its worker ended, with the path of the whole output."""
     more = f" Output of the rank: {end.log_path}" if end.log_path is not None else ""
     named = end.rank is not None or fault.rank is not None or end.stopped
     first = None if named else find_first_failed(end.log)

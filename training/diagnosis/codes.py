@@ -1,6 +1,7 @@
-"""Numbers in error messages, looked up: what a code means when the text adds nothing.
+"""Numeric codes in error messages, and the tables of their meanings (`codes.toml`).
 
-The tables are in `codes.toml`. A code is a symptom unless its table marks it as a cause.
+A code explains a line whose words add nothing. It is a symptom unless its table marks it as a
+cause.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 
 
 class CodeSpec(Classification):
-    """One row of `codes.toml`: codes, or the first characters of codes, that mean the same."""
+    """A row of `codes.toml`: codes, or the first characters of codes, with the same meaning."""
 
     codes: tuple[str, ...]
     means: str
@@ -54,7 +55,7 @@ class CodeSpec(Classification):
 
 @dataclass(frozen=True, slots=True)
 class CodeFact:
-    """A code that was found in a line and looked up."""
+    """A code in a line, with its row of the table."""
 
     code: str
     table: str
@@ -62,13 +63,13 @@ class CodeFact:
 
     @property
     def role(self) -> Role:
-        """How near the code is to the cause."""
+        """Distance of the code from the cause."""
         return self.spec.role
 
 
 @cache
 def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
-    """Table name to code (or first characters of codes) to meaning."""
+    """Load the tables: code (or its first characters) to meaning, by table name."""
     text = resources.files("perdure.training.diagnosis").joinpath("codes.toml").read_text("utf-8")
     return {
         table: {
@@ -81,7 +82,7 @@ def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
     }
 
 
-# What the level that MindCluster gives a chip fault code comes down to.
+# Our answer to each level that MindCluster gives a chip fault code.
 ANSWERS: Mapping[ChipLevel, RecoverableBy] = {
     ChipLevel.NOT_HANDLED: RecoverableBy.RETRY,
     ChipLevel.SUB_HEALTHY: RecoverableBy.RETRY,
@@ -96,7 +97,7 @@ ANSWERS: Mapping[ChipLevel, RecoverableBy] = {
 
 
 def _add_chip_fact(code: str, spec: CodeSpec) -> CodeSpec:
-    """A chip's code with what the table of chip fault codes knows about it."""
+    """Add to a chip's code its facts from the table of chip fault codes."""
     fact = chip_fact(code)
     if fact is None:
         return spec
@@ -116,7 +117,7 @@ def _add_chip_fact(code: str, spec: CodeSpec) -> CodeSpec:
 
 
 def look_up_code(line: str) -> CodeFact | None:
-    """The most precise code of a line, looked up; None when it carries none that is known."""
+    """Look up the most precise code of a line; None when it has no known code."""
     if _HEADER.search(line):
         return None
     for table, pattern in _COMPILED.items():
@@ -140,15 +141,15 @@ _ANSWERED = re.compile(r"^\s*Error Code\s*:(.*)$", re.MULTILINE)
 
 
 def find_chip_code(line: str, context: str, fault_class: FaultClass) -> CodeFact | None:
-    """The chip's code that a line of an answer of npu-smi has the words for.
+    """Find the chip's code for a line of npu-smi that describes a code in words.
 
-    A chip may report several at once, and nothing says which words are whose: those of the same
-    class come first, then the one whose level asks for most.
+    A chip may report several codes at once, and npu-smi does not pair them with words: codes of
+    the same class come first, then the code whose level asks for most.
 
     Args:
-        line: with the words.
+        line: a line with the words.
         context: text shortly before it.
-        fault_class: what the words mean.
+        fault_class: class that the rules give the words.
     """
     answers = _ANSWERED.findall(context) if _WORDS.match(line) else []
     each = re.findall(rf"\b{_EIGHT}", answers[-1]) if answers else []
@@ -161,7 +162,7 @@ def find_chip_code(line: str, context: str, fault_class: FaultClass) -> CodeFact
 
 
 def _worst_code(codes: str) -> str:
-    """Of the codes that a chip reports together, the one whose level asks for most."""
+    """Return the code, of those that a chip reports together, whose level asks for most."""
     each = [code[-8:] for code in re.split(r",? ", codes)]
     facts = [fact for code in each if (fact := chip_fact(code)) is not None]
     order = list(ChipLevel)

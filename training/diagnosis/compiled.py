@@ -1,13 +1,13 @@
-"""All patterns compiled together: what finds the lines that are worth reading.
+"""The database of all patterns, compiled together: it finds the lines that are worth reading.
 
-That takes seconds of a processor, so the compiled form is kept on this machine, under a name that
-holds for these patterns, this Hyperscan and this kind of machine alone. It is trusted like
+Compilation takes seconds of a processor, so the compiled form stays on this machine, under a name
+that stands for these patterns, this Hyperscan and this kind of machine. It is trusted like
 Python's own bytecode cache: a file of the user's, with a checksum against damage. Without a place
-for it the patterns are compiled each time.
+for the file every process compiles the patterns.
 
-A recovery must not wait for it: `start_compiler` has a process of its own do it while the run
-starts, with little claim to the processors. In a thread the end of this process would cut the
-compiler off in the middle of its work, which may crash.
+A recovery must not wait for the compiler: `start_compiler` starts a process for it, of low
+priority, when the run starts. In a thread the end of this process would cut the compiler off in
+the middle of its work, which may crash.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import hyperscan
 from perdure.training.diagnosis.recognise import list_patterns
 from perdure.training.files import home_folder
 
-_MAX_WAIT_S = 120.0  # that the other process is waited for
-_NICENESS = 10  # what starts meanwhile comes first
+_MAX_WAIT_S = 120.0  # for the compiler to end
+_NICENESS = 10  # the processes of the starting run come first
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 _lock = threading.Lock()
 _compiler: subprocess.Popen[bytes] | None = None
 
 
 def start_compiler() -> None:
-    """Begin, once in a process, to have the patterns compiled and kept."""
+    """Start, once in a process, a process that compiles the patterns and stores them."""
     global _compiler  # noqa: PLW0603 one for each process, as the compiled form is
     with _lock:
         if _compiler is not None or _database.cache_info().currsize:
@@ -52,16 +52,16 @@ def start_compiler() -> None:
                 start_new_session=True,
             )
         except OSError:
-            return  # whoever needs them first compiles them
+            return  # the first scan compiles them
         atexit.register(_compiler.kill)
 
 
 def wait_for_database() -> hyperscan.Database:
-    """Reports every place where a pattern matches."""
+    """Return the database that reports every match of a pattern; wait for its compiler."""
     with _lock:
         if _compiler is not None:
             with suppress(subprocess.TimeoutExpired):
-                _compiler.wait(_MAX_WAIT_S)  # two at a time would both take longer
+                _compiler.wait(_MAX_WAIT_S)  # two compilers at a time would both take longer
         return _database()
 
 
@@ -77,7 +77,7 @@ def _database() -> hyperscan.Database:
 
 
 def _cache_path(wanted: Sequence[bytes]) -> Path:
-    """Where the compiled form of some patterns is kept."""
+    """Return the path of the compiled form of these patterns."""
     version = importlib.metadata.version("hyperscan").encode()
     key = hashlib.sha256(b"\n".join([*wanted, version, platform.machine().encode()])).hexdigest()
     return home_folder() / "cache" / f"diagnosis-{key[:32]}"
@@ -122,7 +122,7 @@ def _save(path: Path, database: hyperscan.Database) -> None:
 
 
 def main() -> None:
-    """Compile them, unless that has been done."""
+    """Compile the patterns, unless their compiled form is there."""
     os.nice(_NICENESS)
     wait_for_database()
 

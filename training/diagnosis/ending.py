@@ -1,17 +1,14 @@
-"""Which rank failed first, by the summary that torchrun prints at last. Pure.
+"""Ends of commands: which rank failed first, and which exits with code 0 are failures.
 
-torchrun has one output for all ranks of a node, and names the failures of that node. Its times are
-whole seconds: peers of a rank that was killed fail in the same one.
+The exit status of a shell's pipeline is that of its last command, so a crash behind `| tee` reads
+as 0. Two signs show it: the death of a program or of its launcher as the last event in the output,
+or a count of steps that has stopped short of its target. An error that the program survived or
+only logged shows nothing.
 
-What a fault means for a command, whose files are its own. Pure.
+torchrun has one output for all ranks of a node, and its summary at the end names the failures of
+that node. Its times are whole seconds: peers of a killed rank fail in the same second.
 
-Ends that only look well: exit code 0 of a command whose program has failed.
-
-The exit status of a shell's pipeline is that of its last command, so that a crash behind `| tee`
-reads as 0. What shows it is the death of a program or of its launcher as the last thing in the
-output, or a count of steps that has stopped short of its target. An error that the program has
-survived shows nothing, and neither does one that it logged and went on from. Pure; times are
-seconds since the epoch, steps completed optimizer steps.
+Pure; times are seconds since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,16 +28,17 @@ _ENTRY = re.compile(
     r"\btime +: (\S+)[^\n]*\n[^\n]*\bhost +: [^\n]*\n"
     r"[^\n]*\brank +: (\d+) \(local_rank: (\d+)\)[^\n]*\n[^\n]*\bexitcode +: (-?\d+)"
 )
-# What torchrun sends to the others, and how communication libraries end when a peer is gone.
+# Signals that torchrun sends to the other ranks, or by which communication libraries end when a
+# peer has ended.
 _ECHOES = frozenset({-signal.SIGTERM, -signal.SIGABRT})
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRank:
-    """An entry of the summary.
+    """A rank in the summary of torchrun.
 
     Attributes:
-        time: as it is printed, in whole seconds.
+        time: text of it, in whole seconds.
         exit_code: negative for a signal.
     """
 
@@ -51,12 +49,12 @@ class FailedRank:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal ended it that is no answer to the end of another rank."""
+        """Whether a signal ended it, but not as an answer to the end of another rank."""
         return self.exit_code < 0 and self.exit_code not in _ECHOES
 
 
 def find_first_failed(text: str) -> FailedRank | None:
-    """The rank that failed first; None where the output does not tell it from others.
+    """Find the rank that failed first; None where the output does not single it out.
 
     Args:
         text: the end of the output of a node's launcher.
@@ -87,7 +85,7 @@ CORRUPT_ACTION = (
 
 
 def fault_of_command(fault: Fault) -> Fault:
-    """A fault as it holds for a command: what Perdure mends for sessions is the user's."""
+    """Adapt a fault to a command: its user repairs what Perdure repairs for sessions."""
     if fault.fault_class is not FaultClass.CHECKPOINT_CORRUPT:
         return fault
     # A reading that was cut short may succeed the next time; the ladder tries that once.
@@ -101,7 +99,7 @@ def fault_of_command(fault: Fault) -> Fault:
 
 
 SHORT_CODE = "ENDED_SHORT"
-# A stream that was last written so long before another of its process does not hold the end.
+# A stream that was last written so long before another stream of its process lacks the end.
 LAST_WITHIN_S = 10.0
 # The message of an exception may have further lines, and an interpreter that exits may warn.
 _MAX_LINES_AFTER = 12
@@ -139,7 +137,7 @@ _NOT_FOUND = re.compile(r"^\S+: (?:(?:line )?\d+: )?\S{1,200}: (?:command )?not 
 _STEPS = frozenset(MARGINS) - {"done"}  # a script may print that it is done, whatever became of it
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
-# What comes before the traceback of an exception that does not end its program.
+# Lines before the traceback of an exception that does not end its program.
 _SURVIVED = re.compile(
     r"^(?:Exception ignored |Exception in (?:thread|callback) |Error in atexit|Error in sys\."
     r"|Task exception was never retrieved|--- Logging error ---)"
@@ -150,7 +148,7 @@ _OF_CHILD = re.compile(r"^Process \S+:$")  # multiprocessing
 _AT_EXIT = re.compile(
     r"^(?:BrokenPipe|ConnectionReset|ConnectionRefused|EOF|FileNotFound)Error\b|^KeyboardInterrupt"
 )
-# CPython 3.8 to 3.12: complains at exit about what another process has removed already.
+# CPython 3.8 to 3.12 complains at exit about a segment that another process has removed already.
 _AT_EXIT_FRAME = re.compile(r"/multiprocessing/resource_tracker\.py$")
 _LOGGED = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\d{0,4} |^[EF]\d{4} \d\d:\d\d:\d\d\.")
 # PyTorch logs a traceback with its prefix before every line: torch/_logging/_internal.py.
@@ -165,13 +163,13 @@ _OWN_WISH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FalseSuccess:
-    """Why exit code 0 is no good end.
+    """The reason why an exit with code 0 is a failure.
 
     Attributes:
         text: the evidence.
-        fault_class: what it is; None: the output of the worker explains it.
-        why: what it means, if not what its class does.
-        action: what to do, likewise.
+        fault_class: None where the output of the worker explains it.
+        why: replaces the meaning of its class, if not empty.
+        action: replaces the action of its class, if not empty.
     """
 
     text: str
@@ -182,10 +180,10 @@ class FalseSuccess:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The end of one stream of a process.
+    """The end of a stream of a process.
 
     Attributes:
-        written_s: when it was last written; None: not known.
+        written_s: time of its last line; None where it is unknown.
     """
 
     text: str
@@ -194,13 +192,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How far a program has counted.
+    """The progress of a program toward its target, by its own count.
 
     Attributes:
-        step: the last one that was seen.
-        target: where it was to end.
-        stride: from one that is shown to the next.
-        name: what the program calls a step.
+        step: the last step in the output.
+        target: the step where the program should end.
+        stride: steps between two counts in the output.
+        name: the program's word for a step.
     """
 
     step: int
@@ -210,12 +208,12 @@ class Count:
 
     @property
     def is_short(self) -> bool:
-        """Whether the target was not reached, even if the next one to be shown is missing."""
+        """Whether the target was not reached, even if the next count to be shown is missing."""
         return self.step + self.stride < self.target
 
 
 def explain_early_end(step: int, target: int) -> str | None:
-    """What is wrong with a session program that exited with 0; None where it was at its target."""
+    """Explain how a session program ended with 0 early; None where it was at its target."""
     if step >= target:
         return None
     return (
@@ -225,7 +223,7 @@ def explain_early_end(step: int, target: int) -> str | None:
 
 
 def find_short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
-    """The end of a program by whose counts it has not reached its target."""
+    """Find a program's end short of its target by its counts; None where it was there."""
     for count in counts:
         if count is not None and count.is_short:
             return FalseSuccess(
@@ -235,10 +233,10 @@ def find_short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
 
 
 def judge_leftovers(processes: Sequence[str]) -> FalseSuccess:
-    """The end of a script that did not wait for the training that it had started.
+    """Judge a script that did not wait for the training that it had started.
 
     Args:
-        processes: that were still running, for people; at least one.
+        processes: text about each process that was still running, at least one text.
     """
     return FalseSuccess(
         f"exit code 0 while {_list_processes(processes)} was still running",
@@ -249,7 +247,7 @@ def judge_leftovers(processes: Sequence[str]) -> FalseSuccess:
 
 
 def describe_leftovers(processes: Sequence[str]) -> str:
-    """A warning about processes that were still running, of which none trained."""
+    """Describe, as a warning, processes that were still running and did not train."""
     return f"{_list_processes(processes)} was still running and has been ended with the container"
 
 
@@ -266,7 +264,7 @@ def shows_steps(text: str) -> bool:
 
 
 def blame_repeated_end(fault: Fault, previous: Fault | None) -> Fault:
-    """A program that ends at the same step when it is started again does so by itself."""
+    """Blame the program for its second end without an error at the same step."""
     if fault.code != SHORT_CODE or previous is None:
         return fault
     if (previous.code, previous.evidence) != (fault.code, fault.evidence):
@@ -284,10 +282,10 @@ def blame_repeated_end(fault: Fault, previous: Fault | None) -> Fault:
 
 
 def find_crash(outputs: Sequence[Output]) -> str | None:
-    """The line that shows that a program has failed at its end; None when nothing does.
+    """Find the line that shows a failure at the end of a program; None without such a line.
 
     Args:
-        outputs: the streams of one process, and of what it has started.
+        outputs: the streams of a process and of its descendants.
     """
     times = [output.written_s for output in outputs if output.written_s is not None]
     newest_s = max(times, default=0.0)
@@ -300,7 +298,7 @@ def find_crash(outputs: Sequence[Output]) -> str | None:
 
 
 def find_count(text: str) -> Count | None:
-    """The last iteration of how many that a program has printed; None where it ended by its wish.
+    """Read the last iteration and the target in a program's output; None for an end by request.
 
     Only counts of the whole training are read: a progress bar may be that of an epoch.
     """
@@ -319,7 +317,7 @@ def _split_lines(text: str) -> list[str]:
 
 
 def _find_death(lines: Sequence[str]) -> str | None:
-    """How a program died, if nothing after it shows that training went on."""
+    """Find the line of a program's death, if no later line shows that training continued."""
     counts = StepCounts()
     for index, line in enumerate(lines):
         counts.read(line, index)
@@ -335,7 +333,7 @@ def _find_death(lines: Sequence[str]) -> str | None:
 
 
 def _find_uncaught(lines: Sequence[str], begin: int) -> str | None:
-    """The last line of the traceback that begins here, if the output ends with it."""
+    """Return the last line of the traceback at `begin`, if the output ends with it."""
     inside = begin + 1
     while inside < len(lines) and lines[inside][:1].isspace():
         inside += 1
@@ -355,7 +353,7 @@ def _find_uncaught(lines: Sequence[str], begin: int) -> str | None:
 
 
 def _line_before_chain(lines: Sequence[str], begin: int) -> str:
-    """The line before a traceback, or before the first one of those that belong together."""
+    """Return the line before a traceback, or before the first of a chain of them."""
     while begin > 0 and _CHAINED.search(lines[begin - 1]):
         earlier = (i for i in range(begin - 1, -1, -1) if re.search(TRACEBACK, lines[i]))
         begin = next(earlier, 0)

@@ -1,6 +1,6 @@
-"""Where and when a line of output was written: its time, rank, node, device, code and level.
+"""The prefix of a line of output: its time, rank, node, device, code and level.
 
-Every stack has a prefix of its own; each is one row of a table below. Times are seconds since
+Every stack has a prefix of its own; each is a row of a table below. Times are seconds since
 the epoch with the log's own wall clock read as UTC: they order lines, nothing else.
 """
 
@@ -97,7 +97,7 @@ _SEVERITY = re.compile(
     re.IGNORECASE,
 )
 
-# A line that a run prints because it goes on.
+# Lines that a run prints as it trains.
 PROGRESS = (
     r"\biteration\s{1,8}\d+/",
     r"\b[sS]tep\s?[=:]?\s?\[?\d+\b.{0,120}\bloss\b",
@@ -111,7 +111,7 @@ FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')  # of a Python traceback
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a line comes from; None where it does not show that."""
+    """The place where a line comes from; None for each part that the line does not show."""
 
     at_s: float | None = None
     rank: int | None = None
@@ -125,7 +125,7 @@ def origin_of(line: str, *, year: int) -> Origin:
 
     Args:
         line: one line of output.
-        year: taken where the line's own time has none.
+        year: the year of a time that has none.
     """
     device, rank = _search_first(_DEVICES, line), _search_first(_RANKS, line)
     return Origin(
@@ -138,13 +138,13 @@ def origin_of(line: str, *, year: int) -> Origin:
 
 
 def code_of(line: str) -> str | None:
-    """The error code that a line carries, as the stack prints it; hexadecimal in capitals."""
+    """Return the error code in a line, as the stack prints it; hexadecimal in capitals."""
     code = _search_first(_CODES, line)
     return code.upper() if code is not None else None
 
 
 def time_of(line: str, *, year: int) -> float | None:
-    """Seconds since the epoch, the line's wall clock read as UTC; None without a time."""
+    """Return the line's wall clock, read as UTC, as seconds since the epoch, or None."""
     if not _ANY_CLOCK.search(line):
         return None
     for pattern in _TIMES:
@@ -164,7 +164,7 @@ def time_of(line: str, *, year: int) -> float | None:
 
 
 def severity_of(line: str) -> int | None:
-    """The driver's severity of an event, 0 hint to 3 critical; None where it has none."""
+    """Return the driver's severity of an event, 0 hint to 3 critical; None without one."""
     match = _SEVERITY.search(line)
     if match is None:
         return None
@@ -179,7 +179,7 @@ def is_low_level(line: str) -> bool:
 
 
 def is_progress(line: str) -> bool:
-    """Whether a line shows that training went on."""
+    """Whether a line shows that training continued."""
     return bool(_PROGRESS.search(line))
 
 
@@ -191,5 +191,5 @@ def _search_first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
 
 
 def frames_of(context: str) -> list[str]:
-    """The last files of the traceback that ends a text, innermost last."""
+    """List the last files of the traceback at the end of a text, innermost last."""
     return FRAME.findall(context[max(0, context.rfind("Traceback")) :])[-12:]

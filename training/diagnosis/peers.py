@@ -1,9 +1,9 @@
-"""What only a comparison of several ranks' output shows.
+"""Comparison of several ranks' output: facts that no single output shows.
 
-When every rank prints the same timeout, the reports differ in what matters: the operator a rank
-was in, how far it had come, and which rank wrote nothing at all. Clocks are merged by what all
-ranks do at the same time: ranks of a synchronous training finish a step together, so lines about
-the same step have the same time, or a clock is off. Times and offsets are seconds.
+When every rank prints the same timeout, the reports differ in the facts that matter: the operator
+of a rank, its progress, and the rank that wrote nothing at all. The merge of clocks relies on
+steps: ranks of a synchronous training finish a step together, so lines about the same step have
+the same time, or a clock is off. Times and offsets are seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from perdure.training.recovery.faults import FaultClass, RecoverableBy
 _HCCL_OP = re.compile(
     r"\[TaskExecStage\].{0,80}base information is .{0,80}tag\[([A-Za-z]+)_([^\]]+)\]"
 )
-_MIN_REPORTING = 2  # one rank's log shows nothing about the others
+_MIN_REPORTING = 2  # the log of a single rank shows nothing about the others
 _HCCL_PROCESS = re.compile(r"\bHCCL\((\d+),")
 _NCCL_OP = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+)"
@@ -41,7 +41,7 @@ _STEP = re.compile(r"\b(?:iteration|[sS]tep|global_step)['\"]?[\s=:\[]{1,4}(\d{1
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """One rank's report of the collective it was stuck in."""
+    """A rank's report of the collective in which it was stuck."""
 
     source: int
     finding: Finding
@@ -56,7 +56,7 @@ class _Report:
 
 
 def compare_sources(sources: Sequence[LogSource]) -> list[LogSource]:
-    """The sources with what only their comparison shows put on record as findings."""
+    """Add the findings that only a comparison of the sources shows."""
     reports = list(_find_reports(sources))
     extra: dict[int, list[Finding]] = {}
     if pair := _find_other_operator(reports):
@@ -81,7 +81,7 @@ def compare_sources(sources: Sequence[LogSource]) -> list[LogSource]:
 
 
 def _name_missing_ranks(sources: Sequence[LogSource]) -> list[LogSource]:
-    """Timeouts, with the rank that wrote none or that had come least far, where one shows."""
+    """Add to timeouts the rank that reported none, or that lagged behind, if one shows."""
     waits = [f for s in sources for f in s.findings if _is_wait(f)]
     ranks = {s.rank for s in sources if s.rank is not None} | {
         f.origin.rank for f in waits if f.origin.rank is not None
@@ -124,7 +124,7 @@ def _find_reports(sources: Sequence[LogSource]) -> Iterable[_Report]:
 
 
 def _find_other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] | None:
-    """The first report whose operator differs from that of another rank of the same group."""
+    """Find the first report whose operator differs from another rank's of the group."""
     first_of_group: dict[str, _Report] = {}
     for report in reports:
         first = first_of_group.setdefault(report.group, report)
@@ -134,7 +134,7 @@ def _find_other_operator(reports: Sequence[_Report]) -> tuple[_Report, _Report] 
 
 
 def find_missing_ranks(sources: Sequence[LogSource], world_size: int) -> tuple[int, ...]:
-    """Ranks that did not report a timeout while at least half of the others did."""
+    """Find ranks that reported no timeout while at least half of the ranks did."""
     reporting = {
         rank
         for source in sources
@@ -149,7 +149,7 @@ def find_missing_ranks(sources: Sequence[LogSource], world_size: int) -> tuple[i
 
 
 def find_laggard(findings: Iterable[Finding]) -> Finding | None:
-    """The report of the rank that had enqueued the fewest NCCL collectives, when they differ."""
+    """Find the report of the rank with the fewest enqueued NCCL collectives, if they differ."""
     counts = [(int(m[1]), f) for f in findings if (m := _NCCL_LAST.search(f.line))]
     if len({number for number, _ in counts}) < 2:
         return None
@@ -157,7 +157,7 @@ def find_laggard(findings: Iterable[Finding]) -> Finding | None:
 
 
 def find_step_times(text: str, *, year: int) -> dict[int, float]:
-    """Step to the first time it is mentioned, for the newest steps of a text."""
+    """Find the first time of each of the newest steps in a text, by step."""
     times_s: dict[int, float] = {}
     for line in text.splitlines()[-MAX_LINES:]:
         step = _STEP.search(line)
@@ -169,7 +169,7 @@ def find_step_times(text: str, *, year: int) -> dict[int, float]:
 
 
 def clock_offsets(sources: Sequence[Mapping[int, float]]) -> list[float]:
-    """For each source, what must be added to its times to get those of the reference.
+    """Compute the seconds that turn the times of each source into those of the reference.
 
     The reference is the first source with the most steps. A source that shares too few steps
     with it, or differs from it no more than ranks do by themselves, keeps its own time.

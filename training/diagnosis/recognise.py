@@ -1,4 +1,4 @@
-"""What one line of output means: by a rule, else by its code, else as an exception, else little.
+"""The meaning of a line of output: by a rule, else by its code, else as an exception, else little.
 
 `recognise` is pure: a line and the text shortly before it in, a `Finding` or nothing out.
 """
@@ -36,19 +36,19 @@ class Finding:
 
     Attributes:
         rule: id of the rule that recognised it; "code-" with a table's name, "exception" and
-            "error-line" for the general ones.
-        offset: where the line begins in its source.
+            "error-line" for the general recognisers.
+        offset: begin of the line in its source.
         origin: time and place in the line itself.
-        seen_s: time of the line, or of the nearest line before it that has one.
-        is_low_level: logged as information or a warning, and its rule does not count those; or an
-            event for which the driver's severity, a hint, asks for nothing.
-        is_survived: training went on after it in the same source.
-        is_after_steps: training had counted steps before it.
+        seen_s: time of the line, or of the nearest line before it that has a time.
+        is_low_level: whether it is logged as information or a warning, and its rule does not
+            count those; or the driver's severity of its event, a hint, asks for nothing.
+        is_survived: whether training continued after it in the same source.
+        is_after_steps: whether training had counted steps before it.
         frame: file that raised the exception, for exceptions.
-        replaces: raised while the exception before it was being handled, so that one was not
+        replaces: whether the handling of the exception before it raised it, so that one was not
             the end.
-        is_repeated: tried again each time it is printed, so that the last such line is the one
-            that training did not survive.
+        is_repeated: whether the program tried again each time it printed the line, so that
+            training did not survive the last such line.
     """
 
     rule: str
@@ -78,7 +78,7 @@ class Finding:
 
 
 def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
-    """What a line means: by the first rule that matches, else by a code, else as an exception.
+    """Recognise a line: by the first rule that matches, else by a code, else as an exception.
 
     Args:
         line: one line of output.
@@ -120,7 +120,7 @@ def _is_quotation(line: str, context: str) -> bool:
 
 
 def _build_finding(rule: str, row: Classification, line: str, why: str) -> Finding:
-    """A line with its row of a table."""
+    """Build a finding from a line and its row of a table."""
     return Finding(
         rule=rule,
         fault_class=row.fault_class,
@@ -155,7 +155,7 @@ def _apply_rule(rule: Rule, match: re.Match[str], line: str) -> Finding:
 
 
 def _add_chip_code(finding: Finding, context: str) -> Finding:
-    """The words of an answer of npu-smi with the code that it has for them."""
+    """Add to a line in which npu-smi describes a code the code itself."""
     if finding.code is not None:
         return finding
     fact = codes.find_chip_code(finding.line, context, finding.fault_class)
@@ -203,7 +203,7 @@ def _find_level(line: str) -> Finding | None:
 
 @cache
 def list_patterns() -> Sequence[bytes]:
-    """One pattern per rule, in their order, then those of the general recognisers.
+    """List a pattern for each rule, in their order, then those of the general recognisers.
 
     The last one is the beginning of a traceback.
     """
@@ -213,6 +213,6 @@ def list_patterns() -> Sequence[bytes]:
 
 
 def _make_portable(pattern: str) -> bytes:
-    """A rule's pattern for the automaton: nothing may run past the end of a line."""
+    """Rewrite a pattern for the automaton: a match must not run past the end of a line."""
     without_names = re.sub(r"\(\?P<\w+>", "(", pattern)
     return re.sub(r"(?<!\\)\[\^", r"[^\\n", without_names).encode()

@@ -1,8 +1,8 @@
-"""The rule table: what one line of output means.
+"""The table of rules, which name the class and the role of a line of output.
 
-A rule names the class of a line and its role. `root` is a cause in itself; `symptom` shows what
-failed but not why; `cascade` is an echo of another rank's or process's end. A better role wins
-over a worse one wherever it is, so an echo that was printed first hides nothing.
+`root` is a cause in itself; `symptom` shows the failure but not its cause; `cascade` is an echo of
+another rank's or process's end. A better role wins over a worse role at any place, so an echo that
+was printed first hides nothing.
 
 The files are read in the order of `FILES` and the first rule that matches a line names it, so
 special messages come before general ones.
@@ -25,7 +25,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.diagnosis.lines import frames_of
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
-# Special before general: ourselves, platforms, then what they share, then the language.
+# Special before general: our own messages, platforms, their common parts, then the language.
 FILES = (
     "perdure.toml",
     "ascend.toml",
@@ -41,7 +41,7 @@ FILES = (
 
 
 class Role(IntEnum):
-    """How near a line is to the cause; the smallest wins."""
+    """The distance of a line from the cause; the smallest wins."""
 
     ROOT = 1
     SYMPTOM = 2
@@ -50,7 +50,7 @@ class Role(IntEnum):
 
 
 class Classification(FrozenModel):
-    """What a row of any table holds: the class, how near to the cause, and what differs from it."""
+    """The columns of every table: class, role, and departures from the class's traits."""
 
     fault_class: FaultClass = Field(alias="class")
     role_name: Literal["root", "symptom", "cascade", "hint"] = Field(alias="role")
@@ -60,24 +60,24 @@ class Classification(FrozenModel):
 
     @property
     def role(self) -> Role:
-        """How near it is to the cause."""
+        """Distance from the cause."""
         return Role[self.role_name.upper()]
 
 
 class RuleSpec(Classification):
-    """One rule as its file has it.
+    """A rule as its file has it.
 
     Attributes:
         pattern: searched in one line; groups named code, rank, device and node are taken over.
-        prefilter: matches every line that `pattern` matches, and others too: what the automaton
-            looks for where `pattern` begins with words that every healthy line has.
-        yields_to_code: a code in the line that the tables know is more precise than the rule.
+        prefilter: matches every line that `pattern` matches, and others too: the automaton searches
+            for it where `pattern` begins with words of every healthy line.
+        yields_to_code: whether a known code in the line is more precise than the rule.
         context: must match the text shortly before the line, too; `after` in the file.
         context_example: such text, for a rule that has a context.
-        unless_raised_in: does not hold for an exception that such a file has raised.
-        any_level: the line counts even when it is logged as information or a warning.
-        repeated: what the line reports is tried again each time, so the last one counts.
-        why: what the line means, where the class's own sentence is too vague.
+        unless_raised_in: files for whose exceptions the rule does not hold.
+        any_level: whether the line counts even as information or a warning.
+        repeated: whether the program tries again after the line, so that the last such line counts.
+        why: the meaning of the line, where the sentence of its class is too vague.
     """
 
     id: str
@@ -99,7 +99,7 @@ class RuleSpec(Classification):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule ready for use; see `RuleSpec` for the fields."""
+    """A rule with its patterns compiled; see `RuleSpec` for the fields."""
 
     spec: RuleSpec
     pattern: re.Pattern[str]
@@ -112,18 +112,18 @@ class Rule:
 
     @property
     def role(self) -> Role:
-        """How near the line is to the cause."""
+        """Distance of the line from the cause."""
         return self.spec.role
 
     @property
     def fault_class(self) -> FaultClass:
-        """What is broken by this line."""
+        """Class of the fault that the line shows."""
         return self.spec.fault_class
 
 
 @cache
 def load_rules() -> tuple[Rule, ...]:
-    """Every rule, in order of precedence."""
+    """Load every rule, in order of precedence."""
     folder = resources.files("perdure.training.diagnosis").joinpath("rules")
     tables = [tomllib.loads(folder.joinpath(name).read_text("utf-8")) for name in FILES]
     return tuple(_compile_rule(row) for table in tables for row in table.get("rule", []))
@@ -138,11 +138,11 @@ def _compile_rule(row: dict[str, object]) -> Rule:
 def match_line(
     line: str, context: str = "", candidates: Iterable[Rule] | None = None
 ) -> tuple[Rule, re.Match[str]] | None:
-    """The first rule that recognises a line, with its match.
+    """Find the first rule that recognises a line, with its match.
 
     Args:
         line: one line of output.
-        context: text shortly before the line, for rules that look at it.
+        context: text shortly before the line, for rules that search it.
         candidates: rules to try, in order; None: all.
     """
     for rule in load_rules() if candidates is None else candidates:
@@ -153,6 +153,6 @@ def match_line(
 
 
 def _is_raised_elsewhere(spec: RuleSpec, context: str) -> bool:
-    """Whether the line is of an exception from where the rule does not hold."""
+    """Whether the line is of an exception from a file for which the rule does not hold."""
     frames = frames_of(context) if spec.unless_raised_in is not None else []
     return bool(frames and re.search(spec.unless_raised_in or "", frames[-1]))

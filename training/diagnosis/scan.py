@@ -1,8 +1,8 @@
-"""Reading output of any size in one pass and bounded memory: which lines are evidence.
+"""The scan of output for evidence, of any size in one pass and in bounded memory.
 
-A multi-pattern automaton (Hyperscan) names the lines that some rule may match; only those are
-looked at by Python. A flood of equal messages costs little: per block and rule a bounded number
-of lines is read, per rule the first and the last ones of a source are kept. Sizes and offsets
+A multi-pattern automaton (Hyperscan) names the lines that some rule may match; Python reads only
+those. A flood of equal messages costs little: the scan reads a bounded number of lines per block
+and rule, and stores the first and the last findings of each rule in a source. Sizes and offsets
 are bytes; offsets count in the cleaned output, where a carriage return ends a line like a newline
 does and colours are gone.
 """
@@ -48,7 +48,7 @@ MAX_LINE_SIZE_BYTES = 256 << 10
 _ANY_CLOCK = re.compile(rb":[0-5]\d:[0-5]\d")  # begins with a rare byte, so the search is fast
 _ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _SAMPLE_SIZE_BYTES = 64 << 10
-# Classes whose first answer is to stop: nothing is lost when one takes the other's place.
+# Classes whose first answer is to stop: either may stand for the other without loss.
 _STOPS = frozenset(
     {FaultClass.USER_CODE_ERROR, FaultClass.LAUNCH_MISCONFIGURED, FaultClass.VERSION_MISMATCH}
 )
@@ -57,13 +57,13 @@ _ONE_DIGIT = bytes.maketrans(b"123456789", b"000000000")
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one source of output holds.
+    """The evidence in a source of output, and the end of the source.
 
     Attributes:
-        findings: by offset, a bounded number per rule.
+        findings: ordered by offset, a bounded number per rule.
         tail: the end of the source, bounded.
-        size_bytes: how much was read.
-        is_text: whether it looks like text at all.
+        size_bytes: size of the source without colours.
+        is_text: whether the source is text, not binary data.
     """
 
     findings: Sequence[Finding]
@@ -74,7 +74,7 @@ class Scan:
 
 @dataclass(slots=True)
 class _State:
-    """What a pass remembers between blocks."""
+    """The memory of a pass between blocks."""
 
     year: int
     first: dict[str, list[Finding]] = field(default_factory=lambda: defaultdict(list))
@@ -90,7 +90,7 @@ class _State:
     _timed_to: int = 0
 
     def begin_region(self, region: bytes, base: int) -> None:
-        """A region is next; its counts of steps are sampled."""
+        """Begin the next region: sample its counts of steps."""
         self._region, self._base, self._timed_to = region, base, 0
         size = _SAMPLE_BYTES if base else _FIRST_SAMPLE_BYTES
         if not base:
@@ -101,12 +101,12 @@ class _State:
         self.progress.read(region[begin:].decode("utf-8", "replace"), base + begin)
 
     def line_budget(self, rule_id: int) -> int:
-        """How many different lines of a rule are read in the next block: few after many."""
+        """Return how many different lines of a rule the next block may read; few after many."""
         many = self.num_read[rule_id] > 4 * _MAX_LINES_PER_RULE_AND_BLOCK
         return _MAX_LINES_PER_RULE_AND_BLOCK // 32 if many else _MAX_LINES_PER_RULE_AND_BLOCK
 
     def add(self, finding: Finding, offset: int) -> None:
-        """Keep a finding, unless its rule has enough of them."""
+        """Add a finding, unless its rule has enough of them."""
         own_s = finding.origin.at_s
         seen_s = own_s if own_s is not None else self.time_at(offset)
         placed = replace(finding, offset=offset, seen_s=seen_s)
@@ -117,7 +117,7 @@ class _State:
             self.last[finding.rule].append(placed)
 
     def time_at(self, offset: int) -> float | None:
-        """Time of the nearest line before an offset that has one; offsets ascend."""
+        """Return the time of the nearest line with a time before an offset; offsets ascend."""
         position = offset - self._base
         region, stop = self._region, position
         earliest = max(self._timed_to, position - _TIME_LOOK_BACK_BYTES)
@@ -135,7 +135,7 @@ class _State:
         return self.seen_s
 
     def end_region(self) -> None:
-        """The region is read."""
+        """End the region, with the time of its last line."""
         self.time_at(self._base + len(self._region))
 
     def findings(self) -> list[Finding]:
@@ -154,7 +154,7 @@ class _State:
 
 
 def _last_lines(region: bytes, begin: int) -> int:
-    """Where the last few lines of a region begin, not before `begin`."""
+    """Return where the last few lines of a region begin, not before `begin`."""
     newline = len(region)
     for _ in range(_SAMPLE_LINES + 1):
         newline = region.rfind(b"\n", begin, newline)
@@ -166,10 +166,10 @@ def _last_lines(region: bytes, begin: int) -> int:
 def _demote_in_chain(
     finding: Finding, previous: Finding | None, following: Finding | None
 ) -> Finding:
-    """A finding with its role lowered when another one of its chain of exceptions is the cause.
+    """Lower the role of a finding if another finding of its chain of exceptions is the cause.
 
-    The last one was raised while the one before was handled, and ended the process. A mistake in
-    the handling of a fault says nothing about the fault.
+    The handling of an exception raised the next, and the last of them ended the process. A mistake
+    in the handling of a fault says nothing about the fault.
     """
     if following is not None and _replaces(following, finding):
         is_cause = _is_mistake_over(following, finding)
@@ -216,7 +216,7 @@ def scan_output(chunks: Iterable[bytes], *, year: int) -> Scan:
 
 
 def scan_text(text: str, *, year: int) -> Scan:
-    """`scan_output` for text that is in memory already."""
+    """Read text that is in memory."""
     return scan_output((text.encode("utf-8", "replace"),), year=year)
 
 
@@ -235,7 +235,7 @@ def _read_region(region: bytes, context: bytes, base: int, state: _State) -> Non
 
 
 def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> int | None:
-    """Read what matches in a page. Returns where it stopped when there was too much."""
+    """Read the matches of a page. Return where the reading stopped at its limit."""
     text = page.text
     hits, reached = _find_hits(text, limit)
     budget: dict[int, int] = {}
@@ -266,7 +266,7 @@ def _read_page(page: Page, context: bytes, state: _State, limit: int | None) -> 
 
 
 def _find_hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], int | None]:
-    """(end, pattern) of matches, sorted, and where the search stopped at the limit."""
+    """Return sorted matches (end, pattern), and where the search stopped at its limit."""
     hits: list[tuple[int, int]] = []
     has_traceback = False
     traceback_mark = len(list_patterns()) - 1
@@ -294,7 +294,7 @@ def _find_hits(text: bytes, limit: int | None) -> tuple[list[tuple[int, int]], i
 def _read_line(
     region: bytes, context: bytes, where: tuple[int, int, int], ids: set[int], year: int
 ) -> Finding | None:
-    """What a line means; `where` is its begin and end, and the end of the first match in it."""
+    """Recognise a line; `where` is its begin and end, and the end of the first match in it."""
     rules = load_rules()
     begin, stop, end = where
     if stop - begin > MAX_LINE_CHARS:
@@ -330,12 +330,12 @@ def _read_line(
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Text to search, and where its lines were.
+    """Text to search, and the places of its lines in the output.
 
     Attributes:
         base: offset of the text in the output.
-        starts: where each line of the text begins; empty for text that is a piece of the output.
-        origins: where that line begins in the output, counted from `base`.
+        starts: begin of each line of the text; empty for text that is a piece of the output.
+        origins: begin of that line in the output, counted from `base`.
     """
 
     text: bytes
@@ -344,14 +344,14 @@ class Page:
     origins: Sequence[int] = ()
 
     def offset_of(self, position: int) -> int:
-        """Where a line that begins at `position` of the text is in the output."""
+        """Return the offset in the output of a line that begins at `position` of the text."""
         if not self.starts:
             return self.base + position
         return self.base + self.origins[bisect_right(self.starts, position) - 1]
 
 
 def _split_regions(chunks: Iterable[bytes]) -> Iterable[bytes]:
-    """Pieces of at most a block that end at the end of a line; a line without end is cut."""
+    """Split output at line ends into pieces of at most a block; cut a line without end."""
     remainder = b""
     for chunk in chunks:
         for begin in range(0, len(chunk), BLOCK_SIZE_BYTES):
@@ -385,12 +385,12 @@ def _is_text(region: bytes) -> bool:
 
 
 def _shape_of(line: bytes) -> bytes:
-    """A line with every digit made the same: equal for lines that differ in digits alone."""
+    """Replace every digit by the same digit: equal for lines that differ in digits alone."""
     return line.translate(_ONE_DIGIT)
 
 
 def _drop_repeats(region: bytes, base: int) -> Page:
-    """The lines of a region without those that differ from an earlier one in digits alone.
+    """Drop the lines of a region that differ from an earlier line in digits alone.
 
     A flood of one message, from a thousand ranks at slightly different times, becomes one line.
     """

@@ -1,8 +1,8 @@
-"""What no single line of a source shows, but several do.
+"""Findings that several lines of a source show together, and the steps that its output counts.
 
-A loss that jumped, a run that prints but does not train, the stacks of a process that does not
-move: read from the end of a source. Whether training went on after a line: by the steps and
-epochs that the output counts. Losses and norms are what the program prints, times are seconds.
+The end of a source shows a loss that jumped, a run that prints but does not train, and the stacks
+of a process that does not move. Counts of steps and epochs show whether training continued after
+a line. Losses and norms are in the units of the program, times are seconds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _STANDARD = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Measurement:
-    """One line of metrics; norm is None where the program prints none."""
+    """A line of metrics; norm is None where the program prints none."""
 
     line: str
     loss: float
@@ -83,7 +83,7 @@ class _Measurement:
 
 
 def find_jump(text: str, *, year: int) -> Finding | None:
-    """The line at which the loss left its course, if it did.
+    """Find the line at which the loss left its course.
 
     The loss must exceed `_LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
     it is printed, must confirm that, or the losses before it, which rose one after the other;
@@ -156,7 +156,7 @@ def _is_confirmed(
 
 
 def find_stall(text: str, *, year: int) -> Finding | None:
-    """The last line of a source that goes on printing long after the last step.
+    """Find the last line of a source that goes on printing long after the last step.
 
     Half an hour without a step, and ten steps' time, is a stall; a log that just ends is none.
     """
@@ -192,7 +192,7 @@ _WAITS = re.compile(
 
 
 def find_wait(text: str, *, year: int) -> Finding | None:
-    """The last line of a source that ends while it waits for a lock or for other processes."""
+    """Find the last line of a source that ends while it waits for a lock or other processes."""
     lines = [line for line in text[-_END_CHARS:].splitlines() if line.strip(" -\t")]
     if not lines or not _WAITS.search(lines[-1]):
         return None
@@ -225,7 +225,7 @@ def _step_duration_s(line: str) -> float:
 
 
 class StepCounts:
-    """The steps and epochs that one source counts, in the order of its output.
+    """The steps and epochs that a source counts, in the order of its output.
 
     Many ranks may print one step more after one of them has failed; a run that survived an error
     counts on. Values are sampled near the ends of each piece of output, not read everywhere.
@@ -238,7 +238,7 @@ class StepCounts:
         self._num_losses = 0
 
     def read(self, text: str, offset: int) -> None:
-        """Take over every count in a piece of output that begins at `offset`."""
+        """Take every count from a piece of output that begins at `offset`."""
         for line in text.split("\n"):
             if not line.lstrip().startswith(("wandb:", "swanlab:")):
                 counted = _read_count(line)
@@ -262,7 +262,7 @@ class StepCounts:
         return any(kind != "done" for kind in self._offsets)
 
     def goes_on_after(self, offset: int, *, kinds: Collection[str] = MARGINS) -> bool:
-        """Whether a count moved on by more than other ranks' last lines would.
+        """Whether a count moved on by more than the last lines of other ranks would.
 
         Args:
             offset: of the line after which.
@@ -302,7 +302,7 @@ def _read_count(line: str) -> tuple[str, float] | None:
 
 
 def find_stacks(text: str, *, year: int) -> Finding | None:
-    """The frame at which the main thread of a dump is; None without a dump."""
+    """Find the frame where the main thread of a dump is; None without a dump."""
     lines = text.splitlines()
     heads = [(i, m) for i, line in enumerate(lines) if (m := _PY_SPY_THREAD.match(line))]
     main = next((i for i, m in heads if m[1] == "MainThread"), heads[0][0] if heads else None)

@@ -1,7 +1,7 @@
-"""Files and folders of output, read into sources for a diagnosis.
+"""Files and folders of output as the sources of a diagnosis.
 
-A folder is one attempt: every file in it is the output of some rank, node or tool, named by its
-path. Nothing is decompressed into memory and nothing is held but a bounded number of lines.
+A folder is an attempt: every file in it is the output of some rank, node or tool, named by its
+path. Memory holds a bounded number of lines, never a whole file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a compressed file that is damaged
-# Files that lie beside logs but are none; a file that is named itself is always read.
+# Suffixes of files beside logs that are no logs; a file that is named itself is always read.
 _NOT_LOGS = frozenset(
     ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"  # noqa: SIM905 short
     " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
@@ -58,10 +58,10 @@ _TORCHRUN_LOCAL_RANK = re.compile(r"(?:^|/)attempt_\d+/(\d+)/std(?:out|err)\.log
 
 @dataclass(frozen=True, slots=True)
 class ScannedLog:
-    """One file, read.
+    """A file that has been scanned.
 
     Attributes:
-        steps: step to the time it was printed, to compare clocks by.
+        steps: time of each printed step, for the comparison of clocks.
     """
 
     source: LogSource
@@ -72,12 +72,12 @@ class ScannedLog:
 
 @dataclass(frozen=True, slots=True)
 class PathDiagnosis:
-    """What was asked about, and what was found.
+    """The diagnosis of a path, with the files that were read.
 
     Attributes:
         diagnosis: None when nothing failed.
-        readings: the files, in the order they were read.
-        unreadable: files of a folder that could not be read, with why.
+        readings: the files in the order of reading.
+        unreadable: files of a folder that could not be read, with the reason.
     """
 
     path: str
@@ -87,7 +87,7 @@ class PathDiagnosis:
 
 
 def list_logs(path: Path) -> list[Path]:
-    """The logs below a folder, sorted; a file by itself.
+    """List the logs below a folder, sorted; a file stands for itself.
 
     Raises:
         InputError: there is no such file or folder, or no log in it.
@@ -112,10 +112,10 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
     """Diagnose files that belong to one attempt.
 
     Args:
-        path: what the person asked about.
+        path: the path in the user's words.
         files: logs of ranks, nodes and tools.
-        at_s: taken for a fault whose line has no time.
-        year: taken for times without one.
+        at_s: the time of a fault whose line has none.
+        year: the year of times that have none.
 
     Raises:
         InputError: none of the files can be read.
@@ -139,7 +139,7 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
 
 
 def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
-    """Read one file into a source.
+    """Read a file into a source.
 
     Raises:
         InputError: it cannot be read.
@@ -154,7 +154,7 @@ def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
 
 
 def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
-    """A scan with the faults that only several lines show, placed by its name."""
+    """Turn a scan into a source: add the faults that several lines show, place it by its name."""
     finders = (find_jump, find_stall, find_wait, find_stacks) if result.is_text else ()
     further = [find(result.tail, year=year) for find in finders]
     shift = max(0, result.size_bytes - len(result.tail))
@@ -180,7 +180,7 @@ def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
 
 
 def _judge_checkpoint(finding: Finding, text: str) -> Finding:
-    """A damaged file is a checkpoint of the run, with one before it, or was brought by the user."""
+    """Judge a damaged checkpoint: the run's own has an earlier one, a user's has none."""
     if finding.fault_class is not FaultClass.CHECKPOINT_CORRUPT or finding.recoverable_by:
         return finding
     is_own = _OWN_CHECKPOINT.search(text) is not None
@@ -190,12 +190,12 @@ def _judge_checkpoint(finding: Finding, text: str) -> Finding:
 
 
 def read_context(file: Path, line: str, *, radius: int, near: int = 0) -> list[str]:
-    """The lines around the first one that is `line`; empty when it is not found.
+    """Read the lines around the first that equals `line`; empty when no line does.
 
     Args:
-        file: where it is.
-        line: the line, as the scan saw it.
-        radius: lines before and after it.
+        file: the log.
+        line: text of the line after the scan's cleaning.
+        radius: number of lines before and after it.
         near: offset of the line in the cleaned output, which is never behind that in the file.
 
     Raises:
@@ -217,7 +217,7 @@ def read_context(file: Path, line: str, *, radius: int, near: int = 0) -> list[s
 
 
 def _read_lines(stream: BinaryIO) -> Iterator[str]:
-    """Lines as the scan saw them: without colours, each state of a progress bar by itself."""
+    """Split lines as the scan does: without colours, each state of a progress bar by itself."""
     while line := stream.readline(MAX_LINE_SIZE_BYTES):
         text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
         yield from (part.rstrip() for part in text.split("\r"))
@@ -225,7 +225,7 @@ def _read_lines(stream: BinaryIO) -> Iterator[str]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
-    """A file or standard input as plain UTF-8, whatever it is stored as."""
+    """Open a file or standard input as plain UTF-8, whatever its encoding."""
     with ExitStack() as stack:
         stream: Any
         if str(file) == STANDARD_INPUT:

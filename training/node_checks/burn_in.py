@@ -30,7 +30,7 @@ NAME = "burn_in"
 
 @dataclass(frozen=True, slots=True)
 class BurnInResult:
-    """What a burn-in has shown.
+    """The result of a burn-in.
 
     Attributes:
         wrong: how many entries of the first wrong product were wrong; 0: all products were right.
@@ -43,7 +43,7 @@ class BurnInResult:
 
 
 def make_matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Two square matrices of whole numbers from -LARGEST to LARGEST, the same everywhere.
+    """Make two square matrices of whole numbers from -LARGEST to LARGEST, the same everywhere.
 
     A linear congruential generator (constants of Numerical Recipes): its bits are a matter of
     whole-number arithmetic, not of a library's version.
@@ -58,7 +58,7 @@ def make_matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int3
 
 
 def digest_product(product: npt.NDArray[np.int32]) -> str:
-    """What a product is compared by."""
+    """Compute the digest by which products are compared."""
     return xxhash.xxh3_64_hexdigest(product.astype("<i4").tobytes())
 
 
@@ -69,7 +69,7 @@ def burn(
     clock: Callable[[], float] = time.perf_counter,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
 ) -> BurnInResult:
-    """Multiply for a while; at least twice, so that a device also agrees with itself."""
+    """Multiply for some seconds, at least twice, so that a device also agrees with itself."""
     size = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
     a, b = (torch.from_numpy(m).to(device=device, dtype=torch.float32) for m in make_matrices(size))
     first = multiply(a, b)

@@ -25,16 +25,16 @@ _MAX_TEXT_CHARS = 200
 
 
 class _AskWithAnswers(Protocol):
-    """Runs a tool that asks back; see `vendor_tools.run_tool`."""
+    """A function that runs a tool and answers its questions; see `vendor_tools.run_tool`."""
 
     def __call__(self, command: Sequence[str], *, timeout_s: float, answers: str) -> str:
-        """What it prints."""
+        """Return the tool's output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChipInspection:
-    """What the driver shows of the chips.
+    """The state of chips as their driver reports it.
 
     Attributes:
         is_good: it reports no fault.
@@ -49,7 +49,7 @@ class ChipInspection:
 def inspect_chips(
     plan: HealPlan, slots: int, folder: Path, *, suspects: Collection[int], ask_tool: Ask = run_tool
 ) -> ChipInspection:
-    """Ask the driver for the health and the error counters of the chips.
+    """Inspect the health and the error counters of the chips by their driver.
 
     Args:
         plan: has the code that should be gone.
@@ -80,7 +80,7 @@ def reset_chips(
     ask_tool: Ask = run_tool,
     command: _AskWithAnswers = run_tool,
 ) -> tuple[bool, str]:
-    """Reset chips by the driver's own tool. Whether it did so, and its words.
+    """Reset chips by the driver's own tool. Return whether it did so, and its words.
 
     None is reset while a process uses any chip of the node: on some servers a reset is one of all
     chips (npu-smi warns of it), and another job's would be lost.

@@ -44,10 +44,10 @@ _ERROR = re.compile(r"^.*interface return err.*retcode: *-?\d+", re.MULTILINE)
 
 
 class _AskWithLimit(Protocol):
-    """How a tool is run."""
+    """A function that runs a tool."""
 
     def __call__(self, command: Sequence[str], *, timeout_s: float) -> str:
-        """What it prints."""
+        """Return the tool's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class _LinkMeasurement:
 
 
 def _parse_rows(text: str) -> tuple[_LinkMeasurement, ...]:
-    """The table: size (bytes), time (us), bandwidth (GB/s), result of the comparison."""
+    """Parse the table: size (bytes), time (us), bandwidth (GB/s), result of the comparison."""
     return tuple(
         _LinkMeasurement(int(size), float(bandwidth), result)
         for size, _, bandwidth, result in _ROW.findall(text)
@@ -74,7 +74,7 @@ def check_links(
     timeout_s: float,
     ask_tool: _AskWithLimit = run_tool,
 ) -> tuple[Check, ...]:
-    """Run it on all slots of this node; nothing where there is no CANN, or a single device.
+    """Run the program on all slots of this node; no check without CANN, or for one device.
 
     Args:
         slots: devices of the node that the job uses.
@@ -101,7 +101,7 @@ def check_links(
 
 
 def judge_links(text: str, slots: int) -> Check:
-    """What its output says: a wrong sum and an error of HCCL fail, a program in trouble warns."""
+    """Judge the output: wrong sums and errors of HCCL fail, a program in trouble warns."""
     rows = _parse_rows(text)
     wrong = [f"{row.size_bytes} B" for row in rows if row.result == "failed"]
     error = _ERROR.search(text)
@@ -134,7 +134,7 @@ _DEVICE_LARGE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place in the gang.
+    """The place of a rank in the gang.
 
     Attributes:
         host: where rank 0 listens.
@@ -151,7 +151,7 @@ class Seat:
 
 
 def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
-    """Join, then all-reduce; what cannot be is a failed check, not an error."""
+    """Join, then all-reduce; a failure is a failed check, not an error."""
     if seat.world_size == 1:
         return (Check(name=ALL_REDUCE, outcome=CheckOutcome.SKIPPED, seen="one rank has no peers"),)
     began_s = time.monotonic()
@@ -199,7 +199,7 @@ def _mark(store: Store, stage: str, rank: int) -> None:
 
 
 def _await_all(store: Store, stage: str, world_size: int, timeout_s: float) -> list[int]:
-    """Wait until every rank has marked a stage. Those that have not."""
+    """Wait until every rank has marked a stage. Return the ranks that have not."""
     until_s = time.monotonic() + timeout_s
     # Counted: if every rank read every rank's mark, a large gang would make millions of reads.
     while store.add(stage, 0) < world_size:
@@ -247,7 +247,7 @@ def _measure(seat: Seat, device: torch.device, began_s: float) -> Check:
 def _time_all_reduces(
     seat: Seat, device: torch.device, count: int, repeats: int
 ) -> Iterator[float]:
-    """Seconds of each all-reduce of `count` floats, the first one not counted.
+    """Yield the seconds of each all-reduce of `count` floats, but those of the first.
 
     Raises:
         RuntimeError: a sum is wrong.

@@ -21,7 +21,7 @@ def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
 
 
 def judge_devices(sample: NodeSample, slots: int) -> Check:
-    """Whether the devices that the ranks will use are there and healthy."""
+    """Judge whether the devices that the ranks will use are there and healthy."""
     allowed = f"{slots} healthy devices"
     if not sample.devices and not _has_driver(sample):
         why = "; ".join(sample.gaps)
@@ -59,7 +59,7 @@ def _complaint(device: DeviceSample) -> str:
 
 
 def _is_doubtful(device: DeviceSample) -> bool:
-    """Usable, but not beyond doubt; a network is Init before its detector has been configured."""
+    """Whether a healthy device is in doubt; a network is Init until its detector has a setting."""
     is_fine = device.health in (None, "OK") and not device.error_codes
     return not is_fine or device.net_health not in (None, "Success", "Init")
 
@@ -67,7 +67,7 @@ def _is_doubtful(device: DeviceSample) -> bool:
 def check_history(
     slots: int, *, devices: Collection[int] | None = None, ask_tool: Ask = run_tool
 ) -> Check:
-    """Memory errors, losses of link and packet errors of NPUs since their driver was loaded.
+    """Check memory errors, link losses and packet errors of NPUs since their driver loaded.
 
     Args:
         slots: devices of the node that the job uses, from 0 on.

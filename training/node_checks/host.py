@@ -36,7 +36,7 @@ _LITTLE_BYTES = 1 << 30  # free space that is little whatever share of its disk 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a file system must have free.
+    """The free space that a file system must have.
 
     Attributes:
         needed_bytes: what will be written there for certain.
@@ -52,7 +52,7 @@ class Room:
 
 
 def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Check]:
-    """Room for what the run writes: on the node's own disk, and in a store that is a folder.
+    """Check the room for the run's files on the node's disk, and in a store that is a folder.
 
     Args:
         job: whose checkpoints are meant.
@@ -76,7 +76,7 @@ def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Che
 
 
 def _measure_saves(store: Path, run_id: str) -> int:
-    """What the saves of a run that was started before take of a store."""
+    """Measure the saves of an earlier start of the run in a store."""
     held = 0
     for folder, _, names in os.walk(store / "runs" / run_id / "checkpoints"):
         for name in names:
@@ -86,7 +86,7 @@ def _measure_saves(store: Path, run_id: str) -> int:
 
 
 def _required_room(job: Job, state_bytes: int | None, *, copies: int, parts: int = 1) -> Room:
-    """What a run writes where it keeps so many copies of its state, or of a part of it."""
+    """Compute the room for so many copies of a run's state, or of a part of it."""
     is_known = state_bytes is not None and not job.worker.is_command
     saves = copies * (state_bytes or 0) // parts if is_known else 0
     low = job.watch.disk_free_low_percent
@@ -101,7 +101,7 @@ def _required_room(job: Job, state_bytes: int | None, *, copies: int, parts: int
 
 
 def check_disk(name: str, folder: Path, room: Room) -> Check:
-    """Whether a file system has room, and takes a file."""
+    """Check that a file system has room, and takes a file."""
     allowed = f"{_format_size(room.needed_bytes)} free" + (f": {room.why}" if room.why else "")
     try:
         disk = psutil.disk_usage(str(folder))
@@ -129,7 +129,7 @@ def check_disk(name: str, folder: Path, room: Room) -> Check:
 
 
 def _try_to_write(folder: Path) -> None:
-    """A disk may have room by its numbers and be read-only, or out of inodes."""
+    """Write a file: a disk may have room by its numbers and be read-only, or out of inodes."""
     probe = folder / f".preflight-{uuid.uuid4().hex}"
     try:
         with probe.open("wb") as file:
@@ -141,12 +141,12 @@ def _try_to_write(folder: Path) -> None:
 
 
 def _nearest_folder(path: Path) -> Path:
-    """The folder itself, or the first of its parents that exists."""
+    """Return the folder, or the first of its parents that exists."""
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
 
 def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
-    """Room for the saves in host memory: twice the node's share of the state, or with copies."""
+    """Check the room for saves in host memory: the node's shares of the state, with copies."""
     available = psutil.virtual_memory().available
     text = f"{_format_size(available)} available"
     if state_bytes is None or not job.checkpoint.host_memory:
@@ -163,7 +163,7 @@ def check_memory(job: Job, slots: int, state_bytes: int | None) -> Check:
 def check_ports(
     job: Job, *, is_first: bool, has_npus: bool, used: Callable[[], Collection[int]]
 ) -> Check:
-    """Whether the ports that the job will listen on are free.
+    """Check that the ports on which the job will listen are free.
 
     Args:
         job: whose ports are meant.
@@ -185,7 +185,7 @@ def check_ports(
 
 
 def listening_ports() -> frozenset[int]:
-    """TCP ports of this machine that a process listens on."""
+    """List the TCP ports of this machine on which a process listens."""
     return frozenset(
         connection.laddr.port
         for connection in psutil.net_connections("tcp")
@@ -194,7 +194,7 @@ def listening_ports() -> frozenset[int]:
 
 
 def check_job_store(job: Job) -> Check:
-    """The job's store, as this node reaches it."""
+    """Check the job's store from this node."""
     try:
         store = open_store(job.storage)
     except (StorageError, ValueError) as error:
@@ -203,7 +203,7 @@ def check_job_store(job: Job) -> Check:
 
 
 def check_secrets(job: Job, environment: Mapping[str, str]) -> Check:
-    """The secrets of the job's env_from that are kept on the nodes: whether this one has them."""
+    """Check that this node has the secrets of env_from that nodes provide."""
     kept_here = {name: source for name, source in job.env_from.items() if source.block is None}
     try:
         values_on_node(kept_here, delivered={}, environment=environment)
@@ -257,7 +257,7 @@ _NONE = "4"
 
 
 def check_logs(job: Job, environment: Mapping[str, str]) -> Check:
-    """Level, place and collection of the logs.
+    """Check level, place and collection of the logs.
 
     Args:
         job: whose variables come before those of the node.

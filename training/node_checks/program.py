@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _check_node(task: NodeTask) -> tuple[Check, ...]:
-    """Everything that the task asks for, with the node's name on it."""
+    """Run every check of the task, and put the node's name on each."""
     job = Job.model_validate_json(task.job)
     until_s = time.monotonic() + task.timeout_s - _END_MARGIN_S
     ports = _run_timed(lambda: _check_ports(job, task)) if task.is_new else []
@@ -102,7 +102,7 @@ def _check_host(job: Job, task: NodeTask) -> list[Check]:
 
 
 def _run_timed(check: Callable[[], Sequence[Check]]) -> list[Check]:
-    """The checks, with the time that they took, together."""
+    """Run checks, and put the seconds that they took together on each."""
     began_s = time.monotonic()
     checks = check()
     took_s = time.monotonic() - began_s
@@ -119,7 +119,7 @@ class _Rank:
     is_over: bool = False
 
     def await_checks(self, until_s: float) -> tuple[Check, ...]:
-        """What it found; that it ended without a result, or is late, is a failed check."""
+        """Wait for its checks; an end without a result, or a late result, is a failed check."""
         text = self._read(until_s)
         if text is None:
             reason = f"slot {self.local_rank}: no result in time"
@@ -145,7 +145,7 @@ class _Rank:
         return None
 
     def end(self) -> None:
-        """Leave nothing of it."""
+        """Kill its process, and close the pipe."""
         os.close(self.pipe)
         if not self.is_over:
             os.kill(self.pid, signal.SIGKILL)
@@ -170,7 +170,7 @@ def _fork(task: NodeTask, job: Job, local_rank: int) -> _Rank:
 
 
 def _check_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, ...]:
-    """In the forked process: the device, then the gang."""
+    """Check, in the forked process, the device, then the gang."""
     began_s = time.monotonic()
     device = pick_device(local_rank)
     checks: list[Check] = []
@@ -192,7 +192,7 @@ def _check_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, ...]:
 
 
 def merge_checks(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
-    """One check of each name for all ranks of a node: the worst outcome, and who has it."""
+    """Merge the checks of a node's ranks by name: the worst outcome, and the ranks' words."""
     names = dict.fromkeys(check.name for checks in ranks for check in checks)
     for name in names:
         of_name = [check for checks in ranks for check in checks if check.name == name]

@@ -25,14 +25,14 @@ _NODE_PROGRAM = "perdure.training.node_checks.program"
 
 
 class NodeProgram:
-    """The program on this machine, one at a time: a new task ends the one before it."""
+    """The program on this machine, a single process: a new task ends the earlier task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: NodeTask, environment: Mapping[str, str]) -> tuple[Check, ...]:
-        """Check; that there is no result in time is a failed check, too."""
+        """Run a task; the lack of a result in time is a failed check, too."""
         self.end()
         try:
             process = self._start(environment)
@@ -51,7 +51,7 @@ class NodeProgram:
         return (_failed_check(task, reason),)
 
     def end(self) -> None:
-        """End the program that runs, if one does; its caller gets a failed check."""
+        """End the running program; its caller gets a failed check."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None and process.poll() is None:

@@ -23,7 +23,7 @@ _SHARED = frozenset({"store", "store_disk", "secrets"})
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """What the checks of a placement come to.
+    """The conclusion from all checks of a placement.
 
     Attributes:
         checks: all of them, with warnings that only a comparison of nodes shows.
@@ -63,7 +63,7 @@ def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
 
 
 def _is_common(name: str, failed: Sequence[Check], completed: Sequence[Check]) -> bool:
-    """In a collective many nodes fail because of a few; elsewhere each fails by itself."""
+    """Whether a failure is common: few nodes make many fail in a collective, not elsewhere."""
     if any(check.node is None for check in failed):
         return True
     if name == JOIN:

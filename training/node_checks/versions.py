@@ -28,7 +28,7 @@ _DEFAULT_TOOLKIT = "/usr/local/Ascend/ascend-toolkit/latest"
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What is installed; None or empty where it is not.
+    """The installed versions; None or empty for software that is missing.
 
     Attributes:
         driver: lines of the driver's version file.
@@ -45,13 +45,13 @@ class Installed:
 
 @cache
 def cann_versions() -> Mapping[str, tuple[str, ...]]:
-    """CANN versions by torch_npu version."""
+    """Load the CANN versions that fit, by torch_npu version."""
     document = tomllib.loads((Path(__file__).parent / "versions.toml").read_text(encoding="utf-8"))
     return {name: tuple(fits) for name, fits in document["cann_of_torch_npu"].items()}
 
 
 def read_installed() -> Installed:
-    """What this machine has."""
+    """Read the versions on this machine."""
     home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
     base = Path(home or _DEFAULT_TOOLKIT)
     files = [base / f"{platform.machine()}-linux" / _TOOLKIT_FILE, base / _TOOLKIT_FILE]
@@ -73,7 +73,7 @@ def _package_version(package: str) -> str | None:
 
 
 def check_versions(software: Installed) -> tuple[Check, ...]:
-    """The versions, which have to be the same on every node, and whether they fit."""
+    """Check that the versions fit each other; all nodes must have the same versions."""
     parts = {
         "python": software.python,
         "torch": software.torch,
@@ -118,7 +118,7 @@ def _check_fit(software: Installed) -> Check:
 
 
 def driver_fits(driver: Mapping[str, str], toolkit: Mapping[str, str]) -> bool:
-    """Whether one of them names the inner version of the other.
+    """Whether driver or toolkit names the inner version of the other.
 
     `compatible_version=[V100R001C13],[V100R001C15,V100R001C19]`: versions, and ranges of them.
     """
@@ -139,6 +139,6 @@ def _names_version(versions: Mapping[str, str], inner: str) -> bool:
 
 
 def _parse_release(text: str) -> tuple[int, ...] | None:
-    """V100R001C13B222 is (100, 1, 13)."""
+    """Parse a release: V100R001C13B222 is (100, 1, 13)."""
     match = re.match(r"\s*V(\d+)R(\d+)C(\d+)", text)
     return tuple(map(int, match.groups())) if match else None

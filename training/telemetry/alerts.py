@@ -39,7 +39,7 @@ _HOLD_WINDOWS = 3
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """A rank, from its heartbeat.
+    """A rank, by its heartbeat.
 
     Attributes:
         waited_s: in collectives, of its whole life.
@@ -60,7 +60,7 @@ class RankSample:
 
 @dataclass(frozen=True, slots=True)
 class AlertCondition:
-    """A point that is out of its limits.
+    """A reading that is out of its limits.
 
     Attributes:
         holds_s: how long it has to stay so until it is raised.
@@ -101,7 +101,7 @@ class RunSample:
 
 
 def alert_key(about: AlertCondition | AlertRaised) -> Key:
-    """What it is about; a straggler stays one when the rank does, a hang whoever reports it."""
+    """Return what an alert is about: a straggler's rank, but a hang without its reporter."""
     if about.point is AlertKind.HANG:
         return about.point, None, None
     return about.point, about.node, about.rank if about.rank is not None else about.device
@@ -109,7 +109,7 @@ def alert_key(about: AlertCondition | AlertRaised) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class AlertChanges:
-    """What a sample has changed."""
+    """The alerts that a sample raised and cleared."""
 
     raised: tuple[AlertCondition, ...] = ()
     cleared: tuple[Key, ...] = ()
@@ -117,7 +117,7 @@ class AlertChanges:
 
 @dataclass(slots=True)
 class AlertMonitor:
-    """Remembers what is out of its limits since when.
+    """The memory of readings that are out of their limits, and since when.
 
     Attributes:
         spec: the limits.
@@ -211,7 +211,7 @@ class AlertMonitor:
         )
 
     def _take_window(self, run: RunSample) -> bool:
-        """Compare the ranks over some seconds and steps; whether a window has ended."""
+        """Compare the ranks over some seconds and steps. Return whether a window ended."""
         ranks = {sample.rank: sample for sample in run.ranks}
         if self._window is None or not _are_same_processes(self._window[1], ranks):
             self._window, self._window_conditions = (run.at_s, ranks), ()
@@ -234,7 +234,7 @@ class AlertMonitor:
     def _check_stragglers(
         self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
-        """The rank that waits least for the others, when they wait for it."""
+        """Report the rank that waits least for others, when they wait for it."""
         if len(ranks) < 2:
             return
         waited = {rank: sample.waited_s - previous[rank].waited_s for rank, sample in ranks.items()}
@@ -254,7 +254,7 @@ class AlertMonitor:
     def _check_data(
         self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
-        """Ranks that wait for their loader; of many the one that waits longest."""
+        """Report ranks that wait for their loader, by the rank that waits longest."""
         shares = {
             rank: (sample.data_s - previous[rank].data_s) / took_s for rank, sample in ranks.items()
         }
@@ -289,7 +289,7 @@ def _condition_of_rank(
 
 
 def _are_same_processes(previous: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
-    """Whether the same processes are looked at, which went only forward."""
+    """Whether both samples are of the same processes, which only moved forward."""
     return previous.keys() == now.keys() and all(
         sample.pid == previous[rank].pid and sample.step >= previous[rank].step
         for rank, sample in now.items()
@@ -327,7 +327,7 @@ def _check_devices(
 
 
 def _check_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertCondition]:
-    """Stays for the whole attempt: a link that broke once is worth another look."""
+    """Report retries for the whole attempt: a link that broke once is worth a check."""
     for (node, rank), count in retries.items():
         times = "once" if count == 1 else f"{count} times"
         text = f"HCCL sent an operator of rank {rank} on {node} again, successfully, {times}"
@@ -344,7 +344,7 @@ def _check_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[Aler
 
 
 def _split_steps(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
-    """Steps before, and the newest ones: five, or as many as have taken so long together."""
+    """Split steps into earlier and newest: at least five, which took so long together."""
     taken_s = 0.0
     for count, one_s in enumerate(reversed(steps_s), start=1):
         taken_s += one_s
@@ -354,7 +354,7 @@ def _split_steps(steps_s: Sequence[float], recent_s: float) -> tuple[list[float]
 
 
 def _check_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
-    """The vote's time at the rank that came last to it, which waited for no other."""
+    """Compare the vote's time at the last rank to come, which waited for no other."""
     voted = [rank.latency_s for rank in ranks if rank.latency_s > 0]
     if len(voted) < len(ranks) or not voted:
         return

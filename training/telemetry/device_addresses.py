@@ -36,7 +36,7 @@ NAME = "rank_table"
 
 
 def devices_reply(query: DevicesQuery, node: str) -> AgentReply:
-    """The devices of this node as its agent answers, or why they are not known."""
+    """Answer an agent's query with the devices of this node, or with an error."""
     try:
         return AgentReply(devices=_read_addresses(query))
     except ValueError as error:
@@ -44,7 +44,7 @@ def devices_reply(query: DevicesQuery, node: str) -> AgentReply:
 
 
 def _read_addresses(query: DevicesQuery) -> NodeDevices:
-    """The devices of this node.
+    """Read the addresses of this node's devices.
 
     Raises:
         ValueError: an address is not known.
@@ -61,7 +61,7 @@ def _read_addresses(query: DevicesQuery) -> NodeDevices:
 
 
 def check_rank_table(query: DevicesQuery) -> Check:
-    """Whether the rank table of a job can be written for the devices of this node."""
+    """Check that a job's rank table can be written for the devices of this node."""
     allowed = f"comm.rank_table={query.form}: an address for each of {query.slots} ranks"
     try:
         addresses = _read_addresses(query)
@@ -72,7 +72,7 @@ def check_rank_table(query: DevicesQuery) -> Check:
 
 
 def query_of(job: Job) -> DevicesQuery | None:
-    """What a node is asked for a job's rank table, None where the job asks for none."""
+    """Build the query for a job's rank table; None where the job asks for none."""
     form = job.comm.rank_table
     if form is None:
         return None
@@ -81,7 +81,7 @@ def query_of(job: Job) -> DevicesQuery | None:
 
 
 def read_ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddress, ...]:
-    """The devices with the addresses of their ports.
+    """Return the devices with the addresses of their ports.
 
     Raises:
         ValueError: one has none.
@@ -95,7 +95,7 @@ def read_ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[Device
 def add_super_pod(
     devices: Sequence[DeviceAddress], chips: Sequence[Chip], asked: Callable[[Sequence[str]], str]
 ) -> NodeDevices:
-    """The same devices with their places in a super pod.
+    """Add to the devices their places in a super pod.
 
     Raises:
         ValueError: npu-smi does not name one.

@@ -25,7 +25,7 @@ _FAILED = b"RETRY_STATE_AGENT_RETRY_FAIL"
 
 @dataclass(slots=True)
 class RetryLog:
-    """What the log of one process says so far.
+    """The retries in the log of a process, up to its last line read.
 
     Attributes:
         num_mended: retries that succeeded after an error of this process' own.
@@ -36,7 +36,7 @@ class RetryLog:
     _has_error: bool = False
 
     def read_new(self, path: Path) -> None:
-        """Take in what was written since; a last line that is not whole waits.
+        """Parse the new lines; a last line that is not whole waits.
 
         Raises:
             OSError: it cannot be read.
@@ -49,7 +49,7 @@ class RetryLog:
         self.parse(whole)
 
     def parse(self, text: bytes) -> None:
-        """Take in lines."""
+        """Count the retries in some lines."""
         for old_state, new_state in _CHANGE.findall(text):
             if new_state == _ERROR:
                 self._has_error = True
@@ -67,7 +67,7 @@ class RetryLogs:
     _logs: dict[Path, RetryLog] = field(default_factory=dict)
 
     def count_mended(self, folder: Path) -> int:
-        """Retries that succeeded by now, of the processes that log into a folder."""
+        """Count the successful retries of the processes that log into a folder."""
         for path in sorted(folder.glob("run/plog/*.log")):
             log = self._logs.setdefault(path, RetryLog())
             try:

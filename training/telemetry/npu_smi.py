@@ -27,7 +27,7 @@ _USED_OF_TOTAL = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One chip of the table, in the order of the table.
+    """A chip of the table, in the order of the table.
 
     Attributes:
         npu: number of the card, for `-i`.
@@ -49,7 +49,7 @@ class Chip:
 
     @property
     def memory_percent(self) -> float | None:
-        """Share of its memory that is used."""
+        """Used share of its memory."""
         total = self.memory_total_bytes
         return 100.0 * self.memory_used_bytes / total if total else None
 
@@ -79,7 +79,7 @@ class Ecc:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`-t usages` of one chip."""
+    """`-t usages` of a chip."""
 
     memory_total_bytes: int | None
     memory_percent: float | None
@@ -87,12 +87,12 @@ class Usage:
 
 
 def parse_processes(text: str) -> int:
-    """`npu-smi info`: how many processes use a chip that it shows."""
+    """Count the processes of `npu-smi info` that use a chip."""
     return len(_PROCESS.findall(text))
 
 
 def parse_table(text: str) -> tuple[Chip, ...]:
-    """`npu-smi info`: its chips; empty when there is no table."""
+    """Parse the chips of `npu-smi info`; empty when there is no table."""
     chips: list[Chip] = []
     above: tuple[str, ...] | None = None
     for line in text.splitlines():
@@ -109,7 +109,7 @@ def parse_table(text: str) -> tuple[Chip, ...]:
 
 
 def _parse_chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
-    """Rows `npu name | health | power temp ...` and `chip [phy] | bus | aicore memory hbm`."""
+    """Parse rows `npu name | health | power ...` and `chip [phy] | bus | aicore memory hbm`."""
     npu, _, name = upper[0].partition(" ")
     chip, _, physical = lower[0].partition(" ")
     readings, used = upper[2].split(), lower[2].split()
@@ -134,7 +134,7 @@ def _parse_chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
 
 
 def parse_health(text: str) -> Health:
-    """`npu-smi info -t health`, with and without `-c`; no word when it is not that."""
+    """Parse `npu-smi info -t health`, with and without `-c`; no word from other text."""
     values = parse_fields(text)
     word = values.get("Health Status") or values.get("Health")
     printed = values.get("Error Code", "NA")
@@ -148,7 +148,7 @@ def parse_health(text: str) -> Health:
 
 
 def parse_ecc(text: str) -> Ecc | None:
-    """`npu-smi info -t ecc`, in both its layouts; None when it is not that."""
+    """Parse `npu-smi info -t ecc`, in both its layouts; None for other text."""
     counts = {name: int(value) for name, value in parse_fields(text).items() if value.isdigit()}
     if not any("Error Count" in name for name in counts):
         return None
@@ -164,7 +164,7 @@ def parse_ecc(text: str) -> Ecc | None:
 
 
 def parse_usages(text: str) -> tuple[Usage, ...]:
-    """`npu-smi info -t usages`: a block for every chip of the card, ended by its Chip ID."""
+    """Parse `npu-smi info -t usages`: each chip's block of the card ends with its Chip ID."""
     blocks = re.split(r"^\s*Chip ID\s*:.*$", text, flags=re.MULTILINE)
     return tuple(usage for usage in map(_parse_usage, blocks) if usage is not None)
 
@@ -184,7 +184,7 @@ def _parse_usage(block: str) -> Usage | None:
 
 
 def fill_usage(chip: Chip, usage: Usage) -> Chip:
-    """A chip whose row had no utilisation, with that of `-t usages`."""
+    """Add the utilisation of `-t usages` to a chip whose row had none."""
     if chip.utilisation_percent is not None:
         return chip
     return replace(chip, utilisation_percent=usage.utilisation_percent)
@@ -198,7 +198,7 @@ ERROR_COUNTERS = ("roce_rx_err_pkt_num", "roce_tx_err_pkt_num", "roce_qp_status_
 
 @dataclass(frozen=True, slots=True)
 class LinkHistory:
-    """`-link_stat -g`.
+    """The changes of a link, `-link_stat -g`.
 
     Attributes:
         now: the tool's clock, as it prints it.
@@ -212,28 +212,28 @@ class LinkHistory:
 
     @property
     def num_losses(self) -> int:
-        """How often it went down, as far back as the record goes."""
+        """Number of losses of the link, as far back as the record goes."""
         return sum(not came_up for _, came_up in self.changes)
 
 
 def parse_link(text: str) -> bool | None:
-    """`-link -g`: whether the link is up; None when it is not printed."""
+    """Parse `-link -g`: whether the link is up; None for other text."""
     word = parse_fields(text).get("link status")
     return None if word is None else word.upper() == "UP"
 
 
 def parse_net_health(text: str) -> str | None:
-    """`-net_health -g`: as printed; None when it is not printed."""
+    """Parse `-net_health -g`: the word as printed; None for other text."""
     return parse_fields(text).get("net health status") or None
 
 
 def parse_counters(text: str) -> dict[str, int]:
-    """`-stat -g`: every counter of the port."""
+    """Parse `-stat -g`: every counter of the port."""
     return {name: int(value) for name, value in _COUNTER.findall(text)}
 
 
 def parse_link_history(text: str) -> LinkHistory | None:
-    """`-link_stat -g`; None when it is not printed."""
+    """Parse `-link_stat -g`; None for other text."""
     plain = _PREFIX.sub("", text)
     values = parse_fields(plain)
     count = values.get("link up count", "")

@@ -13,11 +13,11 @@ from perdure.training.wire.node import DeviceSample
 
 
 class NoNvml(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
-    """The library, the driver or a device is not there."""
+    """The library, the driver or a device is missing."""
 
 
 def read_devices(count: int, *, library: Any | None = None) -> tuple[DeviceSample, ...]:
-    """The first `count` devices.
+    """Read the first `count` devices.
 
     Args:
         count: how many the node has to have.
@@ -41,7 +41,7 @@ def read_devices(count: int, *, library: Any | None = None) -> tuple[DeviceSampl
 
 
 def driver_version(*, library: Any | None = None) -> str | None:
-    """Version of the driver, None without one."""
+    """Read the version of the driver; None without a driver."""
     try:
         nvml = library if library is not None else _load_library()
         nvml.nvmlInit()
@@ -63,7 +63,7 @@ def _load_library() -> Any:
 
 
 def _read_device(nvml: Any, index: int) -> DeviceSample:
-    """One device; what it does not support is None."""
+    """Read a device; a reading that it does not support is None."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def supported(call: Callable[[], Any]) -> Any | None:

@@ -26,7 +26,7 @@ SAMPLE_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
 
 
 class Sampler:
-    """Looks at a node again and again.
+    """Samples of a node: its devices and its host.
 
     Args:
         folder: its file system is looked at.
@@ -56,7 +56,7 @@ class Sampler:
         self._ask = ask_tool
 
     def take_sample(self) -> NodeSample:
-        """Look once; takes as long as the tools take."""
+        """Take a sample; takes as long as the tools take."""
         gaps: list[str] = []
         try:
             host = self._host.read()
@@ -77,7 +77,7 @@ class Sampler:
             return ()
 
     def _sample_npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
-        """The NPUs; one tool that hangs would hang for the next device, too."""
+        """Sample the NPUs; a tool that hangs would hang for the next device, too."""
         until_s = self._clock() + SAMPLE_LIMIT_S
         has_hccn = find_tool(HCCN_TOOL) is not None
         if not has_hccn:
@@ -101,7 +101,7 @@ class Sampler:
         return tuple(samples)
 
     def _read_details(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
-        """One device with what only its own commands show."""
+        """Add to a device the readings that only its own commands show."""
         health = npu_smi.parse_health(self._ask(health_command(chip)))
         if chip.utilisation_percent is None:
             usages = npu_smi.parse_usages(self._ask(_usages_command(chip)))
@@ -117,7 +117,7 @@ class Sampler:
 
 
 def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
-    """What the table alone shows of a device."""
+    """Build a sample of a device from its rows of the table alone."""
     return DeviceSample(
         index=index,
         name=chip.name,
@@ -131,28 +131,28 @@ def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
 
 
 def health_command(chip: npu_smi.Chip) -> tuple[str, ...]:
-    """With `-c`, or the answer may be that of the card's controller, not of the chip."""
+    """Build the command; without `-c` the answer may be that of the card's controller."""
     return (NPU_SMI, "info", "-t", "health", "-i", str(chip.npu), "-c", str(chip.chip))
 
 
 def reset_command(chip: npu_smi.Chip) -> tuple[str, ...]:
-    """Resets one chip; on some servers all of them. It asks for a `y`."""
+    """Build the command that resets a chip, on some servers all chips; it asks for a `y`."""
     return (NPU_SMI, "set", "-t", "reset", "-i", str(chip.npu), "-c", str(chip.chip))
 
 
 def _usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:
-    """Memory and cores of every chip of a card."""
+    """Build the command for memory and cores of every chip of a card."""
     return (NPU_SMI, "info", "-t", "usages", "-i", str(chip.npu))
 
 
 def link_commands(chip: npu_smi.Chip) -> Iterator[tuple[str, ...]]:
-    """The state of a device's port, and whether it reaches its peers."""
+    """Yield the commands for the state of a device's port, and for the way to its peers."""
     yield (HCCN_TOOL, "-i", str(chip.physical), "-link", "-g")
     yield (HCCN_TOOL, "-i", str(chip.physical), "-net_health", "-g")
 
 
 class _HostSource:
-    """Reads the host again and again.
+    """Readings of the host.
 
     Args:
         folder: the file system that it lies on is looked at.
@@ -163,7 +163,7 @@ class _HostSource:
         psutil.cpu_percent()  # the use of processors is measured since the call before
 
     def read(self) -> HostSample:
-        """The host as it is; processors since the last time."""
+        """Read the host; the processors' use counts from the last call."""
         disk = psutil.disk_usage(str(self._folder))
         return HostSample(
             cpu_percent=psutil.cpu_percent(),

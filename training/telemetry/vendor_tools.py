@@ -25,11 +25,11 @@ Ask = Callable[[Sequence[str]], str]  # runs a tool and returns its output
 
 
 class NoAnswer(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
-    """The tool could not be started, or was killed because it gave no answer in time."""
+    """The tool did not start, or was killed because it gave no answer in time."""
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a tool, None when it is not installed."""
+    """Return the path of a tool; None when it is not installed."""
     place = PLACES.get(name)
     return shutil.which(name) or (shutil.which(place) if place else None)
 
@@ -37,7 +37,7 @@ def find_tool(name: str) -> str | None:
 def run_tool(
     command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = ""
 ) -> str:
-    """What a tool prints, on both streams and whatever its exit code.
+    """Run a tool, and return its output on both streams, with any exit code.
 
     Args:
         command: the tool and its arguments.
@@ -76,7 +76,7 @@ def run_tool(
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a session, and what it started there."""
+    """Kill a process that leads a session, and all processes of the session."""
     with suppress(ProcessLookupError):  # all of it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a driver may not let go of it
@@ -84,13 +84,13 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """`name : value` lines as the tools print them; a later line of a name wins."""
+    """Parse `name : value` lines of a tool; a later line of a name wins."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in pairs if colon and name.strip()}
 
 
 def read_assignments(path: Path) -> dict[str, str]:
-    """`name=value` lines of a version file; empty when there is none."""
+    """Read `name=value` lines of a version file; empty when there is no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -100,7 +100,7 @@ def read_assignments(path: Path) -> dict[str, str]:
 
 
 def parse_number(text: str | None) -> float | None:
-    """A number that a tool printed; None where it printed NA, - or nothing."""
+    """Parse a number of a tool; None for NA, - or no text."""
     try:
         return float(text) if text is not None else None
     except ValueError:
