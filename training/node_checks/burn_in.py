@@ -1,9 +1,9 @@
-"""A device computes a matmul whose result is known, again and again.
+"""The burn-in of a device: repeated products of matrices whose result is known.
 
 All entries are small integers, so that every product and every partial sum is a whole number
 below 2**24: float32 holds it exactly, and so do TF32 and HF32 with their shorter mantissas of
-inputs. Whatever the order of summation, a device that computes right agrees in every bit with the
-digest below, which was computed with whole numbers.
+inputs. In any order of summation, a device that computes correctly agrees in every bit with the
+digest below, which comes from whole numbers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BurnInResult:
     """The result of a burn-in.
 
     Attributes:
-        wrong: how many entries of the first wrong product were wrong; 0: all products were right.
-        flop_s: floating-point operations per second, all products together.
+        wrong: number of wrong entries in the first wrong product; 0 where all products were right.
+        flop_s: floating-point operations per second over all products.
     """
 
     wrong: int
@@ -94,7 +94,7 @@ def check_device(device: torch.device, seconds: float) -> Check:
     """Burn a device in."""
     try:
         burnt = burn(device, seconds)
-    except RuntimeError as error:  # what torch raises for a device that fails
+    except RuntimeError as error:  # torch raises it for a device that fails
         reason = f"{device}: {str(error).strip().splitlines()[0]}"
         return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=reason)
     figures = {"gflop_s": burnt.flop_s / 1e9}

@@ -1,7 +1,7 @@
-"""The chips of a node between two attempts in place: are they ill, and their reset.
+"""Inspection and reset of a node's chips between two attempts in place.
 
-Written for npu-smi 23.0 to 26.0; on devices of another kind NVML is asked where it is there, and
-nothing is reset. Nothing here was run on an Ascend chip. Times are seconds.
+Written for npu-smi 23.0 to 26.0; for other devices NVML reports where it is installed, and nothing
+is reset. Nothing here was run on an Ascend chip. Times are seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from perdure.training.telemetry.sampling import NPU_SMI, Sampler, reset_command
 from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import CheckOutcome
 
-# How a tool words that it did not do what it was asked to; what it did shows the check after it.
+# Words of a tool that refused a reset; the check after it shows whether a reset helped.
 _REFUSED = re.compile(r"fail|error|not support|invalid|denied|permission", re.IGNORECASE)
 _MAX_TEXT_CHARS = 200
 
@@ -37,8 +37,8 @@ class ChipInspection:
     """The state of chips as their driver reports it.
 
     Attributes:
-        is_good: it reports no fault.
-        codes: that it reports.
+        is_good: whether it reports no fault.
+        codes: fault codes of the chips.
     """
 
     is_good: bool
@@ -52,10 +52,10 @@ def inspect_chips(
     """Inspect the health and the error counters of the chips by their driver.
 
     Args:
-        plan: has the code that should be gone.
-        slots: devices of the node that the job uses, from 0 on; all must be there.
-        folder: of the container.
-        suspects: those of them that were at fault.
+        plan: holds the code that the chips must no longer report.
+        slots: number of devices that the job uses, from 0 on; all must be there.
+        folder: the container's own; the sample has its disk.
+        suspects: indices of the devices that were at fault.
         ask_tool: runs a tool.
     """
     sample = Sampler(folder, slots, detailed_devices=suspects, ask_tool=ask_tool).take_sample()
@@ -82,8 +82,8 @@ def reset_chips(
 ) -> tuple[bool, str]:
     """Reset chips by the driver's own tool. Return whether it did so, and its words.
 
-    None is reset while a process uses any chip of the node: on some servers a reset is one of all
-    chips (npu-smi warns of it), and another job's would be lost.
+    No chip is reset while a process uses any chip of the node: on some servers a reset resets all
+    chips (npu-smi warns of it), and would cost another job its chips.
     """
     if find_tool(NPU_SMI) is None:
         return False, f"not possible, {NPU_SMI} is not installed"

@@ -1,13 +1,13 @@
-"""All devices of one node in one all-reduce, by CANN's own program for it.
+"""Checks of the links by all-reduces: among a node's devices, and among all ranks of the gang.
 
-The gang's check is torch's view of the same links; this one has no torch in it, so the two together
-say whether a failure is the software's or the links'. HCCL, "HCCL Performance Tester": built by the
-user below `$ASCEND_HOME_PATH/tools/hccl_test`, started by an mpirun of MPICH or Open MPI.
+CANN's own program tests the devices of a node without torch, and the gang tests the same links
+with torch: both together show whether a failure is the software's or the links'. HCCL, "HCCL
+Performance Tester": the user builds it below `$ASCEND_HOME_PATH/tools/hccl_test`, and an mpirun of
+MPICH or Open MPI starts it.
 
-All ranks of the gang find each other, and all-reduce numbers whose sum is known.
-
-A rank that does not come is named by those that did: they meet in a store before any collective
-starts. The sums are of whole numbers and therefore exact. Times are seconds, sizes bytes.
+The ranks of the gang meet in a store before any collective starts, so that the ranks that came
+name the ranks that did not. The sums are of whole numbers and therefore exact. Times are seconds,
+sizes bytes.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def check_links(
     """Run the program on all slots of this node; no check without CANN, or for one device.
 
     Args:
-        slots: devices of the node that the job uses.
-        environment: of the node.
-        timeout_s: after which a collective hangs.
+        slots: number of devices that the job uses on the node.
+        environment: variables of the node.
+        timeout_s: limit of the whole program.
         ask_tool: runs a tool.
     """
     home = environment.get(HOME)
@@ -112,7 +112,7 @@ def judge_links(text: str, slots: int) -> Check:
     if error is not None:
         return _link_check(CheckOutcome.FAILED, error.group().strip())
     if not rows:
-        # mpirun and the program may not fit each other: that says nothing of the devices.
+        # mpirun and the program may not fit each other: that shows nothing about the devices.
         last = (text.strip().splitlines() or ["nothing was printed"])[-1]
         return _link_check(CheckOutcome.WARNING, f"no result: {last[:300]}")
     best = max(row.bandwidth_gb_s for row in rows)
@@ -126,7 +126,7 @@ def _link_check(outcome: CheckOutcome, text: str) -> Check:
 
 
 POLL_S = 0.1
-_LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
+_LEAVE_S = 5.0  # for the other ranks to finish with the store before its owner leaves
 SMALL_REPEATS, LARGE_REPEATS = 10, 3
 _LARGE_BYTES = {"cpu": 4 << 20}
 _DEVICE_LARGE_BYTES = 64 << 20
@@ -137,9 +137,9 @@ class Seat:
     """The place of a rank in the gang.
 
     Attributes:
-        host: where rank 0 listens.
-        join_s: for all ranks to come.
-        timeout_s: of a collective.
+        host: address where rank 0 listens.
+        join_s: limit for all ranks to come.
+        timeout_s: limit of a collective.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""The devices of a node: all there, healthy, with their links up, by the driver's own tools."""
+"""Checks of a node's devices by the driver's tools: all there, healthy, with their links up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def judge_devices(sample: NodeSample, slots: int) -> Check:
             name="devices", outcome=CheckOutcome.FAILED, seen="; ".join(gaps), allowed=allowed
         )
     doubtful = [_complaint(device) for device in sample.devices if _is_doubtful(device)]
-    # What is not installed is known and no news; a tool that failed is.
+    # A missing tool is no news; a tool that failed is.
     doubtful += [gap for gap in sample.gaps if not gap.endswith("not installed")]
     name = sample.devices[0].name
     return Check(
@@ -70,8 +70,8 @@ def check_history(
     """Check memory errors, link losses and packet errors of NPUs since their driver loaded.
 
     Args:
-        slots: devices of the node that the job uses, from 0 on.
-        devices: those of them that are looked at; None: all.
+        slots: number of devices that the job uses, from 0 on.
+        devices: indices of the devices to check; None for all.
         ask_tool: runs a tool.
     """
     wanted = range(slots) if devices is None else devices

@@ -1,11 +1,8 @@
-"""A node beside its devices: disk, memory, ports, and the way to the store.
+"""Checks of a node beside its devices: disk, memory, ports, secrets, the store, and CANN's logs.
 
-Times are seconds, sizes bytes.
-
-Whether CANN's own logs (plog) will be there when a fault has to be explained.
-
-They are read by the diagnosis and collected with the other logs of an attempt. What the variables
-mean: CANN, environment variables, "Log" (envref_07_0121 and following).
+The diagnosis needs CANN's own logs (plog) to explain a fault, and an attempt's logs include them;
+CANN documents their variables under "Log" (envref_07_0121 and following). Times are seconds,
+sizes bytes.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ from perdure.training.environment import HOST_PORTS, variables_of
 from perdure.training.wire.node import Check, CheckOutcome
 
 _PROBE_BYTES = 4 << 20
-_DISK_COPIES = 2  # the newest save, and the one being written
+_DISK_COPIES = 2  # the newest save, and the save in progress
 RECORDS_BYTES = 32 << 20  # ledger, step records, heartbeats and logs of a run that goes well
-_LITTLE_BYTES = 1 << 30  # free space that is little whatever share of its disk it is
+_LITTLE_BYTES = 1 << 30  # too little free space on a disk of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +36,10 @@ class Room:
     """The free space that a file system must have.
 
     Attributes:
-        needed_bytes: what will be written there for certain.
-        low_bytes: under this it may soon be full.
-        low_percent: likewise, of its size.
-        why: what `needed_bytes` is made of.
+        needed_bytes: size of the files that the run writes for certain.
+        low_bytes: free space below which it may soon be full.
+        low_percent: the same as a share of its size.
+        why: the parts of `needed_bytes`.
     """
 
     needed_bytes: int
@@ -55,9 +52,9 @@ def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Che
     """Check the room for the run's files on the node's disk, and in a store that is a folder.
 
     Args:
-        job: whose checkpoints are meant.
-        folder: of the node's disk.
-        state_bytes: model and optimizer state of the whole job; None: not known.
+        job: writes the checkpoints.
+        folder: on the node's disk.
+        state_bytes: model and optimizer state of the whole job; None where it is unknown.
     """
     path = job.storage.folder
     on_node = job.checkpoint.node_disk
@@ -67,7 +64,7 @@ def check_disks(job: Job, folder: Path, state_bytes: int | None) -> Iterator[Che
     )
     yield check_disk("disk", folder, of_node)
     if path is not None:
-        # One more than is kept: the oldest goes when the newest is whole.
+        # keep_last and one: the oldest goes when the newest is whole.
         copies = job.checkpoint.keep_last + 1
         if state_bytes:
             copies = max(1, copies - _measure_saves(path, job.run_id) // state_bytes)
@@ -166,10 +163,10 @@ def check_ports(
     """Check that the ports on which the job will listen are free.
 
     Args:
-        job: whose ports are meant.
+        job: opens the ports.
         is_first: whether the node has the first rank, and its rendezvous.
         has_npus: whether HCCL will open its host ports here.
-        used: lists the ports in use; called only where that matters.
+        used: lists the ports in use; called only where the job needs ports.
     """
     base = job.comm.if_base_port
     wanted = list(range(base, base + HOST_PORTS)) if has_npus else []
@@ -260,8 +257,8 @@ def check_logs(job: Job, environment: Mapping[str, str]) -> Check:
     """Check level, place and collection of the logs.
 
     Args:
-        job: whose variables come before those of the node.
-        environment: of the node.
+        job: its variables come before those of the node.
+        environment: variables of the node.
     """
     values = {**environment, **variables_of(job)}
     level = values[_LEVEL]

@@ -1,9 +1,8 @@
 """Check a node: `python -m perdure.training.node_checks.program`, which reads its task on stdin.
 
 It forks a rank for every slot: each burns its device in and takes part in the check of the gang,
-while the program itself looks at the rest of the node. Torch is imported once, before the fork,
-and no device is touched by the parent. What it found is one line of JSON on stdout. Times are
-seconds.
+while the program itself checks everything else on the node. It imports torch once, before the
+fork, and touches no device. It prints its checks as a line of JSON on stdout. Times are seconds.
 """
 
 from __future__ import annotations

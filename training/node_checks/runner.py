@@ -1,4 +1,4 @@
-"""Running the program that checks a node, from outside of it. Times are seconds."""
+"""The start and the end of the program that checks a node. Times are seconds."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def check_this_machine(
     """Check this machine as a node of the job, with the gang as processes of it.
 
     Args:
-        job: whose nodes are meant; of its ranks at most MAX_RANKS are started.
-        state_bytes: model and optimizer state of the whole job; None: not known.
-        environment: of the processes, with the keys of the store.
+        job: at most _MAX_RANKS of its ranks are started.
+        state_bytes: model and optimizer state of the whole job; None where it is unknown.
+        environment: variables of the processes, with the keys of the store.
     """
     ranks = min(job.engine.world_size, _MAX_RANKS)
     is_new = not has_store(job.storage)

@@ -1,7 +1,7 @@
-"""Whose fault a failed check is: one node's, or that of something all nodes share.
+"""The verdict on failed checks: against single nodes, or against the things that all nodes share.
 
-A check that fails on some nodes counts against them. One that fails wherever it was made counts
-against what they share: the store, the job, the image. Pure.
+A check that fails on some nodes counts against them. A check that fails on every node counts
+against a thing that they share: the store, the job, the image. Pure.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CheckVerdict:
     """The conclusion from all checks of a placement.
 
     Attributes:
-        checks: all of them, with warnings that only a comparison of nodes shows.
-        refused: why, by the name of a node that must not be used.
+        checks: all checks, with warnings that only a comparison of nodes shows.
+        refused: reasons by the names of nodes that must not be used.
         common: failures that are no single node's fault.
     """
 
@@ -67,10 +67,10 @@ def _is_common(name: str, failed: Sequence[Check], completed: Sequence[Check]) -
     if any(check.node is None for check in failed):
         return True
     if name == JOIN:
-        return 2 * len(failed) > len(completed)  # the one they do not reach is not among them
+        return 2 * len(failed) > len(completed)  # the node that they do not reach is not among them
     if name == ALL_REDUCE:
         return 2 * len(failed) >= len(completed)
-    # One node that is checked alone shows no difference between itself and what all share.
+    # The check of a single node cannot tell it from the things that all nodes share.
     return len(failed) == len(completed) and (len(completed) > 1 or name in _SHARED)
 
 

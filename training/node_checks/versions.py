@@ -1,7 +1,7 @@
-"""Do driver, CANN, torch_npu and torch fit each other? Read from files, nothing is loaded.
+"""The versions of driver, CANN, torch_npu and torch, from files, and whether they fit each other.
 
 The table of torch_npu and CANN is data, versions.toml, with its source. Driver and toolkit name
-the versions that they go with in their own version files.
+the versions that they go with in their own version files. Nothing is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Installed:
 
     Attributes:
         driver: lines of the driver's version file.
-        toolkit: lines of CANN's.
+        toolkit: lines of the version file of CANN.
     """
 
     python: str

@@ -1,8 +1,8 @@
-"""What is out of its limits in a run that gets on: the health points.
+"""Alerts about readings that are out of their limits in a run that makes progress.
 
-A point that is out of its limits for long enough is raised, once; it is cleared when it has been
-inside them for a while. Pure: samples in, changes out. Times are seconds since the epoch, steps
-completed optimizer steps.
+An alert is raised once, when its reading has been out of its limits for long enough, and cleared
+when the reading has been inside them for a while. Pure: samples in, changes out. Times are seconds
+since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Key = tuple[AlertKind, str | None, int | None]
 
 _LOSS_WINDOW = 50
 _MIN_STEPS = 10  # before their mean is worth a comparison
-# A small loss wavers by more than its mean: a jump is also beyond so many standard deviations.
+# A small loss wavers by more than its mean, so a jump is also beyond so many standard deviations.
 _LOSS_DEVIATIONS = 6.0
 _STEP_WINDOW = 10_000
-_RECENT_STEPS = 5  # whose median is compared, for one slow step is no trend
+_RECENT_STEPS = 5  # their median is compared, because a single slow step is no trend
 LATENCY_HOLD_S = 5.0
 WINDOW_S = 5.0  # of ranks' waiting, at least
 _MIN_WINDOW_STEPS = 5
 _MIN_CHECKPOINT_AGE_S = 60.0
 CLEAR_S = 30.0
-# A rank that steps again hangs no more; what wavers has to stay inside its limits for a while.
+# A rank that steps again hangs no more; a reading that wavers must stay inside its limits a while.
 _CLEAR_S = {AlertKind.HANG: 3.0}
-# How long a point has to be out of its limits; what is not here is raised at once. A window of
-# ranks' waiting is itself some seconds long.
+# Windows in a row before an alert about a rank. A window of ranks' waiting is itself some seconds
+# long.
 _HOLD_WINDOWS = 3
 
 
@@ -42,9 +42,9 @@ class RankSample:
     """A rank, by its heartbeat.
 
     Attributes:
-        waited_s: in collectives, of its whole life.
-        data_s: for its loader, of its whole life.
-        latency_s: of its newest vote.
+        waited_s: time in collectives, of its whole life.
+        data_s: time of waits for its loader, of its whole life.
+        latency_s: time of its newest vote.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class AlertCondition:
     """A reading that is out of its limits.
 
     Attributes:
-        holds_s: how long it has to stay so until it is raised.
+        holds_s: how long it must last until its alert is raised.
     """
 
     point: AlertKind
@@ -82,13 +82,12 @@ class RunSample:
     """A run at one moment.
 
     Attributes:
-        at_s: when.
         nodes: newest sample of each node.
-        ranks: of those that live.
-        steps: completed since the sample before.
-        commits_s: when steps were committed, oldest first; the attempt's start before them.
-        hang: that does not end the attempt.
-        retries: of HCCL that succeeded, by node and rank.
+        ranks: samples of the living ranks.
+        steps: steps completed since the previous sample.
+        commits_s: times of commits, oldest first; the attempt's start before them.
+        hang: a hang that does not end the attempt.
+        retries: numbers of successful retries of HCCL, by node and rank.
     """
 
     at_s: float
@@ -121,7 +120,7 @@ class AlertMonitor:
 
     Attributes:
         spec: the limits.
-        open: what was raised and is not cleared.
+        open: alerts that were raised and are not cleared.
     """
 
     spec: WatchSpec

@@ -8,13 +8,14 @@ super_device_id and super_pod_id (CANN, HCCL user guide, cluster_info_config).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.telemetry.npu_smi import Chip, parse_table
 from perdure.training.telemetry.vendor_tools import (
+    Ask,
     NoAnswer,
     parse_fields,
     read_assignments,
@@ -84,7 +85,7 @@ def read_ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[Device
     """Return the devices with the addresses of their ports.
 
     Raises:
-        ValueError: one has none.
+        ValueError: a device has no address.
     """
     missing = [number for number in numbers if not lines.get(f"address_{number}")]
     if missing:
@@ -93,12 +94,12 @@ def read_ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[Device
 
 
 def add_super_pod(
-    devices: Sequence[DeviceAddress], chips: Sequence[Chip], asked: Callable[[Sequence[str]], str]
+    devices: Sequence[DeviceAddress], chips: Sequence[Chip], ask_tool: Ask
 ) -> NodeDevices:
     """Add to the devices their places in a super pod.
 
     Raises:
-        ValueError: npu-smi does not name one.
+        ValueError: npu-smi does not name the place of a device.
     """
     places = {chip.physical: (chip.npu, chip.chip) for chip in chips}
     placed, pods = [], set()
@@ -107,11 +108,11 @@ def add_super_pod(
             raise ValueError(f"npu-smi info shows no device {device.device_id}")
         card, chip = places[device.device_id]
         command = ["npu-smi", "info", "-t", "spod-info", "-i", str(card), "-c", str(chip)]
-        said = parse_fields(asked(command))
-        if not said.get("SDID") or not said.get("Super Pod ID"):
+        values = parse_fields(ask_tool(command))
+        if not values.get("SDID") or not values.get("Super Pod ID"):
             raise ValueError(f"{' '.join(command)} shows no SDID and Super Pod ID")
-        placed.append(device.model_copy(update={"super_device_id": said["SDID"]}))
-        pods.add(said["Super Pod ID"])
+        placed.append(device.model_copy(update={"super_device_id": values["SDID"]}))
+        pods.add(values["Super Pod ID"])
     if len(pods) != 1:
         raise ValueError(f"its devices are in super pods {', '.join(sorted(pods))}")
     return NodeDevices(devices=tuple(placed), super_pod_id=pods.pop())

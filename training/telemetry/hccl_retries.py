@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_BYTES = 1 << 20  # of one log and look: the rest comes with the next
-# Whose state it is stands in brackets before it, which not every version prints whole.
+MAX_BYTES = 1 << 20  # of a log in each call: the remainder comes with the next call
+# The owner of the state stands in brackets before it, which not every version prints whole.
 _CHANGE = re.compile(rb"\[OpRetry\][^\n]*State Transfer, cur state (\w+), next state (\w+)")
 _RUNNING = b"RETRY_STATE_AGENT_RUNNING"
 _ERROR = b"RETRY_STATE_RESP_AICPU_ERR"
@@ -28,7 +28,7 @@ class RetryLog:
     """The retries in the log of a process, up to its last line read.
 
     Attributes:
-        num_mended: retries that succeeded after an error of this process' own.
+        num_mended: successful retries after an error of this process itself.
     """
 
     num_mended: int = 0

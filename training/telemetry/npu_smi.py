@@ -1,12 +1,10 @@
-"""What npu-smi prints, read: the table of all chips, and the health, memory errors and use of one.
+"""Parsers for npu-smi and hccn_tool: the table of chips, a chip's readings, and its network port.
 
 Layouts of npu-smi 23.0 to 26.0. The table has two rows for a chip; since 25.0 the second row may
-carry the number that workers count by (Phy-ID). Percentages are 0 to 100, sizes bytes.
+carry the number by which workers count (Phy-ID). Percentages are 0 to 100, sizes bytes.
 
-What hccn_tool prints about the network port of an NPU, read.
-
-The words of its health are Success, Init, Socket failed and the like; `-link_stat` keeps the last
-changes of the link, newest first. Counters run since the driver was loaded.
+hccn_tool reports the health of a port as Success, Init, Socket failed and the like; `-link_stat`
+lists the last changes of the link, newest first. Counters run since the driver was loaded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""One look at a node: its devices through whichever tool is there, and its host.
+"""Samples of a node: its devices, by the tools that are installed, and its host, by psutil.
 
-A tool that is missing or gives no answer is a gap of the sample, never an error. Times are
+A tool that is missing or gives no answer is a gap of the sample, never an error. In a container
+the processors and the memory are those of the machine, not the container's share. Times are
 seconds.
-
-The host of a node, read with psutil: processors, memory, and the disk of a folder.
-
-In a container these are the machine's numbers, not the container's share.
 """
 
 from __future__ import annotations
@@ -22,18 +19,19 @@ from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, ru
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
-SAMPLE_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
+SAMPLE_LIMIT_S = 20.0  # of all tools together; the devices after that are a gap
 
 
 class Sampler:
     """Samples of a node: its devices and its host.
 
     Args:
-        folder: its file system is looked at.
-        num_devices: that are looked at, from 0 on.
-        detailed_devices: those of them that the tools are asked about one by one; None: all.
+        folder: the sample has its file system.
+        num_devices: devices of the sample, from 0 on.
+        detailed_devices: indices of the devices that the tools report on one by one; None for all.
         now: wall clock.
         clock: monotonic clock.
+        ask_tool: runs a tool.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class _HostSource:
     """Readings of the host.
 
     Args:
-        folder: the file system that it lies on is looked at.
+        folder: the readings have its file system.
     """
 
     def __init__(self, folder: Path) -> None:

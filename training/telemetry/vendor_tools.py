@@ -1,4 +1,4 @@
-"""Asking a command-line tool of a driver, which may be missing, fail, or never come back.
+"""Calls of a driver's command-line tools, which may be missing, fail, or never come back.
 
 Times are seconds, sizes bytes.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 COMMAND_TIMEOUT_S = 10.0
 KILL_WAIT_S = 1.0
 _MAX_OUTPUT_BYTES = 64 << 10
-# Where the driver package puts a tool that it does not put into PATH.
+# Places of tools that the driver package does not put into PATH.
 PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
 
 
@@ -41,11 +41,11 @@ def run_tool(
 
     Args:
         command: the tool and its arguments.
-        timeout_s: it is killed when it takes longer.
-        answers: to what it asks.
+        timeout_s: limit after which it is killed.
+        answers: text for its stdin.
 
     Raises:
-        NoAnswer: it could not be started, or took longer than `timeout_s`.
+        NoAnswer: the tool did not start, or took longer than `timeout_s`.
     """
     try:
         output = tempfile.TemporaryFile()  # noqa: SIM115 closed below
