@@ -1,10 +1,8 @@
 """Processes and ports of this machine.
 
-Processes of a container are found and ended whatever they did to their sessions and parents.
-
-Every process of a container inherits a marker variable; together with the subreaper flag it
-lets nothing get away: not a data loader, not a torchrun child in a session of its own.
-Times are seconds.
+Every process of a container inherits a marker variable; together with the subreaper flag it lets
+no process get away, even one that changes its session and parent: not a data loader, not a
+torchrun child in a session of its own. Times are seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ MARKER = "PERDURE_CONTAINER"
 PRELOAD = "PERDURE_PRELOAD"  # in the environment of a fork server: names of modules
 _TRACKER_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
-# Launchers give a rank its number and its place on the node: torchrun and what follows it, msrun,
-# Open MPI.
+# Launchers give a rank its number and its place on the node: torchrun, msrun, Open MPI.
 _RANK_NAMES = (
     ("RANK", "LOCAL_RANK"),
     ("RANK_ID", "DEVICE_ID"),
@@ -44,7 +41,7 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def become_subreaper() -> None:
-    """Have orphaned descendants re-parented to this process instead of to init."""
+    """Adopt orphaned descendants in this process instead of init."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -67,10 +64,10 @@ def reap_adopted(own_pids: Collection[int]) -> None:
 def container_processes(
     marker: str, *, spare: Collection[int] = frozenset()
 ) -> list[psutil.Process]:
-    """All living processes of a container, except the caller and the pids in `spare`.
+    """List all living processes of a container, but the caller and the pids in `spare`.
 
-    Those that carry the marker, and whatever descends from them or from the caller's own
-    children: a program may start others with an environment of its own.
+    They carry the marker, or descend from such a process or from the caller's own children: a
+    program may start others with an environment of its own.
     """
     entry = f"{MARKER}={marker}".encode()
     by_pid: dict[int, psutil.Process] = {}
@@ -106,7 +103,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def read_rank(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """The global and the local rank that a launcher put into an environment, None where none is."""
+    """Read the global and the local rank that a launcher put into an environment, or None."""
     for rank, local_rank in _RANK_NAMES:
         number, place = environment.get(rank, ""), environment.get(local_rank, "")
         if number.isdecimal():
@@ -115,7 +112,7 @@ def read_rank(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with, empty where it cannot be read."""
+    """Read the environment with which a process started; empty where it cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 procfs
             entries = file.read().split(b"\0")
@@ -126,14 +123,14 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to each that still lives."""
+    """Send a signal to each process that still lives."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
 def sort_by_start(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """In the order of their starts: parents before what they started, also where pids wrap."""
+    """Sort processes by their starts: parents before children, also where pids wrap."""
     return sorted(processes, key=_started_s)
 
 
@@ -188,7 +185,7 @@ def is_alive(pid: int, process_started_s: float) -> bool:
 
 
 def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
-    """A port of the host that no process listens on at this moment.
+    """Find a port of the host on which no process listens at this moment.
 
     Args:
         host: name or address.
@@ -208,7 +205,7 @@ def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface of this machine that has the address of a host, None: none has."""
+    """Find the network interface of this machine that has the address of a host, or None."""
     with contextlib.suppress(OSError):
         address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
         for name, assigned in psutil.net_if_addrs().items():
@@ -230,7 +227,7 @@ def _has(family: int, assigned: str, address: _Address) -> bool:
 def oom_kills(
     read: Callable[[Path], str] = lambda path: path.read_text(encoding="ascii"),
 ) -> int:
-    """How often the kernel killed for memory on this host, 0 where it is not known."""
+    """Count the kernel's kills for memory on this host; 0 where the count is unknown."""
     try:
         lines = read(Path("/proc/vmstat")).splitlines()
     except OSError:
@@ -239,7 +236,7 @@ def oom_kills(
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for the state of a process: R, S, D, T (stopped), Z (ended)."""
+    """Read the kernel's letter for a process's state: R, S, D, T (stopped), Z (ended)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123 procfs
             return file.read().rpartition(")")[2].split()[0]
@@ -249,12 +246,12 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StacksTarget:
-    """A process whose stacks are wanted.
+    """A process whose stacks a diagnosis needs.
 
     Attributes:
-        rank: that it is or belongs to; None: of no rank.
-        own_file: where it prints them itself on SIGUSR2; None when it does not.
-        name: of the text; empty: that of a rank's own process.
+        rank: rank that it is or belongs to; None for no rank.
+        own_file: file to which it prints them itself on SIGUSR2; None when it does not.
+        name: name of the text; empty for a rank's own process.
     """
 
     rank: int | None

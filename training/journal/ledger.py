@@ -34,10 +34,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot 
 
 
 class Identity(FrozenModel):
-    """A process as a supervisor.
+    """A process that may supervise a run.
 
     Attributes:
-        flow_run: id of the flow run that it is a process of; None without Prefect.
+        flow_run: id of the flow run of the process; None without Prefect.
     """
 
     supervisor: str
@@ -61,14 +61,14 @@ class Identity(FrozenModel):
 
 
 class SupervisorLease(Identity):
-    """The supervisor of a run, renewed while it lives. A hint for taking over, not the lock."""
+    """The lease of a run's supervisor, renewed while it lives. It is a hint, not the lock."""
 
     epoch: int
     renewed_s: float
 
 
 class Ledger:
-    """Reads a run's records and, once taken, appends to them."""
+    """The records of a run: a reader and, once it has taken the run, a writer."""
 
     def __init__(
         self, store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
@@ -85,7 +85,7 @@ class Ledger:
 
     @property
     def run_id(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self._run_id
 
     @property
@@ -94,7 +94,7 @@ class Ledger:
         return self._epoch
 
     def read(self) -> RunHistory:
-        """The history up to now; only records not yet seen are fetched.
+        """Read the history up to now; fetches only new records.
 
         Raises:
             Corrupt: a record is not what a ledger holds.
@@ -111,7 +111,7 @@ class Ledger:
         """
         history = self.read()
         while True:
-            # In this order: a lease that comes between the two is seen by the second.
+            # In this order the second check sees a lease that comes between the two.
             self._refuse_if_just_taken(history, identity)
             self._refuse_if_alive(identity)
             record = SupervisorAcquired(
@@ -202,7 +202,7 @@ class Ledger:
         return lease is not None and self._is_held(lease, Identity.of_this_process())
 
     def lease(self) -> SupervisorLease | None:
-        """The newest lease, whether its holder lives or not; None when it was given up."""
+        """Read the newest lease, of a living holder or not; None when its holder gave it up."""
         try:
             return self._read_lease()
         except Corrupt:
@@ -217,7 +217,7 @@ class Ledger:
             raise Corrupt(f"{self._lease_key} is not a supervisor lease") from error
 
     def _is_held(self, lease: SupervisorLease, identity: Identity) -> bool:
-        """Whether another holder lives: looked up on the same host, by time on another."""
+        """Whether another holder lives: by process on the same host, by time on another."""
         if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
             return self._clock() - lease.renewed_s < LEASE_S
         return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)
@@ -232,7 +232,7 @@ class Ledger:
             )
 
     def _refuse_if_just_taken(self, history: RunHistory, identity: Identity) -> None:
-        """A supervisor that has put its record may not have put its lease yet."""
+        """Refuse a run whose supervisor has put its record but not yet its lease."""
         newest = history.supervisor
         if newest is None or history.ended is not None or newest.supervisor == identity.supervisor:
             return

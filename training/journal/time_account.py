@@ -1,16 +1,16 @@
-"""Where a run's time went: every second of its wall time has exactly one owner.
+"""The time account of a run: every second of its wall time has exactly one owner.
 
-Intervals lie in layers: guesses from what came before and after at the bottom, what was measured
-on top. The topmost interval owns its time, so that whatever the records contain, and however the
-clocks of nodes differ, the parts are never negative and add up to the wall time. ETTR is the share
-of steps that were kept.
+Intervals lie in layers: guesses from the events before and after at the bottom, measurements on
+top. The topmost interval owns its time, so with any records, and with any differences between the
+nodes' clocks, the parts are never negative and add up to the wall time. ETTR is the share of steps
+that were kept.
 
-A step's record holds when it was completed and how long it took; the time between two steps is
-what training waited for saves. Of a step that a fault cut short nothing is recorded: where the
-moment of the fault is known it counts as re-done, for no longer than a usual step. A command may
-print some of its steps alone: of one whose ranks write heartbeats, or whose output is read, the
-first and the last step of each attempt are known, and the time between them is taken to be the same
-for every step. Times are seconds since the epoch, durations seconds.
+A step's record has the time of its completion and its duration; between two steps training waited
+for saves. A step that a fault cut short has no record: where the moment of the fault is known, the
+step counts as re-done, for no longer than a usual step. A command may print only some of its
+steps. Where its ranks write heartbeats, or its output is read, the first and the last step of each
+attempt are known, and every step between them is taken to be of the same duration. Times are
+seconds since the epoch, durations seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[int, int]
 
 
 class Owner(StrEnum):
-    """What an interval of the wall time was spent on; recoveries are in `RECOVERY`, by rung."""
+    """The use of an interval of the wall time; recoveries are in `RECOVERY`, by rung."""
 
     PRODUCTIVE = "productive_step"
     REDONE = "redone_step"
@@ -48,7 +48,7 @@ class Owner(StrEnum):
     UNKNOWN = "unknown"
 
 
-# Of each rung; stop has none of its own.
+# Owners by rung; stop has none of its own.
 RECOVERY: Mapping[Rung, str] = {
     rung: f"recovery_{rung}" if row.spent_on else Owner.ENDING for rung, row in RUNGS.items()
 }
@@ -72,7 +72,7 @@ MEANING: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Time with one owner; `attempt` is the newest one begun, (0, 0) before any."""
+    """Time with a single owner; `attempt` is the newest begun, (0, 0) before any."""
 
     from_s: float
     to_s: float
@@ -81,7 +81,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its length."""
         return self.to_s - self.from_s
 
 
@@ -99,7 +99,7 @@ class Account:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What every owner has, in the order of owners."""
+        """Seconds of every owner, in the order of owners."""
         durations = dict.fromkeys(map(str, MEANING), 0.0)
         for interval in self.intervals:
             durations[interval.owner] += interval.seconds
@@ -112,12 +112,12 @@ class Account:
 
     @property
     def known_ettr(self) -> float | None:
-        """The same; None of a command none of whose steps is known."""
+        """The same; None for a command without a known step."""
         return self.ettr if self.ettr or not self.is_command else None
 
 
 class Layer(IntEnum):
-    """Which of two intervals owns their common time: the one of the higher layer."""
+    """The rank of intervals: of two, the interval of the higher layer owns their common time."""
 
     NOTHING = 0
     PHASE = 1
@@ -132,7 +132,7 @@ class Layer(IntEnum):
 
 @dataclass(slots=True)
 class Timeline:
-    """Overlapping intervals between two moments; what lies outside is cut off."""
+    """Overlapping intervals between two moments, cut off outside of them."""
 
     from_s: float
     to_s: float
@@ -145,7 +145,7 @@ class Timeline:
             self._added.append((from_s, to_s, layer, owner))
 
     def intervals(self, starts: Sequence[tuple[float, Key]]) -> Iterator[Interval]:
-        """The topmost intervals, neighbours of one owner and attempt as one."""
+        """Yield the topmost intervals; neighbors of the same owner and attempt are joined."""
         began = sorted((max(at_s, self.from_s), key) for at_s, key in starts)
         moments = [at_s for at_s, _ in began if at_s < self.to_s]
         keys = [(0, 0), *(key for _, key in began)]
@@ -165,8 +165,8 @@ class Timeline:
         for from_s, to_s in pairwise(sorted(edges)):
             while newest < len(added) and added[newest][0] <= from_s:
                 _, until_s, layer, owner = added[newest]
-                # Of one layer the one that began last. A heap, for an account is made again while
-                # the run goes on, over all of its steps.
+                # Within a layer the newest interval owns. It is a heap because a running run
+                # makes its account again and again, over all of its steps.
                 heapq.heappush(above, (-layer, -newest, until_s, owner))
                 newest += 1
             while above[0][2] <= from_s:
@@ -184,10 +184,10 @@ def account_time(
     """Give every second of the run an owner.
 
     Args:
-        history: of the run.
-        steps: every step on record, those that were lost too, in any order.
+        history: the history of the run.
+        steps: every step on record, lost steps too, in any order.
         now_s: end of the account of a run that goes on.
-        newest: step of the open attempt of a command, None when it is not known.
+        newest: newest step of a command's open attempt, None where it is unknown.
     """
     if history.job is None:
         return Account(())
@@ -218,7 +218,7 @@ def account_time(
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """A step by a heartbeat or by output, and when it was completed."""
+    """A step by a heartbeat or by output, with the time of its completion."""
 
     step: int
     at_s: float
@@ -227,7 +227,7 @@ class SeenStep:
 def _newest_record(
     history: RunHistory, by_attempt: Mapping[Key, Sequence[StepRecord]]
 ) -> SeenStep | None:
-    """The newest step of the open attempt by its records."""
+    """Return the newest step of the open attempt by its records."""
     view = history.open_attempt
     records = by_attempt.get(view.key, ()) if view is not None else ()
     last = max(records, key=lambda record: record.at_s, default=None)
@@ -239,12 +239,12 @@ class _Attempt:
     """An attempt and its steps.
 
     Attributes:
-        steps: on record, in the order in which they were completed.
-        to_step: the last one that is known of, None when none is.
-        began_s: when its first step began; None when no step is known.
-        stepped_s: when the last step was completed that is known of.
-        noticed_s: when its end was noticed; None while it goes on.
-        usual_s: how long a step takes.
+        steps: steps on record, in the order of completion.
+        to_step: the last known step, None where no step is known.
+        began_s: begin of its first step; None where no step is known.
+        stepped_s: completion of its last known step.
+        noticed_s: notice of its end; None while it lasts.
+        usual_s: median duration of its steps.
     """
 
     view: AttemptView
@@ -262,7 +262,7 @@ class _Attempt:
 
     @property
     def recovery(self) -> str:
-        """What the time after its end is spent on."""
+        """Owner of the time after its end."""
         if not self.failed:
             return Owner.ENDING
         decision = self.view.decision
@@ -299,7 +299,7 @@ def _attempt_of(
 
 
 def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
-    """Before the first step, between steps, and after the last one."""
+    """Add the times before the first step, between steps, and after the last step."""
     before_s = timeline.from_s
     owner: str = Owner.START_UP
     for attempt in attempts:
@@ -330,7 +330,7 @@ def _add_without_steps(
     *,
     is_command: bool,
 ) -> None:
-    """An attempt that is not known to have come to a step."""
+    """Add an attempt without a known step."""
     fault = attempt.view.ended.fault if attempt.view.ended is not None else None
     symptom_s = min(fault.at_s, until_s) if fault is not None else until_s
     timeline.add(Layer.PHASE, owner, before_s, symptom_s)
@@ -340,7 +340,7 @@ def _add_without_steps(
 
 
 def _add_between(timeline: Timeline, attempt: _Attempt, until_s: float) -> None:
-    """From the first step of an attempt to the notice of its end."""
+    """Add the time from the first step of an attempt to the notice of its end."""
     assert attempt.began_s is not None  # noqa: S101 asked of attempts with steps
     assert attempt.stepped_s is not None  # noqa: S101 likewise
     recorded_s = attempt.steps[-1].at_s if attempt.steps else attempt.began_s
@@ -370,7 +370,7 @@ def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Atte
 
 
 def _add_command_steps(timeline: Timeline, attempts: Sequence[_Attempt]) -> None:
-    """The time of steps of a command that no later attempt did again."""
+    """Add the time of a command's steps that no later attempt did again."""
     goes_on_from = float("inf")
     for attempt in reversed(attempts):
         first = attempt.view.first_step
@@ -385,13 +385,13 @@ def _add_command_steps(timeline: Timeline, attempts: Sequence[_Attempt]) -> None
 
 
 def _find_lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
-    """Of every attempt the `id` of the records whose steps were lost.
+    """Find for every attempt the `id` of the records whose steps were lost.
 
     A step is lost when a later attempt, or a recovery in the same one, went back behind it.
 
     Args:
-        history: of the run.
-        steps: of every attempt, in the order in which they were completed.
+        history: the history of the run.
+        steps: steps of every attempt, in the order of completion.
     """
     lost: list[set[int]] = []
     goes_on_from: float = float("inf")
@@ -418,13 +418,13 @@ def _find_lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: 
             newest = min(newest, back.pop()[1])
         if step.step > newest:
             lost.add(id(step))
-        # Of a step that was done again the last completion counts.
+        # The last completion of a repeated step counts.
         newest = min(newest, step.step - 1)
     return lost
 
 
 def _add_events(timeline: Timeline, attempt: _Attempt) -> None:
-    """Pauses and recoveries inside the processes."""
+    """Add pauses and recoveries inside the processes."""
     until_s = attempt.noticed_s if attempt.noticed_s is not None else timeline.to_s
     for pause in attempt.view.pauses:
         to_s = pause.ended.at_s if pause.ended is not None else until_s
@@ -456,7 +456,7 @@ def _add_recovery(
 
 
 def _count_unrecorded_steps(recovery: InProcessRecovery, last: StepRecord) -> int:
-    """How many of the steps that a recovery lost are not on record."""
+    """Count the steps lost by a recovery that have no record."""
     ended = recovery.ended
     if ended is None or ended.step is None:
         return 0
@@ -466,7 +466,7 @@ def _count_unrecorded_steps(recovery: InProcessRecovery, last: StepRecord) -> in
 def _add_unsupervised(
     timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]
 ) -> None:
-    """Times without a supervisor in which, as far as is known, nothing trained."""
+    """Add times without a supervisor in which, as far as is known, nothing trained."""
     alive = sorted(
         (attempt.view.started.at_s, until_s)
         for attempt in attempts
@@ -481,7 +481,7 @@ def _add_unsupervised(
 
 
 def _alive_until(attempt: _Attempt, *, is_command: bool) -> float | None:
-    """Until when an attempt is known to have trained; None where that is not known.
+    """Return the time until which an attempt is known to have trained; None if unknown.
 
     The steps of a command are mostly not known: its processes show that it went on.
     """

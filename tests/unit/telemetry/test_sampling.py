@@ -43,7 +43,7 @@ def test_a_node_without_any_tool_has_gaps_and_a_host(tools, tmp_path, monkeypatc
     def missing():
         raise NoNvml("nvidia-ml-py is not installed")
 
-    monkeypatch.setattr(nvml, "_import", missing)
+    monkeypatch.setattr(nvml, "_load_library", missing)
     sample = Sampler(tmp_path, 2, now=lambda: 7.0).take_sample()
     assert (sample.at_s, sample.devices) == (7.0, ())
     assert sample.gaps == ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
