@@ -35,15 +35,17 @@ from perdure.policy import ladder
 from perdure.preflight import preflight
 from perdure.run import demo, run
 from perdure.run_status import RunStatus
-from perdure.runs import named_job, run_to_observe
+from perdure.runs import credentials_of, named_job
 from perdure.schema_page import job_page
 from perdure.status import status
 from perdure.storage.errors import StorageError
 from perdure.training.config.job import Job, load_job, load_template
 from perdure.training.environment import Variable, check_environment, worker_variables
 from perdure.training.errors import InputError, PerdureError
+from perdure.training.files import home_folder
 from perdure.training.log import start_logging
 from perdure.training.supervisor import runbook as cancelling
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 
 app = typer.Typer(
     help="Pretraining that outlasts its faults.",
@@ -106,7 +108,8 @@ def cancel(run: RunName) -> None:
     job = named_job(run)
     if not job.engine.on_this_machine and not os.environ.get("PREFECT_API_URL"):
         # Its Prefect server is elsewhere; a cancellation needs only store and cluster.
-        print(cancelling.cancel(run_to_observe(run)))
+        credentials = credentials_of(job)
+        print(cancelling.cancel(RunSupervisor(job, home=home_folder(), credentials=credentials)))
         return
     server.use_server()
     from perdure.tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect

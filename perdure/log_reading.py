@@ -23,7 +23,7 @@ from perdure.training.agent.log_collection import COLLECTED_FILE
 from perdure.training.errors import InputError
 from perdure.training.reporting.fault_report import HANG_REPORT
 from perdure.training.supervisor.observing import AttemptObserver
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.wire.logs import Collected, ReadLogsQuery, logs_prefix
 
 POLL_S = 0.5
@@ -151,7 +151,7 @@ def content_of(store: ObjectStore, row: LogRow) -> bytes:
     return gzip.decompress(content) if row.key.endswith(_PACKED) else content
 
 
-def living_rows(run: Run) -> list[LogRow]:
+def living_rows(run: RunHandle) -> list[LogRow]:
     """The logs that nodes on this machine have of the living attempt, with their present sizes.
 
     Uses the history as it was last read.
@@ -167,7 +167,7 @@ def living_rows(run: Run) -> list[LogRow]:
     ]
 
 
-def living_text(run: Run, row: LogRow) -> Iterator[str]:
+def living_text(run: RunHandle, row: LogRow) -> Iterator[str]:
     """A log of the living attempt, piece by piece, up to its present end."""
     observer = run.newest_observer()
     offset, is_last = 0, observer is None
@@ -185,7 +185,7 @@ def living_text(run: Run, row: LogRow) -> Iterator[str]:
             yield piece.text
 
 
-def follow_logs(run: Run, log_filter: LogFilter) -> None:
+def follow_logs(run: RunHandle, log_filter: LogFilter) -> None:
     """Print new output until the run ends, or until Ctrl-C.
 
     Raises:
@@ -216,7 +216,7 @@ class _LogFollower:
         write: receives new output.
     """
 
-    run: Run
+    run: RunHandle
     log_filter: LogFilter
     write: Callable[[str], None]
     _key: Key | None = None

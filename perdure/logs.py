@@ -32,7 +32,7 @@ from perdure.runs import run_to_observe
 from perdure.training.config.job import Job
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 
 
 def logs(
@@ -90,7 +90,7 @@ def logs(
         _show(observed.job, rows, gaps)
 
 
-def _print(run: Run, rows: Sequence[LogRow], log_filter: LogFilter) -> None:
+def _print(run: RunHandle, rows: Sequence[LogRow], log_filter: LogFilter) -> None:
     matches, rank = newest_matches(rows, log_filter), log_filter.rank
     if matches:
         _print_logs(run, matches)
@@ -132,7 +132,7 @@ def _attempt_of(text: str | None) -> Key | None:
     return int(match[1]), int(match[2])
 
 
-def _print_logs(run: Run, rows: Sequence[LogRow]) -> None:
+def _print_logs(run: RunHandle, rows: Sequence[LogRow]) -> None:
     out = sys.stdout.buffer  # bytes: the output of a rank need not be UTF-8
     for row in rows:
         cut = f", without its first {decimal(row.cut_bytes)}" if row.cut_bytes else ""

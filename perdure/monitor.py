@@ -37,7 +37,7 @@ from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.checkpoints import node_tiers, program_saves, saves_are_known
 from perdure.training.supervisor.evidence import newest_of, step_of
 from perdure.training.supervisor.observing import AttemptSnapshot
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.store_outage import unwritable
 from perdure.training.wire.agent import AgentStatus
 from perdure.training.wire.requests import is_pause_wanted
@@ -72,7 +72,7 @@ class RunMonitor:
         run: a run that another process may supervise.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunHandle) -> None:
         self._run = run
         self._accountant = Accountant(run.store, run.job.run_id)
         self._open_attempt = OpenAttempt(run)
@@ -89,8 +89,8 @@ class RunMonitor:
         now_s = time.time() if now_s is None else now_s
         history = self._run.refresh()
         observer = self._open_attempt.observer(history)
-        attempt = observer.look() if observer is not None else AttemptSnapshot(None)
-        self._accountant.saw(attempt.steps)
+        attempt = observer.observe() if observer is not None else AttemptSnapshot(None)
+        self._accountant.add_steps(attempt.steps)
         _add_events(history, attempt)
         records = self._accountant.records(history)
         agents = attempt.snapshot

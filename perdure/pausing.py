@@ -17,7 +17,7 @@ from perdure.runs import OpenAttempt, run_to_observe
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.journal.attempt_view import Pause
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.wire.requests import is_pause_wanted, write_control
 
 POLL_S = 0.5
@@ -53,7 +53,7 @@ class Pausing:
 
     def __init__(
         self,
-        run: Run,
+        run: RunHandle,
         *,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,

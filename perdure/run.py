@@ -45,7 +45,7 @@ from perdure.training.journal.time_account import Account, account_time
 from perdure.training.preflight.job import CheckedJob, check_job
 from perdure.training.reporting.ettr import ettr_text, timeline_picture
 from perdure.training.reporting.rows import loss_picture, story_rows
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
 
@@ -157,7 +157,7 @@ def _supervise(
             _reopen(job)
 
     def hit(victim: Victim, index: int) -> bool:
-        observer = Run(job, home=home_folder()).observer()
+        observer = RunHandle(job, home=home_folder()).observer()
         return observer is not None and observer.kill(victim, index)
 
     def inject(observation: Observation) -> None:

@@ -12,7 +12,7 @@ from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.supervisor.job_registry import job_path, known_job
 from perdure.training.supervisor.observing import AttemptObserver
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 
 
 def named_job(run: str) -> Job:
@@ -37,14 +37,14 @@ def store_of(job: Job) -> ObjectStore:
     return open_store(job.storage, credentials_of(job))
 
 
-def run_to_observe(run: str) -> Run:
+def run_to_observe(run: str) -> RunHandle:
     """The run that `named_job` finds, to read; another process may supervise it.
 
     Raises:
         InputError: there is none.
     """
     job = named_job(run)
-    return Run(job, home=home_folder(), credentials=credentials_of(job))
+    return RunHandle(job, home=home_folder(), credentials=credentials_of(job))
 
 
 def credentials_of(job: Job) -> Credentials | None:
@@ -68,7 +68,7 @@ class OpenAttempt:
         run: a run that another process may supervise.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunHandle) -> None:
         self._run = run
         self._key: tuple[int, int] | None = None
         self._observer: AttemptObserver | None = None

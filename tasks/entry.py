@@ -42,7 +42,7 @@ from perdure.training.errors import InputError
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.supervisor.job_registry import known_job, known_runs
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import completed_before
 
 ALREADY_SUPERVISED = "AlreadySupervised"
@@ -191,7 +191,7 @@ def finish_with(state: State[Any]) -> State[Any]:
     raise _Left(answer.state or state)
 
 
-def standing(run: Run, history: RunHistory) -> str:
+def standing(run: RunHandle, history: RunHistory) -> str:
     """Describe the progress and the supervisor of a run on one line."""
     view, job = history.open_attempt, run.job
     target = f" of {job.target_step}" if job.target_step is not None else ""

@@ -35,7 +35,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.reporting.ettr import Accountant
 from perdure.training.reporting.fault_report import ReportPlace, fault_reports
 from perdure.training.reporting.summary import final_message
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 
 POLL_S = 5.0
 # The flow run that supervised has the first turn: it is back 30 s after its crash, and the time
@@ -133,7 +133,7 @@ class Follower:
 
     def __init__(
         self,
-        run: Run,
+        run: RunHandle,
         flow_run_id: UUID,
         logger: Log,
         clock: Callable[[], float] = time.monotonic,
@@ -200,7 +200,7 @@ def text_of(history: RunHistory) -> str:
     return f"follows run {name} to its end, which is {supervised_by(history)}; supervises nothing"
 
 
-def is_over(run: Run, history: RunHistory) -> bool:
+def is_over(run: RunHandle, history: RunHistory) -> bool:
     """Whether a run is over for who follows it, and no supervisor has begun to take it further.
 
     One that was completed is not when the job of the follower has a larger target.
@@ -210,7 +210,7 @@ def is_over(run: Run, history: RunHistory) -> bool:
     return run.is_complete or not history.ended_well
 
 
-def end_of(run: Run, history: RunHistory) -> State[object]:
+def end_of(run: RunHandle, history: RunHistory) -> State[object]:
     """The end of a run, as the flow run that supervised has it, and where to read more."""
     ended = history.ended
     assert ended is not None  # noqa: S101 the caller looked

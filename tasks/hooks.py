@@ -32,13 +32,14 @@ from perdure.tasks.entry import job_of
 from perdure.tasks.following import is_follower
 from perdure.tasks.orphaned_task_runs import close_orphaned_task_runs
 from perdure.tasks.reporting import Log
-from perdure.tasks.runs import flow_runs_of, run_of
+from perdure.tasks.runs import flow_runs_of, run_of, supervisor_of
 from perdure.tasks.story import report_end
 from perdure.training.config.job import Job
 from perdure.training.errors import RunConflict
 from perdure.training.journal.history import RunHistory
 from perdure.training.supervisor.job_registry import known_job, known_runs
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.runbook import cancel
 
 UNFINISHED = (
@@ -59,7 +60,7 @@ def take_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> Non
     if is_follower(flow_run.id):
         logger.info("it only followed: run %s is not taken down", job.run_id)
         return
-    take_down_run(run_of(job), flow_run.id, logger)
+    take_down_run(supervisor_of(job), flow_run.id, logger)
 
 
 def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -68,7 +69,7 @@ def take_drills_down(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any])
     for home in homes_of(str(flow_run.id)):
         for run_id in known_runs(home):
             job = known_job(home, run_id)
-            _end(Run(job, home=home, credentials=credentials_of(job.storage)), logger)
+            _end(RunSupervisor(job, home=home, credentials=credentials_of(job.storage)), logger)
 
 
 def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:  # noqa: ARG001
@@ -96,7 +97,7 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
     logger.warning("the supervisor is gone between two attempts; start the run again")
 
 
-def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> bool:
+def take_down_run(run: RunSupervisor, flow_run_id: UUID, logger: Log) -> bool:
     """Stop every process of a run that nobody supervises; ledger and UI have the end.
 
     Returns:
@@ -112,7 +113,7 @@ def take_down_run(run: Run, flow_run_id: UUID, logger: Log) -> bool:
     return done
 
 
-def _close_orphaned_task_runs(run: Run, flow_run_id: UUID, logger: Log) -> None:
+def _close_orphaned_task_runs(run: RunHandle, flow_run_id: UUID, logger: Log) -> None:
     """End the task runs of the supervisor that is gone, as far as the server lets us."""
     try:
         with get_client(sync_client=True) as client:
@@ -125,7 +126,7 @@ def _close_orphaned_task_runs(run: Run, flow_run_id: UUID, logger: Log) -> None:
         logger.warning("task runs of the supervisor that is gone stay open: %s", error)
 
 
-def _end(run: Run, logger: Log) -> bool:
+def _end(run: RunSupervisor, logger: Log) -> bool:
     history = run.ledger.read()
     if history.job is None or history.ended is not None:
         return history.ended is not None and history.ended.outcome == "cancelled"
@@ -145,7 +146,7 @@ def cancel_run(job: Job) -> str:
     Returns:
         What was done, for the user.
     """
-    run = run_of(job)
+    run = supervisor_of(job)
     asked: State[Any] = Cancelling(message="perdure cancel")
     done = cancel(run, by_server=lambda history: bool(_set_flow_runs(history, asked)))
     if run.history.ended is not None:

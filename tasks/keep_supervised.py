@@ -43,7 +43,7 @@ from perdure.tasks.hooks import take_down_run
 from perdure.tasks.orphaned_task_runs import ADOPTED
 from perdure.tasks.relaunch import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
 from perdure.tasks.remote_jobs import learn
-from perdure.tasks.runs import run_of
+from perdure.tasks.runs import run_of, supervisor_of
 from perdure.tasks.states import completed
 from perdure.tasks.unsupervised import (
     MAX_FAILED_STARTS,
@@ -62,7 +62,7 @@ from perdure.training.supervisor.job_registry import (
     unended_runs,
     unmark_ended,
 )
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 
 QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)
@@ -87,7 +87,7 @@ class RunCase:
     """
 
     name: str
-    run: Run | None
+    run: RunHandle | None
     flow_run: UUID | None
     state: str
     message: str
@@ -179,7 +179,7 @@ def _of_known(client: SyncPrefectClient, run_id: str) -> RunCase | None:
     return _case(client, run, history, _flow_run_of(client, run_id, history))
 
 
-def note_end(run: Run) -> None:
+def note_end(run: RunHandle) -> None:
     """Mark a run that has ended, so that it is not looked at each minute for ever.
 
     A supervisor that takes it again first puts that on record, then removes the mark.
@@ -210,7 +210,7 @@ def _of_stranded(client: SyncPrefectClient, flow_run: FlowRun) -> RunCase | None
 
 
 def _case(
-    client: SyncPrefectClient, run: Run | None, history: RunHistory, flow_run: FlowRun | None
+    client: SyncPrefectClient, run: RunHandle | None, history: RunHistory, flow_run: FlowRun | None
 ) -> RunCase:
     lease = run.ledger.lease() if run is not None else None
     facts = _facts(client, flow_run, history) if flow_run is not None else None
@@ -315,13 +315,13 @@ def _apply(case: RunCase) -> str:
                 reason = _why_given_up(case)
                 client.set_flow_run_state(flow_run, Failed(message=reason), force=True)
                 return f"{case.name}: {reason}"
-            case Remedy.TAKE_DOWN, UUID() as flow_run, Run() as run:
-                if not take_down_run(run, flow_run, get_run_logger()):
+            case Remedy.TAKE_DOWN, UUID() as flow_run, RunHandle() as run:
+                if not take_down_run(supervisor_of(run.job), flow_run, get_run_logger()):
                     return f"{case.name}: not taken down: by now it is supervised, or over"
                 done = "cancelled while nobody supervised it: its processes are stopped"
                 client.set_flow_run_state(flow_run, Cancelled(message=done), force=True)
                 return f"{case.name}: {done}"
-            case Remedy.START, _, Run() as run:
+            case Remedy.START, _, RunHandle() as run:
                 return f"{case.name}: {start(client, run)}"
             case _:
                 return f"{case.name}: nothing to do"

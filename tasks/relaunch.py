@@ -19,14 +19,14 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment as own_deployment
 
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 
 PRETRAIN = FlowFilter(name=FlowFilterName(any_=["pretrain"]))
 AUTO_RESUME = "auto-resume"
 _KEEP = "keep-"
 
 
-def start(client: SyncPrefectClient, run: Run) -> str:
+def start(client: SyncPrefectClient, run: RunHandle) -> str:
     """Give a run a flow run of a deployment; the same one when two ask at once."""
     deployments = client.read_deployments(flow_filter=PRETRAIN)
     last, caller = _last_deployment(client, run.history), _own_deployment(client)

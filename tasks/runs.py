@@ -12,12 +12,18 @@ from perdure.tasks.credentials import credentials_of
 from perdure.training.config.job import Job
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 
 
-def run_of(job: Job) -> Run:
+def run_of(job: Job) -> RunHandle:
     """The run of a job in this machine's home, with the credentials of its storage."""
-    return Run(job, home=home_folder(), credentials=credentials_of(job.storage))
+    return RunHandle(job, home=home_folder(), credentials=credentials_of(job.storage))
+
+
+def supervisor_of(job: Job) -> RunSupervisor:
+    """The run of a job, for a process that is about to supervise it."""
+    return RunSupervisor(job, home=home_folder(), credentials=credentials_of(job.storage))
 
 
 def flow_runs_of(history: RunHistory, flow_run_id: UUID | None = None) -> list[UUID]:

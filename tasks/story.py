@@ -59,7 +59,7 @@ from perdure.training.reporting.rows import (
     story_rows,
 )
 from perdure.training.reporting.summary import attempts_table, attempts_title
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 
 UPDATE_PERIOD_S = 30.0
@@ -85,7 +85,7 @@ class RunReporter:
     """
 
     def __init__(
-        self, run: Run, reporter: Reporter, logger: Log, *, target_step: int | None
+        self, run: RunSupervisor, reporter: Reporter, logger: Log, *, target_step: int | None
     ) -> None:
         self.reporter = reporter
         self.activity = "starting"
@@ -134,7 +134,7 @@ class RunReporter:
             self.activity = "the command is running"
         self._was_interrupted = interruption is not None
         self._publish(tuple(progress.steps))
-        self._accountant.saw(progress.steps)
+        self._accountant.add_steps(progress.steps)
         self._report_events(progress.events)
         if progress.checkpoints:
             self._are_checkpoints_new = True
@@ -198,7 +198,7 @@ class RunReporter:
         """Show how the run ended: tables, the loss and the timeline, in the UI and the store."""
         self._run.refresh()
         if self._last is None:  # this process has watched no attempt
-            records = self._accountant.kept()
+            records = self._accountant.kept_steps()
             self._last = records[max(records)] if records else None
         self._shown_s = 0.0
         self._are_checkpoints_new = True
@@ -237,10 +237,10 @@ class RunReporter:
 
     def _call_for_help(self, needs: Sequence[Need]) -> None:
         """An event for each need that is new; a failed run is an event of Prefect's own."""
-        now = {(need.kind, need.what): need for need in needs}
+        now = {(need.kind, need.title): need for need in needs}
         for key, need in now.items():
             if key not in self._called_for and need.kind is not NeedKind.FAILED:
-                facts = {"what": need.what, "why": need.why, "action": need.action}
+                facts = {"what": need.title, "why": need.why, "action": need.action}
                 self.reporter.event(
                     "action_required", {"need": need.kind, "node": need.node, **facts}
                 )
@@ -320,7 +320,7 @@ class RunReporter:
 
     def _show_loss(self) -> None:
         """The loss picture, in the UI and the store."""
-        png = loss_picture(self._run.history, self._accountant.kept())
+        png = loss_picture(self._run.history, self._accountant.kept_steps())
         self._run.store.put(f"runs/{self._run.job.run_id}/loss.png", png)
         picture = _inline("loss with faults marked", png)
         self.reporter.artifact(
@@ -335,7 +335,7 @@ class RunReporter:
         publish(observation)
 
 
-def report_end(run: Run, flow_run_id: UUID, logger: Log) -> None:
+def report_end(run: RunSupervisor, flow_run_id: UUID, logger: Log) -> None:
     """Show the end of a run that its own supervisor may not have come to show."""
     history = run.refresh()
     if history.ended is None:

@@ -41,7 +41,8 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import RENEW_S
 from perdure.training.preflight.job import CheckedJob
 from perdure.training.reporting.markdown import counted
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import clear_requests, is_pause_wanted
 
@@ -77,7 +78,7 @@ class _Periodic(threading.Thread):
 class LeaseRenewal(_Periodic):
     """Renews the supervisor's lease in the store; notices when it has been superseded."""
 
-    def __init__(self, run: Run, logger: Log, outage: StoreOutage) -> None:
+    def __init__(self, run: RunHandle, logger: Log, outage: StoreOutage) -> None:
         super().__init__("perdure-lease", RENEW_S)
         self._run = run
         self._logger = logger
@@ -105,7 +106,7 @@ class RequestPoller(_Periodic):
     and a flow that was started in the foreground has none.
     """
 
-    def __init__(self, flow_run_id: UUID, run: Run) -> None:
+    def __init__(self, flow_run_id: UUID, run: RunHandle) -> None:
         super().__init__("perdure-control", CONTROL_PERIOD_S)
         self._flow_run_id = flow_run_id
         self._run = run
@@ -184,7 +185,7 @@ class Supervision:
         self.has_cancelled = False  # whether the end of this process was the end of the run
         home = home_folder()
         self.outage = StoreOutage(home, job.run_id, logger)
-        self.run = Run(
+        self.run = RunSupervisor(
             job,
             home=home,
             credentials=credentials_of(job.storage),

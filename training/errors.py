@@ -52,9 +52,5 @@ class NoCapacity(EngineError):  # noqa: N818 a state of affairs, named as it is 
     """Fewer healthy nodes than the job needs."""
 
 
-class MoveFailed(EngineError):  # noqa: N818 a state of affairs, named as it is shown
-    """A member cannot move to another node, and the attempt has no coordinator to be told."""
-
-
 class AgentUnreachable(PerdureError):  # noqa: N818 a state of affairs, named as it is shown
     """The agent of a node does not answer."""

@@ -31,7 +31,7 @@ from perdure.training.agent.launcher import COLD_START
 from perdure.training.config.drill import DrillKind
 from perdure.training.config.job import Job, parse_job
 from perdure.training.injection.inside import fired_at_s
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import EndKind, Progress
 
 LIMIT_S = 200.0
@@ -66,7 +66,7 @@ def node_replaced(*, warm_spares: int) -> Start:
             "warm_spares": warm_spares,
         }
 
-        def arm(run: Run, progress: Progress) -> None:
+        def arm(run: RunSupervisor, progress: Progress) -> None:
             if progress.last is not None and len(run.warm_spares) == warm_spares:
                 workload.arm()
 
@@ -121,8 +121,8 @@ def _run(
     folder: Path,
     *,
     limit_s: float = LIMIT_S,
-    look: Callable[[Run, Progress], None] = lambda _run, _progress: None,
-) -> Run:
+    look: Callable[[RunSupervisor, Progress], None] = lambda _run, _progress: None,
+) -> RunSupervisor:
     """Run it to its end, and write down when its fault fired.
 
     Args:
@@ -134,7 +134,7 @@ def _run(
     Raises:
         RuntimeError: it did not reach its end within one attempt.
     """
-    run = Run(job, home=folder / "home")
+    run = RunSupervisor(job, home=folder / "home")
     run.take()
     until_s = time.monotonic() + limit_s
     verdict = run.attempt(

@@ -27,7 +27,8 @@ from perdure.training.injection.victims import kill, processes_of
 from perdure.training.journal.steps import read_kept_steps
 from perdure.training.processes import MARKER, is_tracker, sort_by_start
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 
 RUN_ID = "scale"
@@ -101,7 +102,7 @@ class _Loss:
     at_decision: dict[int, tuple[Part, float]] = field(default_factory=dict)
     used_s: dict[Part, float] = field(default_factory=dict)
 
-    def look(self, run: Run, progress: Progress) -> None:
+    def look(self, run: RunSupervisor, progress: Progress) -> None:
         """A hook of the run."""
         if self.killed_at_s is None:
             is_ready = len(run.warm_spares) == run.job.engine.num_warm_spares
@@ -165,7 +166,7 @@ def measure(shape: Shape, *, warm_spares: int = 0, pace_s: float = 0.05) -> Repl
         job = _job(home, shape, warm_spares, pace_s)
         loss = _Loss(home, f"node-{shape.nodes}")
         outcome = RunDriver(home, limit_s=PATIENCE_S).run(job, hook=loss.look)
-        steps = read_kept_steps(Run(job, home=home).store, RUN_ID).values()
+        steps = read_kept_steps(RunHandle(job, home=home).store, RUN_ID).values()
     recoveries = [one for view in outcome.history.attempts for one in view.recoveries]
     rungs = [str(one.began.decision.rung) for one in recoveries]
     killed_at_s = loss.killed_at_s

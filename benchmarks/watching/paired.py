@@ -26,7 +26,7 @@ from benchmarks.watching.recipe import (
 )
 from perdure.training.config.job import parse_job
 from perdure.training.processes import MARKER
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import EndKind
 
 LIMIT_S = 1200.0
@@ -101,7 +101,7 @@ def run(num_ranks: int, pairs: int, folder: Path) -> int:
             "env": {VARIABLE: workload.model_dump_json()},
         }
     )
-    run = Run(job, home=home)
+    run = RunSupervisor(job, home=home)
     run.take()
     verdict = run.attempt(
         run.place(),

@@ -27,7 +27,8 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import read_kept_steps
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import Decision
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.kubectl import Cluster
@@ -109,7 +110,7 @@ class ClusterRuns:
 
     def _print_times(self, job: Job, history: RunHistory, done_s: Sequence[float]) -> None:
         """For docs/kubernetes.md: to the first step, and from each deed to a step after it."""
-        run = Run(job, home=self.home, credentials=KEYS)
+        run = RunHandle(job, home=self.home, credentials=KEYS)
         at_s = sorted(one.at_s for one in read_kept_steps(run.store, job.run_id).values())
         if not at_s:
             return
@@ -141,12 +142,12 @@ class ClusterRuns:
 
     def kept(self, job: Job) -> int:
         """The newest step whose record is in the store."""
-        run = Run(job, home=self.home, credentials=KEYS)
+        run = RunHandle(job, home=self.home, credentials=KEYS)
         return max(read_kept_steps(run.store, job.run_id), default=0)
 
     def history(self, job: Job) -> RunHistory:
         """What is on record of a run."""
-        return Run(job, home=self.home, credentials=KEYS).refresh()
+        return RunHandle(job, home=self.home, credentials=KEYS).refresh()
 
     def played(self, job: Job) -> Played:
         """What is left of a run that others have supervised."""
@@ -236,7 +237,7 @@ class Deed:
         ends_attempt: whether an attempt ends with it; nothing more is done before the next trains.
     """
 
-    what: Callable[[Run], None]
+    what: Callable[[RunSupervisor], None]
     ends_attempt: bool = True
 
 
@@ -252,7 +253,7 @@ class Doing:
     calm_step: int = -1
     done_s: list[float] = field(default_factory=list)
 
-    def look(self, run: Run, progress: Progress) -> None:
+    def look(self, run: RunSupervisor, progress: Progress) -> None:
         """Called after each look of the supervisor at its run."""
         if self.errors:
             raise self.errors[0]
@@ -274,7 +275,7 @@ class Doing:
             self.thread = threading.Thread(target=self._do, args=(deed, run))
             self.thread.start()
 
-    def _do(self, deed: Deed, run: Run) -> None:
+    def _do(self, deed: Deed, run: RunSupervisor) -> None:
         try:
             deed.what(run)
         except BaseException as error:  # noqa: BLE001 the test's own thread raises it
@@ -288,7 +289,7 @@ class Doing:
         assert self.done == len(self.deeds), f"{self.done} of {len(self.deeds)} things were done"
 
 
-def node_of(run: Run, member: int) -> str:
+def node_of(run: RunSupervisor, member: int) -> str:
     """The node that a member is on now."""
     placed = run.history.placement
     assert placed is not None
@@ -298,7 +299,7 @@ def node_of(run: Run, member: int) -> str:
 def kills_rank(lab: Lab, rank: int) -> Deed:
     """SIGKILL to the worker of a rank, as the kernel would do it."""
 
-    def kill(run: Run) -> None:
+    def kill(run: RunSupervisor) -> None:
         node = node_of(run, rank // run.job.engine.slots_per_node)
         lab.kill_process(node, lambda process: process.name() == f"rank-{rank}")
 
@@ -308,7 +309,7 @@ def kills_rank(lab: Lab, rank: int) -> Deed:
 def deletes_pod(runs: ClusterRuns, member: int, *options: str) -> Deed:
     """A person deletes the pod of a member."""
 
-    def delete(run: Run) -> None:
+    def delete(run: RunSupervisor) -> None:
         pod = runs.pod(run.job, member)
         runs.cluster.kubectl(
             "delete", "pod", pod, "--namespace", runs.namespace, "--wait=false", *options
@@ -320,7 +321,7 @@ def deletes_pod(runs: ClusterRuns, member: int, *options: str) -> Deed:
 def evicts_pod(runs: ClusterRuns, member: int) -> Deed:
     """The pod of a member is evicted, as `kubectl drain` does it."""
 
-    def evict(run: Run) -> None:
+    def evict(run: RunSupervisor) -> None:
         pod = runs.pod(run.job, member)
         eviction = {
             "apiVersion": "policy/v1beta1",
@@ -341,7 +342,7 @@ def powers_off(lab: Lab, member: int) -> Deed:
 def removes(lab: Lab, member: int) -> Deed:
     """The node of a member loses its power, and is taken out of the cluster at once."""
 
-    def remove(run: Run) -> None:
+    def remove(run: RunSupervisor) -> None:
         node = node_of(run, member)
         lab.power_off(node)
         lab.delete_node(node)
@@ -362,7 +363,7 @@ def cuts_off(lab: Lab, member: int) -> Deed:
 def takes_api_away(lab: Lab, seconds: float) -> Deed:
     """The API server is down for a while, and the controller manager is started anew."""
 
-    def take(run: Run) -> None:
+    def take(run: RunSupervisor) -> None:
         lab.api_server_down()
         time.sleep(seconds)
         lab.api_server_up()

@@ -25,7 +25,7 @@ from perdure.training.errors import EngineError
 from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.jobs import job_document
 from tests.kubernetes.lab.kubectl import Cluster
@@ -130,12 +130,12 @@ def test_the_agents_of_a_run_that_is_no_drill_refuse_to_kill(job, tmp_path):
     refused: list[str] = []
     had: list[str] = []
 
-    def attack(run: Run, progress: Progress) -> None:
+    def attack(run: RunSupervisor, progress: Progress) -> None:
         if progress.last is not None and not refused:
             with pytest.raises(EngineError) as error:
                 run.fleet.kill(Victim.NODE, 0)
             refused.append(str(error.value))
-            had.extend(name.partition("/")[0] for name in run.left_over())
+            had.extend(name.partition("/")[0] for name in run.list_leftovers())
 
     plain = drill_job(
         tmp_path, "no-drill", kind=ParallelKind.DDP, steps=10, changes={},

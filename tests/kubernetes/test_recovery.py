@@ -10,7 +10,7 @@ import pytest
 from perdure.training.drill.driver import RunOutcome
 from perdure.training.drill.evaluation import differences
 from perdure.training.engines.kubernetes.pods import NO_NODE
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
     LIMIT_S,
@@ -85,11 +85,11 @@ def test_a_run_outlasts_the_loss_of_the_node_of_its_first_rank(runs, lab):
 def test_the_member_of_a_lost_node_takes_the_pod_that_stands_by(runs, lab):
     seen: dict[str, list[str]] = {"before": [], "after": []}
 
-    def await_one(run: Run) -> None:
+    def await_one(run: RunSupervisor) -> None:
         wait_for(lambda: run.warm_spares, timeout_s=START_S, period_s=0.5, what="one stands by")
         seen["before"] = list(run.fleet.standing_by.contacts())
 
-    def look_at(run: Run) -> None:
+    def look_at(run: RunSupervisor) -> None:
         seen["after"] = [runs.pod(run.job, 1)]
 
     played = play(

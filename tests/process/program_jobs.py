@@ -19,7 +19,8 @@ from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.environment import worker_path
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.steps import read_kept_steps
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import REPO
@@ -94,7 +95,7 @@ class AtStep:
     status: dict[str, Any] = field(default_factory=dict)
     done: Any = None
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         seen = progress.command_step
         if self.done or seen is None or seen.step < self.step:
             return
@@ -104,7 +105,7 @@ class AtStep:
 
 def status_of(home: Path, job: Job) -> dict[str, Any]:
     """What `perdure status` shows."""
-    return RunMonitor(Run(job, home=home)).snapshot().status.document
+    return RunMonitor(RunHandle(job, home=home)).snapshot().status.document
 
 
 def send(rank: int, signal_number: int) -> Any:

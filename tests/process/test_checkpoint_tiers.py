@@ -19,7 +19,7 @@ from perdure.training.drill.job import drill_job
 from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +38,7 @@ class Driven:
 
     @property
     def checkpoints(self) -> CheckpointStore:
-        return Run(self.job, home=self.home).checkpoints
+        return RunHandle(self.job, home=self.home).checkpoints
 
     @property
     def rungs(self) -> list[str]:

@@ -18,7 +18,8 @@ from perdure.training.diagnosis.ending import CORRUPT_ACTION
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import RECIPES, REPO
@@ -60,7 +61,7 @@ class Stopper:
     step: int
     pids: list[int] = field(default_factory=list)
 
-    def __call__(self, run: Run, _progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, _progress: Progress) -> None:
         if self.pids:
             return
         reached = self.home / f"of-{run.job.run_id}" / f"step-{self.rank}"
@@ -78,7 +79,7 @@ class Watcher:
     seen: list[dict[str, Any]] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         step = progress.command_step
         if not self.seen and step is not None and step.step >= 2:
             local = LocalRun(self.stopper.home, run.job.run_id)
@@ -89,7 +90,7 @@ class Watcher:
 
 
 def status_of(home: Path, job: Job) -> dict[str, Any]:
-    return RunMonitor(Run(job, home=home)).snapshot().status.document
+    return RunMonitor(RunHandle(job, home=home)).snapshot().status.document
 
 
 @dataclass
@@ -171,7 +172,7 @@ def test_heartbeats_of_a_command_show_its_step_and_name_a_rank_as_soon_as_in_a_s
 class Killer(Stopper):
     """Kills the process of a rank once it has come to a step, once."""
 
-    def __call__(self, run: Run, _progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, _progress: Progress) -> None:
         reached = self.home / f"of-{run.job.run_id}" / f"step-{self.rank}"
         if not self.pids and reached.exists() and int(reached.read_text() or 0) >= self.step:
             self.pids += LocalRun(self.home, run.job.run_id).kill_rank(self.rank)

@@ -20,7 +20,7 @@ from perdure.training.journal.events import AlertKind, AlertRaised
 from perdure.training.liveness.stalled_rank import FACTOR
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import faulty_job
@@ -42,7 +42,7 @@ class Stopper:
     rank: int
     stopped_s: list[float] = field(default_factory=list)
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         is_due = progress.last is not None and progress.last.step >= STOPPED_AT
         if is_due and not self.stopped_s:
             (worker,) = LocalRun(self.home, run.job.run_id).rank(self.rank)
@@ -56,7 +56,7 @@ class Freezer(Stopper):
 
     continued_s: float | None = None
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         super().__call__(run, progress)
         alerts = [one for one in progress.events if isinstance(one, AlertRaised)]
         if self.continued_s is None and any(one.point is AlertKind.HANG for one in alerts):

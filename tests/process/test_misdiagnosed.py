@@ -17,7 +17,7 @@ from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 
@@ -100,7 +100,7 @@ def test_a_coordinator_that_is_stopped_costs_no_more_than_a_hang(home):
     job = job_of(home, "stopped", ParallelKind.DDP, broken, restart={"hang_timeout_s": 4.0})
     stopped: list[int] = []
 
-    def stop(_run: Run, progress: Progress) -> None:
+    def stop(_run: RunSupervisor, progress: Progress) -> None:
         if progress.last is not None and progress.last.step >= AT_STEP - 3 and not stopped:
             (coordinator,) = LocalRun(home, job.run_id).part(Victim.COORDINATOR)
             coordinator.suspend()

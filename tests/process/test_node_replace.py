@@ -13,7 +13,7 @@ from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed, faulty_job
@@ -42,7 +42,7 @@ class Loss:
     nodes: list[tuple[str, Callable[[Progress], bool]]]
     hit: dict[str, list[int]] = field(default_factory=dict)
 
-    def look(self, _run: Run, progress: Progress) -> None:
+    def look(self, _run: RunSupervisor, progress: Progress) -> None:
         for node, is_time in self.nodes:
             if node not in self.hit and is_time(progress) and self.local.processes(node):
                 self.hit[node] = self.local.kill_node(node)

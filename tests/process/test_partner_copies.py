@@ -19,7 +19,7 @@ from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.journal.events import CheckpointDamaged, CheckpointRestored
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed
@@ -75,7 +75,7 @@ class Course:
         job = self.job("lossy", self.home, partner_copies=copies)
         local = LocalRun(self.home, job.run_id)
 
-        def look(_run: Run, progress: Progress) -> None:
+        def look(_run: RunSupervisor, progress: Progress) -> None:
             if len(self.lost) == len(losses):
                 return
             is_time, nodes = losses[len(self.lost)]

@@ -25,7 +25,7 @@ from perdure.training.drill.job import NUM_RANKS, drill_job
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.recovery import replay
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.local_run import LocalRun
 from tests.process.harness import assert_as_undisturbed
@@ -156,7 +156,7 @@ class Witness:
 
     pids: dict[tuple[int, int, int], set[int]] = field(default_factory=dict)
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         for agent in progress.snapshot.agents.values():
             for worker in agent.workers:
                 place = (agent.placement, agent.attempt, worker.rank)
@@ -301,7 +301,7 @@ class Caller:
         self.pauser = Pauser(20, 4)
         self.signalled_at: int | None = None
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         self.pauser(run, progress)
         if progress.last is not None and progress.last.step >= 10 and self.signalled_at is None:
             self.signalled_at = progress.last.step

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from perdure import server
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.process.deployment import (
     KEEP_SUPERVISED,
     PRETRAIN,
@@ -367,7 +367,7 @@ def test_a_run_that_cannot_be_helped_keeps_no_other_from_its_supervisor(bench, d
     running, flow_run = begin(bench, api, "helped")
     damaged = bench.look(bench.pair("a-damaged"))
     cancelled = FlowRun(api, flow_run_named(api, "a-damaged"))
-    own = Run(damaged.job, home=bench.home, flow_run=cancelled.id)
+    own = RunSupervisor(damaged.job, home=bench.home, flow_run=cancelled.id)
     own.take()
     own.ledger.release()
     own.store.put("runs/a-damaged/supervisor.json", b"{")  # it cannot be taken to be taken down

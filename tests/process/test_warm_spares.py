@@ -81,7 +81,7 @@ def test_one_that_is_lost_is_told_of_and_another_one_is_made(bench, undisturbed)
     assert running.local.kill_node("node-2")
     wait_for(lambda: agent_of(running, "node-2") not in (None, agent), what="another")
     running.complete(undisturbed)
-    assert "the container that stood by on node-2 is ended" in running.out
+    assert "warm spare on node-2 is ended" in running.out
     assert len(running.history.attempts) == 1
     assert running.rungs() == []
 

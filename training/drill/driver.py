@@ -28,7 +28,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import read_kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.wire.requests import write_control
@@ -41,7 +41,7 @@ PAUSED_FOR_S = 0.5  # a rank that trains on in between would be noticed
 
 Curve = Mapping[int, tuple[float, float]]
 Secrets = Callable[[], Mapping[str, SecretStr]]
-RunHook = Callable[[Run, Progress], None]
+RunHook = Callable[[RunSupervisor, Progress], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,10 @@ class RunDriver:
             case "failed":
                 return end.message
 
-    def _run(self, job: Job) -> Run:
-        return Run(job, home=self.home, credentials=self.credentials, secrets=self.secrets)
+    def _run(self, job: Job) -> RunSupervisor:
+        return RunSupervisor(
+            job, home=self.home, credentials=self.credentials, secrets=self.secrets
+        )
 
     def outcome(self, job: Job, ended: str) -> RunOutcome:
         """What remains of a run, however it was supervised.
@@ -155,7 +157,7 @@ class RunDriver:
             },
             state=shards,
             fired_s=fired_at_s(run.store, job.run_id),
-            left_over=tuple(run.left_over()),
+            left_over=tuple(run.list_leftovers()),
             ended=ended,
         )
 
@@ -163,7 +165,7 @@ class RunDriver:
 def kill_hook(injector: KillInjector) -> RunHook:
     """A hook that lets an injector kill what is due."""
 
-    def inject(run: Run, progress: Progress) -> None:
+    def inject(run: RunSupervisor, progress: Progress) -> None:
         if progress.last is not None:
             step, is_running = progress.last.step, progress.is_running
             injector.inject(run.fleet.kill, step, is_running=is_running)
@@ -190,7 +192,7 @@ class Pauser:
     resumed_s: float | None = None
     _paused_s: float | None = None
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         """Do what is due."""
         now_s = time.time()
         if self.requested_s is None:
@@ -224,7 +226,7 @@ class SpareAwaiter:
     _since_s: float | None = None
     _is_over: bool = False
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         """Do what is due."""
         if self._is_over or progress.last is None:
             return

@@ -1,7 +1,7 @@
-"""What can be checked before anything is started, and whether the job's settings allow recovery.
+"""The checks of a job before anything is started, and whether its settings allow recovery.
 
 Storage, corpus, tokenizer and environment take seconds at most; every problem is an InputError
-that names field, value and what is allowed. What the job's layout allows of recovery inside the
+that names field, value and the allowed values. A layout that does not allow a recovery inside the
 processes is a note, not a problem: the ladder skips a rung that is not possible.
 """
 
@@ -70,7 +70,7 @@ def check_job(
     """Check a job against this machine and its store.
 
     Args:
-        job: a job that is valid by itself.
+        job: valid by itself.
         read_credentials: returns the keys of the job's store, called once everything else is fine.
 
     Raises:
@@ -101,11 +101,10 @@ def check_without_store(job: Job) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One line about the job's recovery.
+    """A line for the user about the job's recovery.
 
     Attributes:
-        line: shown to the user.
-        is_warning: whether the job asked for something that will not be.
+        is_warning: whether the job asked for something that is not possible.
     """
 
     line: str
@@ -113,12 +112,12 @@ class Note:
 
 
 def recovery_notes(job: Job) -> tuple[Note, ...]:
-    """What the layout allows of recovery inside the processes, and what platform entries became."""
+    """Note which recoveries the layout allows, and how platform entries were read."""
     reading = job.restart.read_platform()
-    became = [
+    from_platform = [
         Note(f"{name}={format_value(value)}: from {reading.sources[name]}")
         for name, value in reading.fields.items()
-        if getattr(job.restart, name, value) == value  # what a list leaves out gives way
+        if getattr(job.restart, name, value) == value  # the job's own value comes first
     ]
     return (
         *_start_notes(job),
@@ -126,19 +125,19 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
         *_numeric_notes(job),
         *_copy_notes(job),
         *_wrapping_notes(job),
-        *became,
+        *from_platform,
         *(Note(f"from_platform: {line}", is_warning=True) for line in reading.warnings),
     )
 
 
 def _start_notes(job: Job) -> Iterator[Note]:
-    """A launcher that is started once per device starts all of a node's ranks every time."""
+    """Warn of a launcher that is started once per device: it starts all ranks of the node."""
     if not job.worker.is_command or job.worker.is_launcher:
         return
-    found = next((m for part in job.worker.command or () if (m := LAUNCHER.search(part))), None)
-    if found is not None:
+    launcher = next((m for part in job.worker.command or () if (m := LAUNCHER.search(part))), None)
+    if launcher is not None:
         why = "starts ranks of its own: per: node is for it"
-        yield Note(f"worker.per=device: {found.group()} {why}", is_warning=True)
+        yield Note(f"worker.per=device: {launcher.group()} {why}", is_warning=True)
 
 
 def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
@@ -156,7 +155,7 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
 
 
 def _numeric_notes(job: Job) -> Iterator[Note]:
-    """What an answer to abnormal steps lacks."""
+    """Warn of answers to abnormal steps that lack something."""
     spec = job.restart
     for name in ("numeric_retry", "data_skipping"):
         if not getattr(spec, name):
@@ -170,7 +169,7 @@ def _numeric_notes(job: Job) -> Iterator[Note]:
 
 
 def _copy_notes(job: Job) -> Iterator[Note]:
-    """What copies on partner nodes save, and cost."""
+    """Note the benefit and the cost of copies on partner nodes."""
     spec = job.checkpoint
     if not spec.partner_copies:
         return
@@ -189,7 +188,7 @@ def _copy_notes(job: Job) -> Iterator[Note]:
 
 
 def _wrapping_notes(job: Job) -> Iterator[Note]:
-    """What a recipe of one's own has to do for a setting of the built-in trainer."""
+    """Warn of settings of the built-in trainer that a recipe has to take over."""
     needs = {
         "parallelism.bucket_cap_mb": (
             "perdure.training.trainer.pretrain.data_parallel",
@@ -209,7 +208,7 @@ def _wrapping_notes(job: Job) -> Iterator[Note]:
 
 
 def _own_means(job: Job, can: Feasibility) -> str:
-    """What the layout of a command allows a recovery of its own, such as MindIO TFT."""
+    """Say whether a command's layout allows its own recovery, such as MindIO TFT."""
     if not job.has_layout:
         return ""
     verb = "allows" if can.is_possible else "does not allow"
@@ -247,8 +246,8 @@ def _check_program(job: Job) -> None:
     if job.worker.command is not None:
         program = job.worker.command[0]
         # The agent fills in $variables, and has a PATH of its own.
-        known = shutil.which(program, path=worker_path()) is not None
-        if "$" not in program and not known and not (cwd / program).exists():
+        is_on_path = shutil.which(program, path=worker_path()) is not None
+        if "$" not in program and not is_on_path and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
         _check_names("worker.command", job.worker.command, job)
         if job.worker.resume is not None:
@@ -262,12 +261,12 @@ def _check_program(job: Job) -> None:
 
 
 def _check_names(field: str, command: Sequence[str], job: Job) -> None:
-    here = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
-    known = {*here, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
+    inherited = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
+    defined = {*inherited, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
     if not job.worker.is_launcher:
-        known |= RESERVED_NAMES
-    for name in unknown_names(command, known):
-        raise InputError(field, unknown_text(name, known))
+        defined |= RESERVED_NAMES
+    for name in unknown_names(command, defined):
+        raise InputError(field, unknown_text(name, defined))
 
 
 def _check_data(job: Job) -> None:
@@ -281,7 +280,7 @@ def _check_data(job: Job) -> None:
     except (ValueError, OSError) as error:
         raise InputError("tokenizer.path", str(error)) from error
     if not job.is_reference:
-        return  # how long its samples are is the program's own affair
+        return  # the length of its samples is the program's own affair
     try:
         check_enough(job.data, tokenizer, sources, num_tokens=job.model.seq_len + 1)
     except TooFewTokens as error:
@@ -292,7 +291,7 @@ def _check_data(job: Job) -> None:
 
 
 def start_warnings(job: Job) -> list[str]:
-    """What is odd about the program or the corpus of a job, one line each."""
+    """Warn of oddities of a job's program or corpus, each in a line."""
     if job.worker.command is None:
         return corpus_notes(job)
     if not job.engine.on_this_machine:
@@ -301,7 +300,7 @@ def start_warnings(job: Job) -> list[str]:
 
 
 def corpus_notes(job: Job) -> list[str]:
-    """Files of a session job's corpus that are no text, one line each."""
+    """List files of a session job's corpus that are no text, each in a line."""
     if job.data is None or job.worker.is_command:
         return []
     try:
@@ -329,10 +328,10 @@ def _check_init_from(job: Job, store: ObjectStore) -> None:
     if spec is None:
         return
     try:
-        there = has_store(job.storage)
-        if there and CheckpointStore(store, job.run_id).latest() is not None:
+        has_runs = has_store(job.storage)
+        if has_runs and CheckpointStore(store, job.run_id).latest() is not None:
             return  # it began long ago
-        steps = CheckpointStore(store, spec.run).steps() if there else []
+        steps = CheckpointStore(store, spec.run).steps() if has_runs else []
     except StorageError as error:
         raise InputError("storage.address", f"{job.storage.address!r}: {error}") from error
     if not steps or (spec.step is not None and spec.step not in steps):
@@ -340,7 +339,7 @@ def _check_init_from(job: Job, store: ObjectStore) -> None:
 
 
 def checklist(job: Job) -> Iterator[Check]:
-    """One check for everything that recovery depends on."""
+    """Judge each setting that recovery depends on."""
     if not job.worker.is_command:
         yield _interval(job)
         yield _retention(job)
@@ -355,43 +354,43 @@ def _interval(job: Job) -> Check:
     spec = job.checkpoint
     allowed = f"at most {MANY_SAVES_LOST:.0%} of {job.steps} steps"
     if not spec.has_interval:
-        seen = "none of the job's own: the recommended one for the model's size is taken"
-        return _check("checkpoint_interval", CheckOutcome.OK, seen, allowed)
+        choice = "none of the job's own: the recommended one for the model's size is taken"
+        return _check("checkpoint_interval", CheckOutcome.OK, choice, allowed)
     chosen = [
         f"{name}={getattr(spec, name)}"
         for name in ("every_steps", "every_epochs", "every_s", "mtbf_s")
         if getattr(spec, name) is not None
     ]
-    seen = ", ".join(chosen)
+    options = ", ".join(chosen)
     every = spec.every_steps
     if every is not None and every > job.steps:
-        text = f"{seen}: no save before the end, at step {job.steps}"
+        text = f"{options}: no save before the end, at step {job.steps}"
         return _check("checkpoint_interval", CheckOutcome.WARNING, text, allowed)
     if every is not None and every > MANY_SAVES_LOST * job.steps:
-        text = f"{seen}: a fault costs up to {every} of {job.steps} steps"
+        text = f"{options}: a fault costs up to {every} of {job.steps} steps"
         return _check("checkpoint_interval", CheckOutcome.WARNING, text, allowed)
     if spec.every_s is not None and spec.mtbf_s is not None and spec.every_s > spec.mtbf_s:
-        text = f"{seen}: more time between saves than between failures"
+        text = f"{options}: more time between saves than between failures"
         return _check("checkpoint_interval", CheckOutcome.WARNING, text, "every_s below mtbf_s")
-    return _check("checkpoint_interval", CheckOutcome.OK, seen, allowed)
+    return _check("checkpoint_interval", CheckOutcome.OK, options, allowed)
 
 
 def _retention(job: Job) -> Check:
-    kept = job.checkpoint.keep_last
-    outcome = CheckOutcome.OK if kept > 1 else CheckOutcome.WARNING
-    why = "" if kept > 1 else ": a damaged one leaves nothing to go back to"
-    return _check("retention", outcome, f"keep_last={kept}{why}", "more than one checkpoint")
+    keep_last = job.checkpoint.keep_last
+    outcome = CheckOutcome.OK if keep_last > 1 else CheckOutcome.WARNING
+    why = "" if keep_last > 1 else ": a damaged one leaves nothing to go back to"
+    return _check("retention", outcome, f"keep_last={keep_last}{why}", "more than one checkpoint")
 
 
 def _restarts(job: Job) -> Check:
     spec = job.restart
-    seen = (
+    limits = (
         f"max_restarts={spec.max_restarts}, unconditional={spec.unconditional}, "
         f"in_place={spec.in_place}, hang={spec.hang}"
     )
     switches = ("max_restarts", "unconditional", "hang")
     off = [name for name in switches if not getattr(spec, name)]
-    text = f"{seen}: {' and '.join(off)} off, some faults end the run" if off else seen
+    text = f"{limits}: {' and '.join(off)} off, some faults end the run" if off else limits
     outcome = CheckOutcome.WARNING if off else CheckOutcome.OK
     return _check("restart_policy", outcome, text, "every fault has an answer")
 
@@ -405,20 +404,20 @@ def _spares(job: Job) -> Check:
 
 def _replicas(job: Job) -> Check:
     if job.worker.is_command and not job.has_layout:
-        seen = "a command's state is not known: it is restarted from its own checkpoints"
-        return _check("replicas", CheckOutcome.SKIPPED, seen)
+        fact = "a command's state is not known: it is restarted from its own checkpoints"
+        return _check("replicas", CheckOutcome.SKIPPED, fact)
     impossible = [note.line for note in recovery_notes(job) if note.is_warning]
     copies = job.layout.copies
     if impossible and not job.worker.is_command:
         return _check("replicas", CheckOutcome.WARNING, "; ".join(impossible))
     if copies == 1:
-        seen = "one copy of every shard: a lost process costs the steps since the last save"
-        return _check("replicas", CheckOutcome.WARNING, seen, "two copies or more")
+        figure = "one copy of every shard: a lost process costs the steps since the last save"
+        return _check("replicas", CheckOutcome.WARNING, figure, "two copies or more")
     groups = f": {groups_text(job.layout.replica_groups())}" if job.has_layout else ""
     return _check(
         "replicas", CheckOutcome.OK, f"{copies} copies of every shard{groups}", "two copies or more"
     )
 
 
-def _check(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
-    return Check(name=name, outcome=outcome, seen=seen, allowed=allowed)
+def _check(name: str, outcome: CheckOutcome, fact: str, allowed: str = "") -> Check:
+    return Check(name=name, outcome=outcome, seen=fact, allowed=allowed)

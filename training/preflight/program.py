@@ -1,11 +1,10 @@
-"""What a script hides: an exit code behind a pipe, a launcher that nobody waits for, its output.
+"""The checks of a job's program: its scripts and launcher, or its recipe.
 
-And what a launcher does itself that Perdure would do: start ranks again.
-
-Only the scripts that the command itself names are read, and only their text: a line is taken for a
-launcher's by the name in it, or by a variable that holds such a name. Lines are counted from 1.
-
-Whether a recipe's function is there, without running its module, which may need a device.
+A script may hide an exit code behind a pipe, a launcher that nobody waits for, or its output; a
+launcher may start ranks again, as Perdure would. Only the scripts that the command itself names
+are read, and only their text: a line starts a launcher if it has its name, or a variable that
+holds such a name. Lines are counted from 1. A recipe's function is looked up without running its
+module, which may need a device.
 """
 
 from __future__ import annotations
@@ -58,32 +57,35 @@ class _Line:
 
 
 def script_notes(command: Sequence[str], cwd: Path) -> list[str]:
-    """One warning for each way in which a script hides how its launcher ends, or answers itself.
+    """Warn of each way in which a script hides how its launcher ends, or starts ranks again.
 
     Args:
-        command: of the job.
+        command: the job's.
         cwd: folder that it starts in.
     """
     scripts = list(_scripts(command, cwd))
     notes = [note for script in scripts for note in _notes(script)]
     words = Script("worker.command", " ".join(command))
-    return [*notes, *_restart_notes([words, *(one for one in scripts if one.name != words.name)])]
+    return [
+        *notes,
+        *_restart_notes([words, *(script for script in scripts if script.name != words.name)]),
+    ]
 
 
 def _restart_notes(scripts: Iterable[Script]) -> Iterator[str]:
-    """A launcher that starts its ranks again keeps the others of a fault that all must answer."""
+    """Warn of a launcher that starts its ranks again: all nodes must answer a fault together."""
     for script in scripts:
-        for found in _OWN_RESTARTS.finditer("\n".join(one.text for one in _lines(script.text))):
+        for match in _OWN_RESTARTS.finditer("\n".join(line.text for line in _lines(script.text))):
             yield (
-                f"{script.name}: {found[0]} has torchrun start ranks again before Perdure sees a "
+                f"{script.name}: {match[0]} has torchrun start ranks again before Perdure sees a "
                 "fault, on the same node and without a look at the cause: leave it out"
             )
 
 
 def _scripts(command: Sequence[str], cwd: Path) -> Iterator[Script]:
     has_pipefail = "pipefail" in command
-    for before, word in zip(("", *command), command, strict=False):
-        if re.fullmatch(r"-\w*c", before):
+    for previous, word in zip(("", *command), command, strict=False):
+        if re.fullmatch(r"-\w*c", previous):
             yield Script("worker.command", word, has_pipefail)
         elif word.endswith(".sh") and "$" not in word:
             try:
@@ -109,7 +111,7 @@ def _notes(script: Script) -> Iterator[str]:
                 f"{where}: the exit code of {launcher} is lost behind the pipe: begin the script "
                 "with `set -o pipefail`"
             )
-        later = "\n".join(one.text for one in lines[index:])
+        later = "\n".join(line.text for line in lines[index:])
         if _BACKGROUND.search(bare) and not _WAIT.search(later):
             yield (
                 f"{where}: nothing waits for {launcher} in the background, which ends with the "
@@ -123,7 +125,7 @@ def _notes(script: Script) -> Iterator[str]:
 
 
 def _lines(text: str) -> Iterator[_Line]:
-    """Without comments, those that are continued as one with the number of the first."""
+    """Split into lines without comments; continued lines are joined under the first number."""
     begun, parts = 0, []
     for number, raw in enumerate(text.splitlines(), start=1):
         line = _COMMENT.sub("", raw).rstrip()
@@ -137,7 +139,7 @@ def _lines(text: str) -> Iterator[_Line]:
 
 
 def _holders(lines: Sequence[_Line]) -> Iterator[str]:
-    """Variables that hold the name of a launcher."""
+    """List variables that hold the name of a launcher."""
     for line in lines:
         assigned = _ASSIGNED.match(line.text)
         if assigned is not None and LAUNCHER.search(line.text[assigned.end() :]):
@@ -145,19 +147,19 @@ def _holders(lines: Sequence[_Line]) -> Iterator[str]:
 
 
 def _started(line: str, names: frozenset[str]) -> str | None:
-    """The launcher that a line starts; None where it starts none."""
+    """Find the launcher that a line starts."""
     assigned = _ASSIGNED.match(line)
-    # `NAME=value torchrun ...` starts one, `NAME="torchrun ..."` holds one.
+    # `NAME=value torchrun ...` starts a launcher, `NAME="torchrun ..."` holds its name.
     if assigned is not None and assigned[1] in names:
-        rest = line[assigned.end() :]
-        if rest[:1] in "\"'(`" or LAUNCHER.match(rest):
+        command = line[assigned.end() :]
+        if command[:1] in "\"'(`" or LAUNCHER.match(command):
             return None
     for part in re.split(r"&&|\|\||;", line):
         if _NO_START.match(part):
             continue
-        found = LAUNCHER.search(part)
-        if found is not None:
-            return found.group()
+        launcher = LAUNCHER.search(part)
+        if launcher is not None:
+            return launcher.group()
         held = next((n for n in re.findall(r"\$\{?(\w+)", part) if n in names), None)
         if held is not None:
             return f"${held}"
@@ -197,20 +199,20 @@ def check_recipe(recipe: str, cwd: Path) -> None:
 
 
 def _new_name(recipe: str) -> str:
-    """A hint for recipes from when Perdure installed `training` as a package of its own."""
+    """Hint at the new name where Perdure once installed `training` as a package of its own."""
     module = f"{OWN_PACKAGE}.{recipe.partition(':')[0]}"
     return f"; write {OWN_PACKAGE}.{recipe}" if _installed_file(module) is not None else ""
 
 
 def _file_in(folder: Path, module: str) -> Path | None:
-    """The source of a module below a folder."""
+    """Find the source of a module below a folder."""
     path = folder / module.replace(".", "/")
     places = (path / "__init__.py", path.with_name(f"{path.name}.py"))
     return next((place for place in places if place.is_file()), None)
 
 
 def _installed_file(module: str) -> Path | None:
-    """The source of a module that this Python finds."""
+    """Find the source of a module that this Python can import."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -220,7 +222,7 @@ def _installed_file(module: str) -> Path | None:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether there is such a module at all, compiled ones among them."""
+    """Whether there is such a module at all, be it compiled."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

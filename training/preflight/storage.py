@@ -1,4 +1,4 @@
-"""Whether the place of a store suits the size of the model: a hint, before a run.
+"""The check of a store's place against the size of the model: a hint, before a run.
 
 A state of gigabytes fits on any disk. A larger one is saved and restored by many nodes at once,
 for which a local disk is neither fast enough nor reachable. The sizes are those of the recommended
@@ -20,7 +20,7 @@ from perdure.training.wire.node import Check, CheckOutcome
 NAME = "storage_place"
 MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-# Names of file systems as the kernel lists them; of FUSE what follows `fuse.`.
+# Names of file systems as the kernel lists them, without `fuse.`.
 _SHARED = frozenset(
     {
         *("lustre", "gpfs", "beegfs", "beegfs_nodev", "panfs", "wekafs", "orangefs", "pvfs2"),
@@ -31,7 +31,7 @@ _SHARED = frozenset(
 
 
 class StoragePlace(IntEnum):
-    """What a store is on, the least first."""
+    """The places of a store, the least first."""
 
     TEMPORARY = 0
     LOCAL_DISK = 1
@@ -40,15 +40,15 @@ class StoragePlace(IntEnum):
 
     @property
     def text(self) -> str:
-        """The same for people."""
+        """The name for people."""
         return self.name.lower().replace("_", " ")
 
 
 def place_of(spec: StorageSpec, mounts: str) -> StoragePlace:
-    """What a store is on.
+    """Find the place of a store.
 
     Args:
-        spec: of the store; its folder need not exist yet.
+        spec: its folder need not exist yet.
         mounts: text of /proc/self/mounts.
     """
     if spec.folder is None:
@@ -62,10 +62,10 @@ def place_of(spec: StorageSpec, mounts: str) -> StoragePlace:
 
 
 def _file_system(folder: Path, mounts: str) -> str:
-    """Kind of the file system that a folder is on: that of the deepest mount above it."""
-    above = [(point, kind) for point, kind in _mounted(mounts) if folder.is_relative_to(point)]
-    # Of two mounts at one point the later one hides the other, and max() takes the first it meets.
-    _, kind = max(reversed(above), key=lambda one: len(one[0].parts), default=("", ""))
+    """Return the kind of the file system of a folder: the deepest mount above it has it."""
+    above = [(path, kind) for path, kind in _mounted(mounts) if folder.is_relative_to(path)]
+    # A later mount hides an earlier mount at the same path, and max() takes the first it meets.
+    _, kind = max(reversed(above), key=lambda mount: len(mount[0].parts), default=("", ""))
     return kind.removeprefix("fuse.")
 
 
@@ -73,12 +73,12 @@ def _mounted(mounts: str) -> Iterator[tuple[Path, str]]:
     for line in mounts.splitlines():
         parts = line.split(" ")
         if len(parts) > 2:
-            # The kernel writes a blank in a path as \040, and others likewise.
+            # The kernel writes a blank in a path as \040, and other characters so.
             yield Path(parts[1].encode().decode("unicode_escape")), parts[2]
 
 
 def recommended_place(num_parameters: int) -> StoragePlace:
-    """The least place for the checkpoints of a model of this many parameters."""
+    """Return the least place for the checkpoints of a model of this many parameters."""
     if num_parameters < EPOCH_BELOW_PARAMETERS:
         return StoragePlace.LOCAL_DISK
     if num_parameters <= STEPS_500_UP_TO_PARAMETERS:
@@ -90,15 +90,15 @@ def check_place(place: StoragePlace, num_parameters: int | None) -> Check:
     """Compare the place of a store with the size of the model.
 
     Args:
-        place: of the store.
-        num_parameters: of the model; None: not known.
+        place: the store's.
+        num_parameters: None: not known.
     """
     if place is StoragePlace.TEMPORARY:
-        seen = "temporary: checkpoints and ledger are gone after a reboot"
-        return Check(name=NAME, outcome=CheckOutcome.WARNING, seen=seen)
+        fact = "temporary: checkpoints and ledger are gone after a reboot"
+        return Check(name=NAME, outcome=CheckOutcome.WARNING, seen=fact)
     if num_parameters is None:
-        seen = f"{place.text}; the size of the model is not known"
-        return Check(name=NAME, outcome=CheckOutcome.SKIPPED, seen=seen)
+        size = f"{place.text}; the size of the model is not known"
+        return Check(name=NAME, outcome=CheckOutcome.SKIPPED, seen=size)
     least = recommended_place(num_parameters)
     return Check(
         name=NAME,

@@ -1,6 +1,6 @@
-"""What of a run needs a person: isolated nodes, no spare, open alerts, a run that has failed.
+"""The action items of a run: isolated nodes, no spare, open alerts, a run that has failed.
 
-Pure: from the ledger, the nodes that the engine has, and nothing else.
+Pure: from the ledger and the engine's nodes alone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ MAX_WHY = 160
 
 @dataclass(frozen=True, slots=True)
 class ActionItems:
-    """What needs a person, as the UI shows it.
+    """The page of the UI about everything that needs a person.
 
     Attributes:
-        title: how much there is.
+        title: with the number of needs.
         body: markdown.
-        needs: each by itself.
     """
 
     title: str
@@ -33,7 +32,7 @@ class ActionItems:
 
 
 class NeedKind(StrEnum):
-    """Why a run needs a person."""
+    """The reasons why a run needs a person."""
 
     FAILED = "failed"
     ISOLATED = "isolated"
@@ -47,16 +46,15 @@ class Need:
     """One thing that needs a person; plain text, but for commands in backquotes.
 
     Attributes:
-        kind: of thing.
-        what: it is, in a few words; the same as long as it is the same thing.
-        since: when.
+        title: a few words; they stay the same as long as the need does.
+        since: UTC.
         why: the evidence, on one line.
-        action: what to do.
-        node: that it is about, if it is about one.
+        action: advice.
+        node: None where the need is not about a node.
     """
 
     kind: NeedKind
-    what: str
+    title: str
     since: str
     why: str
     action: str
@@ -64,7 +62,7 @@ class Need:
 
 
 def spares_of(nodes: Sequence[str], history: RunHistory) -> list[str]:
-    """Healthy nodes that the run does not use now."""
+    """List healthy nodes that the run does not use now."""
     placed = history.placement if history.ended is None else None
     used = {member.node for member in placed.members} if placed is not None else set()
     return [node for node in nodes if node not in used and node not in history.isolated]
@@ -88,34 +86,35 @@ def attention(
     spares: Sequence[str] | None,
     warm: Sequence[str] = (),
 ) -> ActionItems:
-    """What needs a person now.
+    """Build the page about everything that needs a person now.
 
     Args:
-        run_id: of the run.
-        history: of the run.
+        run_id: for the commands on the page.
+        history: the ledger's content.
         spares: healthy nodes that are free; None: not known.
-        warm: nodes on which a container stands by.
+        warm: nodes with a warm spare.
     """
     needs = [*_failed(history), *_isolated(run_id, history), *_alerts(history)]
     if history.ended is None and spares is not None and not spares:
         needs += _no_spare(run_id, history)
-    left = " ".join(filter(None, (_spares_text(spares, _num_spares(history)), _warm_text(warm))))
+    spares_lines = _spares_text(spares, _num_spares(history)), _warm_text(warm)
+    spares_line = " ".join(filter(None, spares_lines))
     if not needs:
-        body = f"Nothing needs you: no node is isolated and no alert is open.\n\n{left}\n"
+        body = f"Nothing needs you: no node is isolated and no alert is open.\n\n{spares_line}\n"
         return ActionItems("Nothing needs you", body)
-    # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
+    # No table: the UI does not fold a table's cells (3.8.8), and cuts off long ones.
     listing = "".join(
-        f"### {text(one.what)}\n\nSince {one.since} UTC: {text(one.why)}\n\n"
-        f"**What to do:** {_with_commands(one.action)}\n\n"
-        for one in needs
+        f"### {text(need.title)}\n\nSince {need.since} UTC: {text(need.why)}\n\n"
+        f"**What to do:** {_with_commands(need.action)}\n\n"
+        for need in needs
     )
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
-    return ActionItems(title, f"{listing}{left}\n", tuple(needs))
+    return ActionItems(title, f"{listing}{spares_line}\n", tuple(needs))
 
 
 def _num_spares(history: RunHistory) -> int:
-    """Spares that the job asks for."""
+    """Return how many spares the job asks for."""
     engine = (history.job or {}).get("engine") or {}
     return int(engine.get("spares") or 0)
 
@@ -129,8 +128,8 @@ def _spares_text(spares: Sequence[str] | None, num_spares: int) -> str:
 
 
 def _warm_text(warm: Sequence[str]) -> str:
-    verb = "A container stands" if len(warm) == 1 else "Containers stand"
-    return f"{verb} by on {text(listed(list(warm)))}." if warm else ""
+    noun = "Warm spare" if len(warm) == 1 else "Warm spares"
+    return f"{noun} on {text(listed(list(warm)))}." if warm else ""
 
 
 def _failed(history: RunHistory) -> list[Need]:
@@ -140,14 +139,14 @@ def _failed(history: RunHistory) -> list[Need]:
     last = history.attempts[-1] if history.attempts else None
     fault = last.ended.fault if last is not None and last.ended is not None else None
     advice = fault.action if fault is not None and fault.action else "Mend the cause."
-    again = f"{advice} Then {code('perdure run JOB.yaml')}"
+    run_again = f"{advice} Then {code('perdure run JOB.yaml')}"
     return [
         Need(
             NeedKind.FAILED,
             "The run has failed",
             clock_text(ended.at_s),
             _why(ended.message),
-            again,
+            run_again,
         )
     ]
 
@@ -156,13 +155,13 @@ def _isolated(run_id: str, history: RunHistory) -> list[Need]:
     return [
         Need(
             NeedKind.ISOLATED,
-            f"Node {one.node} is isolated",
-            clock_text(one.at_s),
-            _why(one.why),
-            f"Have it mended, then {code(f'perdure nodes {run_id} --release {one.node}')}",
-            one.node,
+            f"Node {isolation.node} is isolated",
+            clock_text(isolation.at_s),
+            _why(isolation.why),
+            f"Have it mended, then {code(f'perdure nodes {run_id} --release {isolation.node}')}",
+            isolation.node,
         )
-        for one in history.isolated_nodes
+        for isolation in history.isolated_nodes
     ]
 
 
@@ -181,7 +180,7 @@ def _alerts(history: RunHistory) -> list[Need]:
 
 
 def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
-    """No healthy node is free: the run may be waiting for one already."""
+    """Describe that no healthy node is free; the run may wait for a node already."""
     action = f"Add a node, or release one that was mended: {code(f'perdure nodes {run_id}')}"
     if waits_for_node(history, spares=()):
         why = "no healthy node is free; after restart.spare_wait_s the ladder decides again"
@@ -207,12 +206,10 @@ def _why(words: str) -> str:
 
 
 def _with_commands(words: str) -> str:
-    """Markdown of plain text in which commands are in backquotes."""
+    """Make markdown from plain text in which commands are in backquotes."""
     parts = words.split("`")
-    return "".join(code(part) if n % 2 else _spaced(part) for n, part in enumerate(parts))
-
-
-def _spaced(part: str) -> str:
-    """The same as text, with the spaces at its ends."""
-    inner = text(part)
-    return part.replace(part.strip(), inner, 1) if part.strip() else part
+    return "".join(
+        # text() would drop the spaces at the ends.
+        code(part) if n % 2 else part.replace(part.strip(), text(part), 1) if part.strip() else part
+        for n, part in enumerate(parts)
+    )

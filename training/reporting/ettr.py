@@ -1,8 +1,8 @@
-"""Where a run's time went: the account kept up to date, and shown as a table and a picture.
+"""The account of a run's time, kept up to date and shown as a table and a picture.
 
-Steps are in the store when a checkpoint covers them; later ones are known to the supervisor
-that watches the attempt, and lost when it ends. Times are seconds, points in time seconds since
-the epoch.
+Steps are in the store when a checkpoint covers them; the supervisor that watches the attempt knows
+later steps, which are lost when the attempt ends. Times are seconds, moments seconds since the
+epoch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from perdure.training.journal.time_account import (
 )
 from perdure.training.recovery.rungs import RUNGS
 
-# The same on the terminal and in the picture: greens train, reds were lost to faults.
+# For the terminal and the picture: greens train, reds were lost to faults.
 COLOURS: Mapping[str, str] = {
     Owner.PRODUCTIVE: "#2e7d32",
     Owner.REDONE: "#c0392b",
@@ -44,66 +44,68 @@ COLOURS: Mapping[str, str] = {
     Owner.UNSUPERVISED: "#424242",
     Owner.UNKNOWN: "#cfd8dc",
 }
-_NUM_ROWS = 30  # attempts in a picture; the newest ones
-_RESOLUTION = 1500  # intervals across a picture; shorter ones are drawn with their neighbours
+_NUM_ROWS = 30  # the newest attempts in a picture
+_RESOLUTION = 1500  # intervals across a picture; a shorter interval is drawn with its neighbours
 _UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 class Accountant:
-    """Knows every step of one run; safe for use from several threads."""
+    """Knows every step of a run; safe for use from several threads."""
 
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self._reader = StepReader(store, run_id)
-        self._seen: dict[tuple[int, int, int, float], StepRecord] = {}
+        self._live_records: dict[tuple[int, int, int, float], StepRecord] = {}
         self._attempt: Key | None = None
         self._lock = threading.Lock()
-        self._reading = threading.Lock()  # its own: a slow store must not hold up saw()
+        self._reading = threading.Lock()  # its own: a slow store must not hold up add_steps()
 
-    def saw(self, steps: Iterable[StepRecord]) -> None:
+    def add_steps(self, steps: Iterable[StepRecord]) -> None:
         """Add steps of a living attempt; returns at once."""
         with self._lock:
             for record in steps:
                 key = record.placement, record.attempt
-                if key != self._attempt:  # what the store lacks of the last one is lost with it
-                    self._seen, self._attempt = {}, key
-                self._seen[record.identity] = record
+                if key != self._attempt:  # steps that the store lacks are lost with their attempt
+                    self._live_records, self._attempt = {}, key
+                self._live_records[record.identity] = record
 
     def records(self, history: RunHistory) -> list[StepRecord]:
-        """Every step that is known of, also those of which a later record of the same step counts.
+        """List every record of a step, also where a later record of the same step counts.
 
         Raises:
-            StorageError: the store did not give them.
+            StorageError: the store does not answer.
         """
         with self._reading:
             stored = {record.identity: record for record in self._reader.read()}
         with self._lock:
-            # What is in the store need not be remembered twice.
-            self._seen = {key: r for key, r in self._seen.items() if key not in stored}
+            # Records in the store need not be held twice.
+            self._live_records = {
+                key: r for key, r in self._live_records.items() if key not in stored
+            }
             living = history.open_attempt
             lives = living is not None and living.key == self._attempt
-            seen = list(self._seen.values()) if lives else []
-        return [*stored.values(), *seen]
+            live = list(self._live_records.values()) if lives else []
+        return [*stored.values(), *live]
 
     def account(self, history: RunHistory, *, now_s: float) -> Account:
-        """Where the time went.
+        """Account for the run's time.
 
         Raises:
-            StorageError: the store did not give the steps.
+            StorageError: the store does not answer.
         """
         return account_time(history, self.records(history), now_s=now_s)
 
-    def kept(self) -> dict[int, StepRecord]:
-        """The record of every step in the store that counts.
+    def kept_steps(self) -> dict[int, StepRecord]:
+        """Return the record that counts of every step in the store.
 
         Raises:
-            StorageError: the store did not give the steps.
+            StorageError: the store does not answer.
         """
         with self._reading:
             return drop_lost_steps(self._reader.read())
 
 
 def share_rows(account: Account) -> list[dict[str, str]]:
-    """A row for every owner that has any time, with the sum as the last row."""
+    """Build a row for every owner that has any time, with the sum as the last row."""
     rows = [
         {
             "owner": owner,
@@ -119,7 +121,7 @@ def share_rows(account: Account) -> list[dict[str, str]]:
 
 
 def ettr_text(account: Account) -> str:
-    """ETTR in a sentence."""
+    """Say the ETTR in a sentence."""
     if account.known_ettr is None:
         return "ETTR not known: nothing shows the steps of the command"
     productive = duration_text(account.seconds[Owner.PRODUCTIVE])
@@ -128,7 +130,7 @@ def ettr_text(account: Account) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in its two largest units."""
+    """Write a duration in its two largest units."""
     if 0 < seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 60:
@@ -141,7 +143,7 @@ def duration_text(seconds: float) -> str:
 
 
 def timeline_picture(account: Account) -> bytes:
-    """A bar for the whole run and one for each of its newest attempts, as PNG."""
+    """Draw a bar for the whole run and a bar for each of its newest attempts, as PNG."""
     # The font cache makes this import slow, and most of a run does without it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -151,7 +153,9 @@ def timeline_picture(account: Account) -> bytes:
     figure = Figure(figsize=(11, 2.3 + 0.32 * len(rows)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    unit, unit_s = next((one for one in _UNITS if account.wall_s >= 3 * one[1]), _UNITS[-1])
+    unit, unit_s = next(
+        (choice for choice in _UNITS if account.wall_s >= 3 * choice[1]), _UNITS[-1]
+    )
     from_s = account.intervals[0].from_s if account.intervals else 0.0
     for number, (_, intervals) in enumerate(rows):
         _draw_row(axes, number, intervals, from_s, unit_s)
@@ -193,7 +197,7 @@ def _draw_row(
 
 
 def coarse(intervals: Sequence[Interval], resolution: int = _RESOLUTION) -> Iterator[Interval]:
-    """Stretches that can be seen: short ones are joined and get the owner of most of their time.
+    """Join short intervals until they are wide enough to be drawn, under their main owner.
 
     Args:
         intervals: without gaps.

@@ -1,10 +1,8 @@
-"""The report of one fault, which answers seven questions in the order in which they are asked.
+"""The report of a fault, with answers to seven questions in the order in which people ask them.
 
-What broke, where, what was done, what it cost, is it over, must somebody act, where are the logs.
-The answers come from the ledger alone and are made again when it grows: what is not over yet says
-so. Times are seconds.
-
-The stacks of all ranks in a hang, beside the logs of the attempt in the store.
+The answers come from the ledger alone and are made again when it grows: a recovery that is not over
+says so. The stacks of a hang are a report of their own, beside the logs of the attempt in the
+store. Times are seconds.
 """
 
 from __future__ import annotations
@@ -42,17 +40,20 @@ QUESTIONS = (
     "Must somebody act?",
     "Where are the logs?",
 )
+HANG_REPORT = "hang.txt"
 SUB_HEALTHY_TEXT = "The job is sub-healthy: the same link may break again."
 OVER, UNDER_WAY, NOT_MENDED = "over", "under way", "not mended"
+
+Stacks = Iterable[tuple[str, NodeLog]]
 
 
 @dataclass(frozen=True, slots=True)
 class ReportPlace:
-    """What a report takes from outside the ledger.
+    """The facts of a report from outside the ledger.
 
     Attributes:
-        run_id: of the run.
-        url: address of an object in the store of the run.
+        run_id: for the commands in the report.
+        url: returns the address of an object in the run's store.
         waits: whether the run waits for a healthy node.
     """
 
@@ -66,8 +67,8 @@ class FaultReport:
     """A report as the UI shows it.
 
     Attributes:
-        name: of the report within the run.
-        title: what broke, what answers it, and whether that is over; cards cut off what comes late.
+        name: unique within the run.
+        title: the fault, its answer, and whether it is over; cards cut off the end.
         body: markdown.
     """
 
@@ -77,34 +78,36 @@ class FaultReport:
 
 
 def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> list[FaultReport]:
-    """Reports of what may still change: of the newest attempts, and of nodes that are isolated.
+    """Build the reports that may still change: of the newest attempts, and of isolated nodes.
 
     Args:
-        history: of the run.
-        place: what commands and addresses name.
+        history: the ledger's content.
+        place: for commands and addresses.
         recent: number of the newest attempts.
     """
     first = len(history.attempts) - recent
-    found: list[FaultReport] = []
+    reports: list[FaultReport] = []
     for index, view in enumerate(history.attempts):
         isolates = view.decision is not None and view.decision.isolate is not None
         if index >= first:
-            found += [_recovery_report(history, index, one, place) for one in view.recoveries]
+            reports += [
+                _recovery_report(history, index, recovery, place) for recovery in view.recoveries
+            ]
         if (index >= first or isolates) and view.ended is not None and view.ended.fault is not None:
-            found.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
-    return found
+            reports.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
+    return reports
 
 
 def _attempt_report(
     history: RunHistory, index: int, ended: AttemptEnded, fault: Fault, place: ReportPlace
 ) -> FaultReport:
-    """The report of a fault that ended an attempt."""
+    """Build the report of a fault that ended an attempt."""
     view = history.attempts[index]
     over, word = _over(history, index, waits=place.waits)
     is_over = word == OVER
     decision = view.decision
     answers = (
-        _what(fault),
+        _cause(fault),
         _where(view, fault),
         _done(decision) + _healed(view),
         _cost(history, index, ended),
@@ -113,24 +116,24 @@ def _attempt_report(
         _logs(history, view, fault, place),
     )
     saved = view.last_save
-    after = f"\n{text(_sentence(event_text(saved)))}\n" if saved is not None else ""
+    note = f"\n{text(_sentence(event_text(saved)))}\n" if saved is not None else ""
     placement, attempt = view.key
     return FaultReport(
         f"fault-p{placement}-a{attempt}",
         _title(fault, decision, word),
-        _body(answers, fault, decision) + after + _less_likely(ended.runners_up),
+        _body(answers, fault, decision) + note + _less_likely(ended.runners_up),
     )
 
 
 def _recovery_report(
     history: RunHistory, index: int, recovery: InProcessRecovery, place: ReportPlace
 ) -> FaultReport:
-    """The report of a fault that processes of the attempt survived."""
+    """Build the report of a fault that processes of the attempt survived."""
     view = history.attempts[index]
     fault, decision = recovery.began.fault, recovery.began.decision
     outcome = outcome_of(view, recovery)
     answers = (
-        _what(fault),
+        _cause(fault),
         f"{_where(view, fault)}, generation {recovery.began.generation}",
         _done(decision),
         _cost_inside(recovery),
@@ -147,15 +150,16 @@ def _recovery_report(
 
 
 def _body(answers: Sequence[str], fault: Fault, decision: Decision | None) -> str:
-    # No table: the UI does not fold the cells of one (3.8.8), and cuts off what is long.
+    # No table: the UI does not fold a table's cells (3.8.8), and cuts off long ones.
+    pairs = zip(QUESTIONS, answers, strict=True)
     parts = [
-        *(f"**{asked}** {answer}\n\n" for asked, answer in zip(QUESTIONS, answers, strict=True)),
+        *(f"**{question}** {answer}\n\n" for question, answer in pairs),
         f"## Evidence\n\n{block(fault.evidence)}",
     ]
     if fault.explanation:
         parts.append(f"\n{text(fault.explanation)}\n")
     if decision is not None and decision.skipped:
-        rows = "".join(f"- {text(one)}\n" for one in decision.skipped)
+        rows = "".join(f"- {text(reason)}\n" for reason in decision.skipped)
         parts.append(f"\n## Cheaper answers that were not possible\n\n{rows}")
     return "".join(parts)
 
@@ -166,12 +170,13 @@ def _title(fault: Fault, decision: Decision | None, state: str) -> str:
     return f"{fault.fault_class}{rung} ({state}): {fault.where}{step}"
 
 
-def _what(fault: Fault) -> str:
-    named = code(fault.fault_class)
+def _cause(fault: Fault) -> str:
+    """Answer what broke."""
+    name = code(fault.fault_class)
     has_code = fault.code is not None and fault.code.lower() != fault.fault_class
-    with_code = f"{named}, code {code(fault.code)}" if has_code else named
+    with_code = f"{name}, code {code(fault.code)}" if has_code else name
     blame = (("the program", fault.user_fault), ("hardware", fault.hardware_fault))
-    causes = listed([who for who, holds in blame if holds])
+    causes = listed([party for party, holds in blame if holds])
     cause = f"; the cause lies in {causes}" if causes else ""
     line = fault.evidence.strip().splitlines()
     return f"{with_code}{cause}: {code(line[-1][:200])}" if line else f"{with_code}{cause}"
@@ -188,13 +193,13 @@ def _done(decision: Decision | None) -> str:
     if decision is None:
         return "Nothing yet: it is being decided"
     isolated = f" Node **{text(decision.isolate)}** is isolated." if decision.isolate else ""
-    what = RUNGS[decision.rung].spent_on
-    meaning = f" ({text(what)})" if what else ""
+    spent_on = RUNGS[decision.rung].spent_on
+    meaning = f" ({text(spent_on)})" if spent_on else ""
     return f"{code(decision.rung)}{meaning}: {text(decision.reason)}.{isolated}"
 
 
 def _healed(view: AttemptView) -> str:
-    """What the node did about its chips before, and whether that sufficed."""
+    """Say how the node healed its chips before, and whether that sufficed."""
     healed = view.healed
     if healed is None:
         return ""
@@ -203,36 +208,38 @@ def _healed(view: AttemptView) -> str:
 
 
 def _cost(history: RunHistory, index: int, ended: AttemptEnded) -> str:
-    """Steps, seconds and the spare of a recovery that needed a new attempt."""
+    """Count the steps, seconds and spares of a recovery that needed a new attempt."""
     fault_s = ended.fault.at_s if ended.fault is not None else ended.at_s
-    again = _next_that_trains(history, index)
+    next_trained = _next_that_trains(history, index)
     parts = []
-    if again is None and history.ended is not None:
+    if next_trained is None and history.ended is not None:
         parts.append("nothing was trained after it")
-    elif again is None:
+    elif next_trained is None:
         parts.append("not known before it is over")
     else:
         # A checkpoint of an end of life may be newer than the last step that was reported.
-        lost = max(0, (ended.to_step or 0) - again.from_step)
+        lost = max(0, (ended.to_step or 0) - next_trained.from_step)
         parts.append(f"{counted(lost, 'step')} done again")
-        assert again.first_step is not None  # noqa: S101 it trains
-        parts.append(f"{duration_text(again.first_step.stepped_s - fault_s)} without training")
+        assert next_trained.first_step is not None  # noqa: S101 it trains
+        parts.append(
+            f"{duration_text(next_trained.first_step.stepped_s - fault_s)} without training"
+        )
     parts.append(_spare(history, index))
     return ", ".join(parts)
 
 
 def _spare(history: RunHistory, index: int) -> str:
-    """Which node took the place of which."""
+    """Say which node took the place of which."""
     view = history.attempts[index]
-    after = history.attempts[index + 1].key[0] if index + 1 < len(history.attempts) else None
-    later = [one for one in history.placements if one.placement > view.key[0]]
-    if not later or after == view.key[0]:
+    next_number = history.attempts[index + 1].key[0] if index + 1 < len(history.attempts) else None
+    later = [placement for placement in history.placements if placement.placement > view.key[0]]
+    if not later or next_number == view.key[0]:
         return "no spare used"
-    before = {member.index: member.node for member in view.members}
+    previous = {member.index: member.node for member in view.members}
     moved = [
-        f"{member.node} in place of {before[member.index]}"
+        f"{member.node} in place of {previous[member.index]}"
         for member in later[0].members
-        if before.get(member.index, member.node) != member.node
+        if previous.get(member.index, member.node) != member.node
     ]
     return f"spare used: {text(listed(moved))}" if moved else "no spare used"
 
@@ -245,26 +252,27 @@ def _cost_inside(recovery: InProcessRecovery) -> str:
     if not ended.succeeded:
         return f"{took} until it had failed"
     parts = [f"{counted(ended.steps_lost, 'step')} done again", f"{took} without training"]
-    for what, ranks in (
+    for deed, ranks in (
         ("a new process for", ended.replaced),
         ("state from a replica for", ended.repaired),
     ):
         if ranks:
             noun = "rank" if len(ranks) == 1 else "ranks"
-            parts.append(f"{what} {noun} {listed(list(map(str, ranks)))}")
+            parts.append(f"{deed} {noun} {listed(list(map(str, ranks)))}")
     return ", ".join(parts)
 
 
 def _over(history: RunHistory, index: int, *, waits: bool) -> tuple[str, str]:
-    """Whether training goes on after an attempt: in a sentence, and in a word."""
-    again = _next_that_trains(history, index)
-    if again is not None and again.first_step is not None:
-        name, first = "{}.{}".format(*again.key), again.first_step
-        goes_on = f"attempt {name} trains from step {again.from_step}"
+    """Say whether training goes on after an attempt: in a sentence, and in a word."""
+    next_trained = _next_that_trains(history, index)
+    if next_trained is not None and next_trained.first_step is not None:
+        name, first = "{}.{}".format(*next_trained.key), next_trained.first_step
+        goes_on = f"attempt {name} trains from step {next_trained.from_step}"
         return f"Yes, since {clock_text(first.stepped_s)} UTC: {goes_on}", OVER
     later = history.attempts[index + 1 :]
     if history.ended is not None:
-        return f"No, the run was {_ended_word(history)} first", NOT_MENDED
+        outcome = history.ended.outcome
+        return f"No, the run was {'given up' if outcome == 'failed' else outcome} first", NOT_MENDED
     if later:
         return f"Not yet: attempt {'{}.{}'.format(*later[-1].key)} is starting", UNDER_WAY
     decision = history.attempts[index].decision
@@ -295,7 +303,7 @@ def _act(
     *,
     is_over: bool,
 ) -> str:
-    """Who has to do what, and how."""
+    """Say whether somebody has to act, and how."""
     stops = decision is not None and decision.rung is Rung.STOP
     if stops:
         advice = text(fault.action) if fault.action else "Mend the cause."
@@ -315,10 +323,10 @@ def _act(
 
 def _logs(history: RunHistory, view: AttemptView, fault: Fault, place: ReportPlace) -> str:
     name = "{}.{}".format(*view.key)
-    of = f" --rank {fault.rank}" if fault.rank is not None else ""
-    if history.is_launcher:  # all ranks of a node have one log
-        of = f" --node {fault.node}" if fault.node is not None else ""
-    command = code(f"perdure logs {place.run_id} --attempt {name}{of}")
+    option = f" --rank {fault.rank}" if fault.rank is not None else ""
+    if history.is_launcher:  # all ranks of a node share a log
+        option = f" --node {fault.node}" if fault.node is not None else ""
+    command = code(f"perdure logs {place.run_id} --attempt {name}{option}")
     if view.ended is None:
         return f"{command}, once the attempt has ended"
     return f"{command}; in the store: {link(place.url(logs_prefix(place.run_id, *view.key)))}"
@@ -329,25 +337,17 @@ def _next_that_trains(history: RunHistory, index: int) -> AttemptView | None:
     return next((view for view in later if view.first_step is not None), None)
 
 
-def _ended_word(history: RunHistory) -> str:
-    assert history.ended is not None  # noqa: S101 the caller saw it end
-    return {"failed": "given up"}.get(history.ended.outcome, history.ended.outcome)
-
-
 def _less_likely(runners_up: Sequence[Fault]) -> str:
     if not runners_up:
         return ""
-    rows = "".join(f"- {text(one.fault_class)}: {code(one.evidence[:200])}\n" for one in runners_up)
+    rows = "".join(
+        f"- {text(fault.fault_class)}: {code(fault.evidence[:200])}\n" for fault in runners_up
+    )
     return f"\n## Less likely\n\n{rows}"
 
 
 def _sentence(words: str) -> str:
     return f"{words[0].upper()}{words[1:]}{'' if words.endswith('.') else '.'}" if words else ""
-
-
-HANG_REPORT = "hang.txt"
-
-Stacks = Iterable[tuple[str, NodeLog]]
 
 
 def save_hang_report(
@@ -357,27 +357,24 @@ def save_hang_report(
     stacks: Stacks,
     progress: Sequence[RankProgress],
 ) -> str:
-    """Save the stacks, and say where they are.
+    """Save the stacks of all ranks in a hang, and say where they are.
 
     Args:
-        store: of the run.
-        run_id: of the run.
+        store: the run's.
+        run_id: for the command that prints them.
         attempt: placement and attempt.
-        stacks: of every process, with its node.
-        progress: of the ranks, from which their headline comes.
+        stacks: every process's, with its node.
+        progress: every rank's; the headline comes from it.
 
     Raises:
         StorageError: they could not be saved.
     """
     key = f"{logs_prefix(run_id, *attempt)}{HANG_REPORT}"
-    store.put(key, _text(stacks, progress).encode())
+    cause = standstill_of(tuple(progress))
+    lines = [cause.line, *cause.ranks] if cause is not None else []
+    printed = [f"{log.name} on {node}\n{log.text.rstrip()}" for node, log in stacks]
+    report = "\n\n".join(["\n".join(lines), *printed]) + "\n"
+    store.put(key, report.encode())
     placement, number = attempt
     command = f"perdure logs {run_id} --attempt {placement}.{number} --file {HANG_REPORT}"
     return f"`{command}` prints them. Stacks of all ranks: {key}."
-
-
-def _text(stacks: Stacks, progress: Sequence[RankProgress]) -> str:
-    cause = standstill_of(tuple(progress))
-    lines = [cause.line, *cause.ranks] if cause is not None else []
-    printed = [f"{one.name} on {node}\n{one.text.rstrip()}" for node, one in stacks]
-    return "\n\n".join(["\n".join(lines), *printed]) + "\n"

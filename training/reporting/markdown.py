@@ -12,37 +12,37 @@ _IN_ADDRESS = ":/?#&=%@+,~"
 
 
 def text(value: object) -> str:
-    """Plain text on one line: `<region>` is not taken for a tag."""
+    """Escape plain text on a single line: `<region>` is not taken for a tag."""
     line = html.escape(" ".join(str(value).split()), quote=False)
     return re.sub(r"([\\*_`\[\]])", r"\\\1", line)
 
 
 def code(value: object) -> str:
-    """The same as code."""
+    """Put a value on a single line in backquotes."""
     line = " ".join(str(value).split()).replace("`", "'")
     return f"`{line}`"
 
 
 def link(url: str) -> str:
-    """A link that shows its address: not every browser follows `s3://` or `file://`."""
+    """Make a link that shows its address: not every browser follows `s3://` or `file://`."""
     return f"[{code(url)}](<{quote(url, safe=_IN_ADDRESS)}>)"
 
 
 def block(value: str) -> str:
-    """Lines as they are."""
+    """Make a code block of lines as they are."""
     return f"```\n{value.replace('```', chr(39) * 3)}\n```\n"
 
 
 def clock_text(at_s: float) -> str:
-    """`2026-01-31 23:59:59`, UTC, of seconds since the epoch."""
+    """Write seconds since the epoch as `2026-01-31 23:59:59`, UTC."""
     return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """`1 attempt`, `2 attempts`."""
+    """Write a number with its noun: `1 attempt`, `2 attempts`."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def listed(words: Sequence[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Write a list of words: `a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""

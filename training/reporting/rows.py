@@ -1,4 +1,4 @@
-"""What a user reads about a run: tables, lines of text, the loss picture.
+"""The texts about a run: tables, lines, the loss picture.
 
 A recovery inside the processes is a row of its own below its attempt: one generation of process
 groups that a fault ended. Rows come from the ledger, the curve from the step records in the
@@ -73,7 +73,7 @@ class AttemptRow:
 
 
 def story_rows(history: RunHistory) -> list[AttemptRow]:
-    """The table of attempts, oldest first, each followed by the recoveries inside it."""
+    """Build the table of attempts, oldest first, each followed by the recoveries inside it."""
     rows = attempt_rows(history)
     return [
         row
@@ -83,12 +83,12 @@ def story_rows(history: RunHistory) -> list[AttemptRow]:
 
 
 def attempt_rows(history: RunHistory) -> list[AttemptRow]:
-    """The table of attempts, oldest first."""
+    """Build the table of attempts, oldest first."""
     return [_row(history, index) for index in range(len(history.attempts))]
 
 
 def state_word(history: RunHistory, view: AttemptView) -> str:
-    """What an attempt is doing, or how it ended."""
+    """Say in a word what an attempt is doing, or how it ended."""
     if view.ended is not None:
         return view.ended.outcome
     if view.pause is not None:
@@ -146,7 +146,7 @@ def _recovery_rows(view: AttemptView) -> list[AttemptRow]:
 
 
 def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
-    """How a recovery inside the processes of an attempt went: one of the texts above."""
+    """Say how a recovery inside the processes of an attempt went: a text above."""
     if recovery.succeeded:
         return SUB_HEALTHY if recovery.left_sub_healthy else RECOVERED
     return RECOVERING if recovery.ended is None and view.ended is None else NOT_RECOVERED
@@ -180,8 +180,8 @@ class AlertRow:
         state: open or past.
         since: when it was raised, UTC.
         lasted_s: None while it is open, and when its attempt ended before it was cleared.
-        value: what was measured when it was raised, in the unit that `what` names.
-        limit: what it should not have passed.
+        value: measured when the alert was raised, in the unit that `what` names.
+        limit: the value should not have passed it.
     """
 
     state: str
@@ -197,7 +197,7 @@ class AlertRow:
 
 
 def alert_cells(row: AlertRow) -> dict[str, str]:
-    """The row for the UI, which shows nothing as `null`."""
+    """Write the row for the UI, which shows nothing as `null`."""
     values = {
         "state": row.state,
         "since (UTC)": row.since,
@@ -213,7 +213,7 @@ def alert_cells(row: AlertRow) -> dict[str, str]:
 
 
 def alert_rows(history: RunHistory) -> list[AlertRow]:
-    """The table of alerts: open ones first, then the newest first."""
+    """Build the table of alerts: open alerts first, then the newest first."""
     alerts = [(view, alert) for view in history.attempts for alert in view.alerts]
     rows = [_alert_row(view, alert) for view, alert in reversed(alerts)]
     return sorted(rows, key=lambda row: row.state != OPEN)
@@ -237,18 +237,18 @@ def _alert_row(view: AttemptView, alert: Alert) -> AlertRow:
 
 
 def alert_place(raised: AlertRaised) -> str:
-    """What an alert is about: node, device and rank, as far as it names them."""
+    """Say what an alert is about: node, device and rank, as far as it names them."""
     parts = (("", raised.node), ("device ", raised.device), ("rank ", raised.rank))
     return ", ".join(f"{name}{value}" for name, value in parts if value is not None)
 
 
 def losses_of_steps(records: Mapping[int, StepRecord]) -> dict[int, float]:
-    """The loss of every step that has one."""
+    """Return the loss of every step that has a loss."""
     return {step: record.loss for step, record in records.items() if record.loss is not None}
 
 
 def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> bytes:
-    """The loss of every kept step with the faults marked, as PNG."""
+    """Draw the loss of every kept step with the faults marked, as PNG."""
     # The font cache makes this import slow, and most of a run does without it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
@@ -285,7 +285,7 @@ def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> byte
 
 
 def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
-    """Faults as step, text and colour, oldest first."""
+    """List faults as step, text and colour, oldest first."""
     marks = []
     for view in history.attempts:
         for recovery in view.recoveries:
@@ -300,8 +300,8 @@ def _marks(history: RunHistory) -> list[tuple[int, str, str]]:
     return marks
 
 
-def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each kind
-    """An event as one line of a log."""
+def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 each kind has its own
+    """Write an event as a line of a log."""
     match event:
         case RecoveryBegan():
             where = event.fault.where
@@ -346,7 +346,7 @@ def event_text(event: LedgerEvent) -> str:  # noqa: C901, PLR0911 one for each k
 
 
 def skipped_text(event: BatchSkipped) -> str:
-    """One line about a batch that no rank trains on."""
+    """Write a line about a batch that no rank trains on."""
     batch = event.batch
     where = (
         f"the batch of samples {batch.start} to {batch.stop} is passed over at step {batch.step}"
@@ -357,7 +357,7 @@ def skipped_text(event: BatchSkipped) -> str:
 
 
 def measured_text(batch: SkippedBatch) -> str:
-    """Loss and gradient norm of a batch that was passed over."""
+    """Write the loss and gradient norm of a batch that was passed over."""
     loss, norm = (
         "no number" if value is None else f"{value:g}" for value in (batch.loss, batch.grad_norm)
     )
@@ -365,13 +365,13 @@ def measured_text(batch: SkippedBatch) -> str:
 
 
 def program_notices(history: RunHistory) -> list[str]:
-    """What the author of the program should know, each once."""
+    """List the notices for the author of the program, each once."""
     events = [event for view in history.attempts for event in view.events]
     return list(dict.fromkeys(event.text for event in events if isinstance(event, ProgramNotice)))
 
 
 def activity_of(history: RunHistory) -> str | None:
-    """What the living attempt is doing when it is not training, None when it is."""
+    """Say what the living attempt does instead of training; None: it trains."""
     view = history.open_attempt
     if view is None or not view.events:
         return None
@@ -386,10 +386,10 @@ def activity_of(history: RunHistory) -> str | None:
 def progress_text(
     last: StepRecord | None, target: int | None, activity: str, *, ettr: float | None = None
 ) -> str:
-    """One line under the progress bar."""
+    """Write the line under the progress bar."""
     if last is None:
         return activity
-    # What is done comes first: cards of the UI cut off what comes late.
+    # The activity comes first: cards of the UI cut off the end.
     ratio = f", ETTR {ettr:.1%}" if ettr is not None else ""
     speed = f", {last.tokens_per_s:,.0f} tokens/s" if last.tokens_per_s else ""
     loss = f", {last.loss_text}" if last.loss_text else ""

@@ -1,11 +1,7 @@
-"""A run in few words at every moment of its life: title and table of its attempts, its last line.
-
-Pure, from the ledger alone.
-
-The steps of a run that were abnormal, and the batches that it passed over because of them.
+"""A run in few words: title and table of its attempts, its last line, its abnormal steps.
 
 Pure, from the ledger alone. A step that is abnormal again when it is executed again, or after a
-restart, is one; each batch that was passed over is one.
+restart, counts once; so does each batch that was passed over.
 """
 
 from __future__ import annotations
@@ -24,11 +20,13 @@ from perdure.training.reporting.ettr import duration_text
 from perdure.training.reporting.markdown import counted, listed
 from perdure.training.reporting.rows import AttemptRow, measured_text, state_word
 
-MAX_NODES = 2  # of a row by name
+MAX_NODES = 2  # by name in a row
+MAX_VALUE = 100
+_REFUSAL = re.compile(r"((?:loss|gradient norm) is .+?) at step (\d+)")  # of NumericAnomaly
 
 
 def attempts_title(history: RunHistory) -> str:
-    """What the attempts amount to now."""
+    """Sum the attempts up in a line."""
     num = len(history.attempts)
     if history.ended is not None:
         word = history.ended.outcome.capitalize()
@@ -38,11 +36,12 @@ def attempts_title(history: RunHistory) -> str:
     last = history.attempts[-1]
     name = "{}.{}".format(*last.key)
     earlier = sum(
-        one.ended is not None and one.ended.outcome == "failed" for one in history.attempts
+        attempt.ended is not None and attempt.ended.outcome == "failed"
+        for attempt in history.attempts
     )
     if last.ended is None:
-        after = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
-        return f"Attempt {name} is {state_word(history, last)}{after}"
+        failures = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
+        return f"Attempt {name} is {state_word(history, last)}{failures}"
     fault = last.ended.fault
     if fault is None:
         return f"Attempt {name} has {last.ended.outcome}"
@@ -51,10 +50,11 @@ def attempts_title(history: RunHistory) -> str:
 
 
 def attempts_table(rows: Sequence[AttemptRow]) -> list[dict[str, str]]:
-    """The table of attempts for the UI: few and narrow columns, or the last are cut off."""
+    """Build the table of attempts for the UI: few and narrow columns, or the last are cut off."""
     return [
         {
-            "attempt": f"{row.placement}.{row.attempt}{_inside(row)}",
+            "attempt": f"{row.placement}.{row.attempt}"
+            + (f", generation {row.generation}" if row.generation is not None else ""),
             "state": row.outcome,
             "fault": row.fault.split(":")[0],
             "answer": row.rung,
@@ -70,8 +70,9 @@ def attempts_table(rows: Sequence[AttemptRow]) -> list[dict[str, str]]:
 def _steps_text(row: AttemptRow) -> str:
     if row.from_step is None:
         return f"to {row.to_step}" if row.to_step is not None else ""
-    to = f"{row.from_step} to {row.to_step}"
-    return to if row.to_step is not None else f"from {row.from_step}"
+    if row.to_step is None:
+        return f"from {row.from_step}"
+    return f"{row.from_step} to {row.to_step}"
 
 
 def _nodes_text(nodes: Sequence[str]) -> str:
@@ -79,30 +80,29 @@ def _nodes_text(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:MAX_NODES]) + more
 
 
-def _inside(row: AttemptRow) -> str:
-    return f", generation {row.generation}" if row.generation is not None else ""
-
-
 def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
-    """How often what broke; one that was not recovered inside the processes is counted once."""
-    found: Counter[FaultClass] = Counter()
+    """Count faults; a fault that was not recovered inside the processes counts once."""
+    counts: Counter[FaultClass] = Counter()
     for view in history.attempts:
         ended = view.ended.fault if view.ended is not None else None
         inside = view.recoveries
         if ended is not None:
-            found[ended.fault_class] += 1
+            counts[ended.fault_class] += 1
             if inside and not inside[-1].succeeded:
                 inside = inside[:-1]
-        found.update(one.began.fault.fault_class for one in inside)
-    return found
+        counts.update(recovery.began.fault.fault_class for recovery in inside)
+    return counts
 
 
 def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
-    """The message of a run's final state: steps, attempts, faults, isolated nodes, ETTR.
+    """Build the message of a run's final state: steps, attempts, faults, isolated nodes, ETTR.
 
     Abnormal steps and skipped batches are in it where there were any.
     """
-    faults = [f"{number} {one}" for one, number in sorted(faults_by_class(history).items())]
+    faults = [
+        f"{number} {fault_class}"
+        for fault_class, number in sorted(faults_by_class(history).items())
+    ]
     attempts = counted(len(history.attempts), "attempt")
     placements = counted(len(history.placements), "placement")
     parts = [
@@ -119,16 +119,12 @@ def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:
     return "; ".join(parts)
 
 
-MAX_VALUE = 100
-_REFUSAL = re.compile(r"((?:loss|gradient norm) is .+?) at step (\d+)")  # of NumericAnomaly
-
-
 @dataclass(frozen=True, slots=True)
 class AbnormalStep:
-    """One finding.
+    """An abnormal step or skipped batch.
 
     Attributes:
-        step: that was abnormal, None for a command whose steps are not known.
+        step: None for a command whose steps are not known.
         value: loss or norm, in words.
     """
 
@@ -139,12 +135,11 @@ class AbnormalStep:
 
 @dataclass(frozen=True, slots=True)
 class AbnormalSteps:
-    """All of a run, of which there is at least one.
+    """All abnormal steps of a run, at least one.
 
     Attributes:
-        steps: how many were abnormal, those of skipped batches with them.
+        steps: how many were abnormal, with those of skipped batches.
         skipped_batches: how many batches were passed over.
-        newest: the last finding.
     """
 
     steps: int
@@ -153,44 +148,44 @@ class AbnormalSteps:
 
     @property
     def text(self) -> str:
-        """The same on one line."""
+        """Both numbers and the newest step on a line."""
         skipped = counted(self.skipped_batches, "batch", "batches")
         passed = f", {skipped} skipped" if self.skipped_batches else ""
         where = f" at step {self.newest.step}" if self.newest.step is not None else ""
-        found = counted(self.steps, "abnormal step")
-        return f"{found}{passed}, the newest{where}: {self.newest.value}"
+        count = counted(self.steps, "abnormal step")
+        return f"{count}{passed}, the newest{where}: {self.newest.value}"
 
 
 def abnormal_steps(history: RunHistory) -> AbnormalSteps | None:
-    """What of a run was abnormal, None where nothing was."""
+    """Find the abnormal steps of a run; None where there is none."""
     batches: dict[int, BatchSkipped] = {}
     for view in history.attempts:
         for event in view.events:
             if isinstance(event, BatchSkipped):  # once more after a restart: it is known
                 batches.setdefault(event.batch.start, event)
-    left = {event.batch.step for event in batches.values()}
-    found = {}
+    skipped = {event.batch.step for event in batches.values()}
+    by_step = {}
     for view in history.attempts:
         for fault in _faults_of(view):
-            step = _of_fault(fault)
-            if step.step is None or step.step not in left:
-                found[view.key if step.step is None else step.step] = step
-    every = [*found.values(), *map(_of_batch, batches.values())]
+            step = _from_fault(fault)
+            if step.step is None or step.step not in skipped:
+                by_step[view.key if step.step is None else step.step] = step
+    every = [*by_step.values(), *map(_from_batch, batches.values())]
     if not every:
         return None
-    return AbnormalSteps(len(every), len(batches), max(every, key=lambda one: one.at_s))
+    return AbnormalSteps(len(every), len(batches), max(every, key=lambda step: step.at_s))
 
 
 def _faults_of(view: AttemptView) -> Iterator[Fault]:
-    """Those of abnormal steps, in order; the one that ends the attempt may be there twice."""
-    faults = [one.began.fault for one in view.recoveries]
+    """List faults of abnormal steps, in order; the fault that ends the attempt may come twice."""
+    faults = [recovery.began.fault for recovery in view.recoveries]
     faults += [event.fault for event in view.events if isinstance(event, AttemptGivenUp)]
     if view.ended is not None and view.ended.fault is not None:
         faults.append(view.ended.fault)
-    yield from (one for one in faults if one.fault_class is FaultClass.NUMERIC_ANOMALY)
+    yield from (fault for fault in faults if fault.fault_class is FaultClass.NUMERIC_ANOMALY)
 
 
-def _of_fault(fault: Fault) -> AbnormalStep:
+def _from_fault(fault: Fault) -> AbnormalStep:
     refusal = _REFUSAL.search(fault.evidence)
     if refusal is not None:
         return AbnormalStep(fault.at_s, int(refusal[2]), refusal[1])
@@ -199,5 +194,5 @@ def _of_fault(fault: Fault) -> AbnormalStep:
     return AbnormalStep(fault.at_s, None if fault.step is None else fault.step + 1, value)
 
 
-def _of_batch(event: BatchSkipped) -> AbnormalStep:
+def _from_batch(event: BatchSkipped) -> AbnormalStep:
     return AbnormalStep(event.at_s, event.batch.step, measured_text(event.batch))

@@ -1,4 +1,4 @@
-"""Whether workers that exited with 0 have ended well, as the watch of an attempt sees them.
+"""The check of workers that exited with 0, in the watch of an attempt: whether they ended well.
 
 A session program says so itself, and its agent knows where it was to end. A command is judged by
 the end of its output, once its node has no process of it any more, and by how far it is known to
@@ -26,7 +26,8 @@ from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.engines.base import Snapshot
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.wire.agent import AgentStatus, LeftProcess, WorkerStatus
+from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
+from perdure.training.wire.agent import LeftProcess, WorkerStatus
 from perdure.training.wire.logs import WorkerLog
 
 UNSEEN_STRIDE = 0.01  # of the target, where only one heartbeat of a command was seen
@@ -45,57 +46,54 @@ def is_done(worker: WorkerStatus) -> bool:
     return worker.exit_code == EXIT_DONE or ended_badly
 
 
-def bad_end_of_session(worker: WorkerStatus) -> FalseSuccess | None:
-    """What its agent says about a session program that exited with 0."""
-    if not worker.ended_early:
-        return None
-    return FalseSuccess(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)
-
-
 def good_end_text(reached: str | None, notes: Sequence[str]) -> str:
-    """What is said of a good end.
+    """Build the sentence about a good end.
 
     Args:
-        reached: how far it came; None of a command none of whose steps is known.
-        notes: what a user has to know beside it.
+        reached: how far the run came; None: a command none of whose steps is known.
+        notes: for the user, beside it.
     """
     return "; ".join((reached or "the command has ended well", *notes))
 
 
 @dataclass(slots=True)
 class CommandExitCheck:
-    """What shows that a command that exited with 0 has not ended well.
+    """The check of commands that exit with 0: evidence that they have not ended well.
 
     Attributes:
         target: step that the job's command trains to; None: not known.
-        bad: by rank, what was found.
-        notes: what a user has to know about a good end.
+        false_successes: by rank.
+        notes: for the user, about a good end.
     """
 
     target: int | None = None
-    bad: dict[int, FalseSuccess] = field(default_factory=dict)
+    false_successes: dict[int, FalseSuccess] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _judged: set[int] = field(default_factory=set)
+    _judged_ranks: set[int] = field(default_factory=set)
     _steps: list[int] = field(default_factory=list)
-    _left: dict[int, tuple[LeftProcess, ...]] = field(default_factory=dict)
+    _left_running: dict[int, tuple[LeftProcess, ...]] = field(default_factory=dict)
+
+    def check(self, progress: Progress) -> WatchResult | None:  # noqa: ARG002 judge() has the exits
+        """End the attempt once the exit of a command proved to be no success."""
+        return WatchResult(EndKind.FAILED) if self.false_successes else None
 
     def note(self, snapshot: Snapshot) -> None:
-        """Keep how far the program has come, and what commands have left running."""
+        """Note how far the program has come, and the processes that commands left running."""
         for status in snapshot.agents.values():
             for worker in status.workers[:1]:
-                self._left[worker.rank] = status.left_running
-        step = max((step for one in snapshot.agents.values() for step in one.steps), default=-1)
+                self._left_running[worker.rank] = status.left_running
+        step = max((s for status in snapshot.agents.values() for s in status.steps), default=-1)
         if step >= 0 and step not in self._steps[-1:]:
             self._steps = [*self._steps[-1:], step]
 
-    def fresh(self, snapshot: Snapshot) -> list[WorkerStatus]:
-        """Workers that exited with 0 since the last time, of nodes where nothing is left."""
+    def unjudged(self, snapshot: Snapshot) -> list[WorkerStatus]:
+        """List workers that exited with 0 on nodes where nothing is left, and were not judged."""
         return [
             worker
             for status in snapshot.agents.values()
             if status.is_over
             for worker in status.workers
-            if worker.exit_code == EXIT_DONE and worker.rank not in self._judged
+            if worker.exit_code == EXIT_DONE and worker.rank not in self._judged_ranks
         ]
 
     def judge(
@@ -108,47 +106,46 @@ class CommandExitCheck:
         """Judge workers that exited with 0.
 
         Args:
-            workers: that have not been judged.
-            logs: the ends of the output of all, by rank.
+            workers: not judged before.
+            logs: the ends of the output of all workers, by rank.
             is_last: whether no other process is left: nobody will count on.
         """
-        self._judged.update(worker.rank for worker in workers)
+        self._judged_ranks.update(worker.rank for worker in workers)
         by_itself = [worker for worker in workers if not worker.stopped_by_agent]
         for worker in by_itself:
             outputs = [Output(log.text, log.written_s) for log in logs.get(worker.rank, ())]
             crash = find_crash(outputs)
             if crash is not None:
-                self.bad[worker.rank] = FalseSuccess(crash)
-        if by_itself and not self.bad:
+                self.false_successes[worker.rank] = FalseSuccess(crash)
+        if by_itself and not self.false_successes:
             self._judge_left([worker.rank for worker in by_itself], logs)
-        if is_last and by_itself and not self.bad:
+        if is_last and by_itself and not self.false_successes:
             short = find_short_end(self._counts(logs))
             if short is not None:
-                self.bad[by_itself[-1].rank] = short
+                self.false_successes[by_itself[-1].rank] = short
             elif not self._steps and not any(map(shows_steps, _texts(logs))):
                 self.notes.append(UNSEEN_NOTE)
 
     def _judge_left(self, ranks: Collection[int], logs: Mapping[int, Sequence[WorkerLog]]) -> None:
-        """A script that did not wait for its training; what outlives a finished one is harmless."""
+        """Judge processes that outlive their script: harmless, unless training had not finished."""
         counts = [count for count in self._counts(logs) if count is not None]
         has_finished = bool(counts) and not any(count.is_short for count in counts)
         for rank in ranks:
-            left = self._left.get(rank, ())
-            training = [one.name for one in left if one.trains]
+            left = self._left_running.get(rank, ())
+            training = [process.name for process in left if process.trains]
             if training and not has_finished:
-                self.bad[rank] = judge_leftovers(training)
+                self.false_successes[rank] = judge_leftovers(training)
             elif left:
-                self.notes.append(describe_leftovers([one.name for one in left]))
+                self.notes.append(describe_leftovers([process.name for process in left]))
 
     def _counts(self, logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[Count | None]:
         if self.target is not None and self._steps:
-            before = self._steps[:-1]
-            step = self._steps[-1]
-            stride = step - before[0] if before else round(UNSEEN_STRIDE * self.target)
+            step, is_first = self._steps[-1], len(self._steps) == 1
+            stride = round(UNSEEN_STRIDE * self.target) if is_first else step - self._steps[0]
             yield Count(step, self.target, max(1, stride))
         printed = map(find_count, _texts(logs))
         counts = [count for count in printed if count is not None]
-        # With several nodes one of them prints: the one that came farthest.
+        # The node whose output came farthest counts; not all nodes print.
         yield max(counts, key=lambda count: count.step, default=None)
 
 
@@ -158,9 +155,13 @@ def _texts(logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[str]:
 
 def was_stopped(snapshot: Snapshot) -> bool:
     """Whether a worker that exited with 0 had been asked to stop: it need not have been done."""
-    return any(worker.stopped_by_agent for worker in _workers(snapshot))
+    return any(
+        worker.stopped_by_agent for status in snapshot.agents.values() for worker in status.workers
+    )
 
 
-def _workers(snapshot: Snapshot) -> Iterator[WorkerStatus]:
-    statuses: Iterator[AgentStatus] = iter(snapshot.agents.values())
-    return (worker for status in statuses for worker in status.workers)
+def bad_end_of_session(worker: WorkerStatus) -> FalseSuccess | None:
+    """Return the agent's objection to a session program that exited with 0."""
+    if not worker.ended_early:
+        return None
+    return FalseSuccess(worker.error or "exit code 0 before the target", FaultClass.USER_CODE_ERROR)

@@ -1,19 +1,13 @@
-"""Before processes are started on a chip that had a fault: what its node does about it, on record.
+"""The end of an attempt: its diagnosis, the ladder's decision, and the healing of its chips.
 
-The first degradation of a restart in place: where the fault is still there, the rung has failed,
-and the ladder is asked again. Times are seconds.
-
-Decisions about attempts that failed, and about rungs that could not be carried out.
-
-A decision is on record before anything follows from it. Times are seconds since the epoch.
-
-The end of an attempt: what broke it, what is done about it, and both on record.
+All three are on record before anything follows from them. Where healing does not help, the rung
+has failed, and the ladder is asked again. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from perdure.storage.errors import StorageError
@@ -49,20 +43,12 @@ class Healer:
     """Has chips healed before a restart in place.
 
     Attributes:
-        decider: of the run.
+        decider: answers where healing fails.
         cwd: folder that the workers start in.
     """
 
     decider: Decider
     cwd: str
-
-    def answer(
-        self, view: AttemptView, fault: Fault, *, stop_wanted: Callable[[], bool]
-    ) -> tuple[Decision, ChipsHealed | None]:
-        """Ask the ladder about the fault that ended an attempt, and heal where it says to stay."""
-        decision = self.decider.decide(view, fault)
-        decision = self.heal(view, fault, decision, stop_wanted=stop_wanted)
-        return decision, self.decider.writer.refresh().attempts[-1].healed
 
     def heal(
         self,
@@ -72,13 +58,13 @@ class Healer:
         *,
         stop_wanted: Callable[[], bool],
     ) -> Decision:
-        """The decision to act on: the given one, or the next rung where the fault is still there.
+        """Return the decision to act on: the same, or the next rung where the fault persists.
 
         Args:
             view: the attempt that has failed; none of its processes is left.
-            fault: that ended it.
-            decision: that answers it.
-            stop_wanted: polled meanwhile; a request to stop ends the wait, not what goes on.
+            fault: that ended the attempt.
+            decision: answers the fault.
+            stop_wanted: polled meanwhile; a request to stop ends the wait, not the healing.
         """
         ended = self.decider.writer.history.attempts[-1].ended
         hurt = hardware_fault(fault, ended.runners_up if ended is not None else ())
@@ -97,7 +83,7 @@ class Healer:
     def _await(
         self, order: HealOrder, node: str, stop_wanted: Callable[[], bool]
     ) -> ChipsHealed | None:
-        """What came of it; None when nobody knows, or a stop was requested."""
+        """Wait for the outcome; None: the node does not answer, or a stop was requested."""
         until_s = time.monotonic() + order.plan.limit_s + ANSWER_MARGIN_S
         while time.monotonic() < until_s and not stop_wanted():
             try:
@@ -130,7 +116,7 @@ class Healer:
 
 
 def _late(order: HealOrder, node: str) -> ChipsHealed:
-    """A node that lives and comes to no end."""
+    """Describe a node that lives and comes to no end."""
     limit_s = order.plan.limit_s
     silent = ActDone(Act.CHECK, is_good=False, seen=f"no end within {limit_s:g} s", seconds=limit_s)
     return ChipsHealed(
@@ -149,9 +135,9 @@ class Decider:
     """Asks the ladder about the attempts of one run.
 
     Attributes:
-        job: of the run.
+        job: has the policy.
         fleet: its capabilities and nodes limit what can be decided.
-        writer: of the run's ledger.
+        writer: records each decision.
     """
 
     job: Job
@@ -159,20 +145,20 @@ class Decider:
     writer: LedgerWriter
 
     def decide(self, view: AttemptView, fault: Fault) -> Decision:
-        """What answers the fault that ended an attempt."""
+        """Decide about the fault that ended an attempt."""
         history = self.writer.refresh()
-        healthy = num_healthy(self.job, self.fleet.nodes(), history.isolated)
+        healthy = self.num_healthy(history.isolated)
         decision = self._ask(fault, history, healthy=healthy, no_replica=no_replica_of(self.job))
         self.writer.append(view, DecisionMade, decision=decision)
         self.writer.refresh()
         return decision
 
-    def within(self, fault: Fault, ranks: Collection[int]) -> Decision:
-        """What answers a fault whose other processes live on, and whose coordinator does not.
+    def decide_inside(self, fault: Fault, ranks: Collection[int]) -> Decision:
+        """Decide about a loss while other processes live on; nothing is recorded.
 
         Args:
-            fault: with its node.
-            ranks: of that node.
+            fault: names the node.
+            ranks: on that node.
         """
         groups, everybody = self.job.layout.replica_groups(), range(self.job.engine.world_size)
         lack = lack_among_living(ranks, groups, everybody)
@@ -188,7 +174,7 @@ class Decider:
         no_replica: str | None = None,
         no_replica_of_node: str | None = None,
     ) -> Decision:
-        """The ladder's answer under the job's policy, with what its engine can do."""
+        """Ask the ladder under the job's policy, with the capabilities of its engine."""
         return decide(
             fault,
             now_s=time.time(),
@@ -201,6 +187,13 @@ class Decider:
             no_replica_of_node=no_replica_of_node,
         )
 
+    def num_healthy(self, isolated: Collection[str]) -> int:
+        """Count the nodes that the run may use: those that are there, or that its job allows it."""
+        nodes = self.fleet.nodes()
+        if nodes is None:
+            return self.job.engine.nodes + self.job.engine.spares - len(isolated)
+        return len(set(nodes) - set(isolated))
+
     def decide_pending(self) -> None:
         """Decide about a failed attempt whose supervisor died before it asked the ladder."""
         view = self.writer.refresh().undecided_attempt
@@ -208,11 +201,11 @@ class Decider:
             self.decide(view, fault_of(view))
 
     def rung_failed(self, rung: Rung, why: str, *, waited_s: float = 0.0) -> Decision:
-        """Record that a rung could not be carried out; what the ladder answers then.
+        """Record that a rung could not be carried out, and ask the ladder again.
 
         Args:
             rung: that failed.
-            why: it did.
+            why: for people.
             waited_s: for a node to become free.
 
         Raises:
@@ -225,7 +218,7 @@ class Decider:
         self.writer.append(view, RungFailed, rung=rung, why=why, waited_s=waited_s)
         return self.decide(view, fault_of(view))
 
-    def vanished(self, view: AttemptView) -> None:
+    def record_vanished(self, view: AttemptView) -> None:
         """Record an attempt that ended without a supervisor, and its containers with it."""
         fault = Fault(
             FaultClass.NODE_LOST,
@@ -234,41 +227,34 @@ class Decider:
             explanation="All containers are gone: the machine was restarted, or everything "
             "was taken down at once.",
         )
-        # Its last commits first: progress since the recovery before makes that one free.
+        # Its last commits first: progress since the previous recovery makes that recovery free.
         self.writer.missed_checkpoints(view)
         self.writer.end_attempt(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self.decide(view, fault)
 
 
-def num_healthy(job: Job, nodes: Sequence[str] | None, isolated: Collection[str]) -> int:
-    """How many nodes the run may use: those that are there, or that its job allows it."""
-    if nodes is None:
-        return job.engine.nodes + job.engine.spares - len(isolated)
-    return len(set(nodes) - set(isolated))
-
-
 def recoveries_of(job: Job, history: RunHistory) -> list[Recovery]:
-    """Every past recovery of the run, oldest first, as the ladder takes them."""
+    """List every past recovery of the run, oldest first, as the ladder takes them."""
     # A command whose checkpoints are not known has progressed when it has lasted.
     lasts_s = None if saves_are_known(job) else job.restart.progress_after_s
     return history.recoveries(progress_after_s=lasts_s)
 
 
 def no_replica_of(job: Job) -> str | None:
-    """Why no rank has another's state; of a command it is known where the job has its layout."""
+    """Say why no rank has another's state; for a command the job must give the layout."""
     is_known = job.has_layout or not job.worker.is_command
     return lack_of_replicas(job.layout) if is_known else None
 
 
 def fault_of(view: AttemptView) -> Fault:
-    """What ended an attempt that has failed."""
-    assert view.fault is not None  # noqa: S101 asked for failed attempts alone
+    """Return the fault that ended an attempt that has failed."""
+    assert view.fault is not None  # noqa: S101 the attempt has failed
     return view.fault
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class AttemptResult:
-    """How an attempt ended and, if it failed, what is to be done."""
+    """The end of an attempt and, where it failed, the decision about its fault."""
 
     kind: EndKind
     placement: int
@@ -289,25 +275,25 @@ class AttemptResult:
         return self.decision is not None and self.decision.rung in RESTARTS_IN_PLACE
 
 
+@dataclass(frozen=True, slots=True)
 class AttemptFinisher:
     """Concludes the attempts of one run.
 
-    Args:
-        job: of the run.
-        fleet: of the run.
-        writer: of its ledger.
-        healer: answers the faults.
+    Attributes:
+        healer: its decider answers the faults.
         store: takes the stacks of hangs.
     """
 
-    def __init__(
-        self, job: Job, fleet: Fleet, writer: LedgerWriter, healer: Healer, store: ObjectStore
-    ) -> None:
-        self._job = job
-        self._fleet = fleet
-        self._writer = writer
-        self._healer = healer
-        self._store = store
+    healer: Healer
+    store: ObjectStore
+
+    @property
+    def _decider(self) -> Decider:
+        return self.healer.decider
+
+    @property
+    def _writer(self) -> LedgerWriter:
+        return self._decider.writer
 
     def conclude(
         self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
@@ -317,16 +303,18 @@ class AttemptFinisher:
         if diagnosis is None:
             return AttemptResult(end.kind, *view.key, end.last_step, notes=end.notes)
         fault = diagnosis.fault
-        decision, healed = self._healer.answer(view, fault, stop_wanted=stop_wanted)
+        decision = self._decider.decide(view, fault)
+        decision = self.healer.heal(view, fault, decision, stop_wanted=stop_wanted)
+        healed = self._writer.refresh().attempts[-1].healed
         return AttemptResult(end.kind, *view.key, end.last_step, fault, decision, healed)
 
     def record_end(self, view: AttemptView, end: AttemptEnd) -> Diagnosis | None:
-        """Put the end of an attempt on record, with what broke it, if something did."""
+        """Put the end of an attempt on record, with the diagnosis where it has failed."""
         placement, attempt = view.key
-        # The nodes upload them while the fault is diagnosed and the next attempt starts.
-        self._fleet.collect_logs(placement, attempt)
+        # The nodes upload their logs while the fault is diagnosed and the next attempt starts.
+        self._decider.fleet.collect_logs(placement, attempt)
         self._writer.missed_checkpoints(view)
-        diagnosis = self._diagnosed(end) if end.kind is EndKind.FAILED else None
+        diagnosis = self._diagnose(end) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:
             diagnosis = self._with_stacks(view, end, diagnosis)
         self._writer.end_attempt(
@@ -334,21 +322,21 @@ class AttemptFinisher:
         )
         return diagnosis
 
-    def _diagnosed(self, end: AttemptEnd) -> Diagnosis:
-        found = diagnose(end.evidence)
+    def _diagnose(self, end: AttemptEnd) -> Diagnosis:
+        diagnosis = diagnose(end.evidence)
         # A user who starts a run that had ended has seen how.
-        before = self._writer.history.attempts[self._writer.history.budgets_from : -1]
-        last = before[-1].ended if before else None
-        fault = blame_repeated_end(found.fault, last.fault if last is not None else None)
-        return replace(
-            found, fault=fault_of_command(fault) if self._job.worker.is_command else fault
-        )
+        earlier = self._writer.history.attempts[self._writer.history.budgets_from : -1]
+        last = earlier[-1].ended if earlier else None
+        fault = blame_repeated_end(diagnosis.fault, last.fault if last is not None else None)
+        if self._decider.job.worker.is_command:
+            fault = fault_of_command(fault)
+        return replace(diagnosis, fault=fault)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Name the place of a hang's stacks in its fault."""
-        ranks = end.evidence.rank_progress
+        run_id, ranks = self._decider.job.run_id, end.evidence.rank_progress
         try:
-            where = save_hang_report(self._store, self._job.run_id, view.key, end.stacks, ranks)
+            where = save_hang_report(self.store, run_id, view.key, end.stacks, ranks)
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
         fault = diagnosis.fault

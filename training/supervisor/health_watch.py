@@ -1,14 +1,11 @@
-"""The health of one attempt: what its watcher sees becomes alerts of the ledger.
+"""The health of one attempt: its alerts, and restarts although nothing is wrong.
 
 Times are seconds since the epoch.
-
-When an attempt is started anew although nothing is wrong. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from perdure.training.config.watch import WatchSpec
@@ -17,7 +14,8 @@ from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import AlertCleared, AlertKind, AlertRaised, StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.supervisor.watch import Progress
+from perdure.training.supervisor.stall_check import StallCheck
+from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from perdure.training.telemetry.alerts import (
     AlertCondition,
     AlertMonitor,
@@ -33,81 +31,78 @@ PERIOD_S = 1.0
 
 @dataclass(slots=True)
 class AttemptHealth:
-    """Watches the health points of one attempt.
+    """The alerts of one attempt.
 
     Attributes:
-        spec: their limits.
-        hang_of: finds a hang that is only to be reported.
+        spec: the limits.
+        view: the attempt; another supervisor may have raised alerts about it.
+        stall: finds a hang that is only to be reported.
     """
 
     spec: WatchSpec
-    hang_of: Callable[[Collection[AgentStatus]], AlertCondition | None] = lambda _statuses: None
-    _watch: AlertMonitor = field(init=False)
+    view: AttemptView
+    stall: StallCheck
+    _monitor: AlertMonitor = field(init=False)
     _raised: dict[Key, AlertRaised] = field(default_factory=dict)
-    _count: int = 0
-    _looked_s: float = 0.0
+    _last_number: int = 0
+    _sampled_s: float = 0.0
     _steps: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin with nothing out of its limits."""
-        self._watch = AlertMonitor(self.spec)
-
-    def adopt(self, view: AttemptView) -> None:
-        """Go on with the alerts that are on record: another supervisor raised them."""
-        for alert in view.alerts:
-            self._count = max(self._count, alert.began.number)
+        """Go on with the alerts that are on record."""
+        self._monitor = AlertMonitor(self.spec)
+        for alert in self.view.alerts:
+            self._last_number = max(self._last_number, alert.began.number)
             if alert.ended is None:
                 key = alert_key(alert.began)
                 self._raised[key] = alert.began
-                self._watch.open.add(key)
+                self._monitor.open.add(key)
 
-    def look(
-        self, progress: Progress, view: AttemptView, history: RunHistory
-    ) -> list[AlertRaised | AlertCleared]:
-        """What has changed since the last look; at most one a second is taken."""
+    def update(self, progress: Progress, history: RunHistory) -> list[AlertRaised | AlertCleared]:
+        """Return the alerts that are new or over, judged at most once a second."""
         self._steps += progress.steps
-        now_s = time.time()
-        if now_s - self._looked_s < PERIOD_S:
+        now_s = progress.at_s
+        if now_s - self._sampled_s < PERIOD_S:
             return []
-        self._looked_s = now_s
+        self._sampled_s = now_s
         steps, self._steps = self._steps, []
         agents = progress.snapshot.agents.values()
-        look = RunSample(
+        sample = RunSample(
             at_s=now_s,
-            nodes={one.node: one.sample for one in agents if one.sample is not None},
+            nodes={agent.node: agent.sample for agent in agents if agent.sample is not None},
             ranks=tuple(_ranks(agents)),
             steps=tuple(steps),
-            # Until the first commit, the age of the newest one is that of the attempt.
-            commits_s=(view.started.at_s, *_commits_s(view, history)),
-            hang=self.hang_of(agents),
-            retries={(one.node, r): n for one in agents for r, n in one.mended_retries.items()},
+            # Until the first commit, the age of the newest step is that of the attempt.
+            commits_s=(self.view.started.at_s, *self._commits_s(history)),
+            hang=self.stall.hang_of(progress),
+            retries={(a.node, r): n for a in agents for r, n in a.mended_retries.items()},
         )
-        changes = self._watch.update(look)
+        changes = self._monitor.update(sample)
         return [
-            *(self._note(one, now_s) for one in changes.raised),
+            *(self._raise(condition, now_s) for condition in changes.raised),
             *(self._clear(key, now_s) for key in changes.cleared if key in self._raised),
         ]
 
-    def slow_node(self, history: RunHistory) -> SlowNode | None:
-        """A node that holds the others up and is to be left, as soon as that costs no step."""
+    def slow_node(self, history: RunHistory, *, is_saved: bool = False) -> SlowNode | None:
+        """Return the node that holds the others up and is to be evacuated.
+
+        Args:
+            history: of the run.
+            is_saved: only once a step was committed since: then an end of the attempt costs none.
+        """
         alert = self._straggler(history)
         if alert is None or alert.node is None:
             return None
-        return SlowNode(alert.node, alert.rank, alert.device, alert.text)
-
-    def saved_slow_node(self, view: AttemptView, history: RunHistory) -> SlowNode | None:
-        """The same once a step was committed since: then an end of the attempt costs none."""
-        alert, commits_s = self._straggler(history), _commits_s(view, history)
-        if alert is None or not commits_s or commits_s[-1] <= alert.at_s:
+        if is_saved and not any(at_s > alert.at_s for at_s in self._commits_s(history)[-1:]):
             return None
-        return self.slow_node(history)
+        return SlowNode(alert.node, alert.rank, alert.device, alert.text)
 
     def _straggler(self, history: RunHistory) -> AlertRaised | None:
         if not self.spec.isolate_fail_slow or history.placement is None:
             return None
         nodes = {member.node for member in history.placement.members}
         for alert in self._raised.values():
-            # What the rank does wherever it is costs one node at most.
+            # A rank that is slow wherever it runs costs no more than its first node.
             if (
                 alert.point is AlertKind.STRAGGLER
                 and alert.node in nodes
@@ -116,22 +111,30 @@ class AttemptHealth:
                 return alert
         return None
 
-    def _note(self, one: AlertCondition, now_s: float) -> AlertRaised:
-        self._count += 1
-        note = AlertRaised(
-            at_s=now_s,
-            number=self._count,
-            point=one.point,
-            text=one.text,
-            value=one.value,
-            limit=one.limit,
-            node=one.node,
-            rank=one.rank,
-            device=one.device,
-            step=one.step,
+    def _commits_s(self, history: RunHistory) -> tuple[float, ...]:
+        """List when this attempt committed steps."""
+        return tuple(
+            checkpoint.at_s
+            for checkpoint in history.checkpoints
+            if (checkpoint.placement, checkpoint.attempt) == self.view.key
         )
-        self._raised[alert_key(one)] = note
-        return note
+
+    def _raise(self, condition: AlertCondition, now_s: float) -> AlertRaised:
+        self._last_number += 1
+        alert = AlertRaised(
+            at_s=now_s,
+            number=self._last_number,
+            point=condition.point,
+            text=condition.text,
+            value=condition.value,
+            limit=condition.limit,
+            node=condition.node,
+            rank=condition.rank,
+            device=condition.device,
+            step=condition.step,
+        )
+        self._raised[alert_key(condition)] = alert
+        return alert
 
     def _clear(self, key: Key, now_s: float) -> AlertCleared:
         return AlertCleared(at_s=now_s, number=self._raised.pop(key).number)
@@ -144,7 +147,7 @@ def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSample]:
             if pulse is None or worker.exit_code is not None or worker.is_recovering:
                 continue
             if worker.rank is None or worker.phase is None:
-                continue  # of a command, without a heartbeat
+                continue  # a command's rank without a heartbeat
             yield RankSample(
                 rank=worker.rank,
                 node=status.node,
@@ -159,9 +162,9 @@ def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSample]:
 
 
 def _was_slow_elsewhere(alert: AlertRaised, history: RunHistory) -> bool:
-    """Whether the same rank was slow on another node before."""
+    """Whether the rank was slow on another node before."""
     faults = [view.ended.fault for view in history.attempts if view.ended is not None]
-    faults += [one.began.fault for view in history.attempts for one in view.recoveries]
+    faults += [span.began.fault for view in history.attempts for span in view.recoveries]
     return any(
         fault is not None
         and fault.fault_class is FaultClass.FAIL_SLOW
@@ -171,27 +174,19 @@ def _was_slow_elsewhere(alert: AlertRaised, history: RunHistory) -> bool:
     )
 
 
-def _commits_s(view: AttemptView, history: RunHistory) -> tuple[float, ...]:
-    """When this attempt committed steps."""
-    return tuple(
-        seen.at_s for seen in history.checkpoints if (seen.placement, seen.attempt) == view.key
-    )
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PeriodicRestart:
-    """Due at the first committed checkpoint after so long: that loses the fewest steps.
+    """The watcher for the first checkpoint after so long: a restart then loses the fewest steps.
 
     Attributes:
-        every_s: of the restart policy; None: never.
+        every_s: as the restart policy has it; None: never.
         started_s: when the attempt was started.
     """
 
     every_s: float | None
     started_s: float
-    is_due: bool = False
 
-    def look(self, checkpoints: Sequence[int], *, now_s: float) -> None:
-        """Take in the checkpoints that were committed since the last look."""
-        if self.every_s is not None and checkpoints and now_s - self.started_s >= self.every_s:
-            self.is_due = True
+    def check(self, progress: Progress) -> WatchResult | None:
+        """Ask for the restart at a poll that shows a new checkpoint."""
+        is_due = self.every_s is not None and progress.at_s - self.started_s >= self.every_s
+        return WatchResult(EndKind.RESTARTED) if is_due and progress.checkpoints else None

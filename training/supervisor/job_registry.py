@@ -22,17 +22,17 @@ def remember_job(home: Path, job: Job) -> None:
 
 
 def job_path(home: Path, run_id: str) -> Path:
-    """Where `remember_job` keeps the job of a run."""
+    """Return the path where `remember_job` keeps the job of a run."""
     return home / "runs" / run_id / "job.json"
 
 
 def known_runs(home: Path) -> list[str]:
-    """The run_ids with a job on this machine, ascending."""
+    """List the run_ids with a job on this machine, ascending."""
     return sorted(path.parent.name for path in (home / "runs").glob("*/job.json"))
 
 
 def unended_runs(home: Path) -> list[str]:
-    """Those of them that are not known to have ended."""
+    """List the run_ids of runs that are not known to have ended."""
     return [run_id for run_id in known_runs(home) if not _end_path(home, run_id).exists()]
 
 
@@ -51,7 +51,7 @@ def _end_path(home: Path, run_id: str) -> Path:
 
 
 def known_job(home: Path, run_id: str) -> Job:
-    """The job of a run that was started on this machine.
+    """Read the job of a run that was started on this machine.
 
     Raises:
         InputError: there is no such run, or its file cannot be read or holds no job of this

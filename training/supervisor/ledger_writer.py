@@ -1,6 +1,6 @@
-"""The ledger of a run as its supervisor writes it: what is on record, and what happens.
+"""The ledger of a run as its supervisor writes it.
 
-Every supervisor that adopts an attempt reads its log from the beginning; each event gets on
+Every supervisor that adopts an attempt reads its log from the beginning; each event goes on
 record once. Times are seconds since the epoch, steps completed optimizer steps.
 """
 
@@ -34,7 +34,6 @@ class LedgerWriter:
     """Writes the records about the attempts of one run.
 
     Attributes:
-        ledger: of the run.
         history: the ledger's content when it was last read.
     """
 
@@ -54,7 +53,7 @@ class LedgerWriter:
         self.ledger.append(record, placement=placement, attempt=attempt, **fields)
 
     def fence(self, placement: Placement, attempt: tuple[int, int]) -> None:
-        """Let nobody but the living commit: this attempt, by the container of its first member.
+        """Let this attempt alone commit, by the container of its first member.
 
         Raises:
             StorageError: the store refuses, or a newer attempt owns the run.
@@ -75,13 +74,11 @@ class LedgerWriter:
         return view
 
     def progress(self, view: AttemptView, progress: Progress) -> list[LedgerEvent]:
-        """Record what a watcher has seen. The events that were not on record before."""
+        """Record the news of a poll. Returns the events that were not on record before."""
         if self.now(view).first_step is None:
-            seen = progress.command_step
-            first = next(((one.step, one.at_s) for one in progress.steps), None)
-            first = (seen.step, seen.at_s) if first is None and seen is not None else first
+            first = progress.steps[0] if progress.steps else progress.command_step
             if first is not None:
-                self.append(view, FirstStep, step=first[0], stepped_s=first[1])
+                self.append(view, FirstStep, step=first.step, stepped_s=first.at_s)
                 self.refresh()
         for saved in progress.saved:
             self.checkpoint(view, saved.step, saved)
@@ -90,12 +87,12 @@ class LedgerWriter:
         return self.record_events(view, progress.events)
 
     def record_events(self, view: AttemptView, events: Iterable[LedgerEvent]) -> list[LedgerEvent]:
-        """Record events of the attempt. Those that were not on record before."""
-        known = {(event.kind, event.number) for event in self.now(view).events}
+        """Record events of the attempt. Returns those that were not on record before."""
+        recorded = {(event.kind, event.number) for event in self.now(view).events}
         fresh = []
         for event in events:
-            if (event.kind, event.number) not in known:
-                known.add((event.kind, event.number))
+            if (event.kind, event.number) not in recorded:
+                recorded.add((event.kind, event.number))
                 self.append(view, AttemptEventRecorded, event=event)
                 fresh.append(event)
         if fresh:
@@ -106,15 +103,15 @@ class LedgerWriter:
         self, view: AttemptView, step: int, saved: SavedCheckpoint | None = None
     ) -> None:
         """Record that the attempt has committed a step; `saved` is that of a command."""
-        known = {(seen.placement, seen.attempt, seen.step) for seen in self.history.checkpoints}
-        if (*view.key, step) not in known:
-            own = {"path", "size_bytes", "written_s"}
-            where = saved.model_dump(include=own) if saved is not None else {}
-            self.append(view, CheckpointRecorded, step=step, **where)
+        recorded = {(c.placement, c.attempt, c.step) for c in self.history.checkpoints}
+        if (*view.key, step) not in recorded:
+            columns = {"path", "size_bytes", "written_s"}
+            facts = saved.model_dump(include=columns) if saved is not None else {}
+            self.append(view, CheckpointRecorded, step=step, **facts)
             self.refresh()
 
     def missed_checkpoints(self, view: AttemptView) -> None:
-        """Record commits whose line was lost with the first node: the store has them."""
+        """Record commits whose line was lost with the first node, from the store."""
         for step in self._checkpoints.steps():
             if step <= self.history.committed_step:
                 continue
@@ -138,10 +135,10 @@ class LedgerWriter:
 
         Args:
             view: the attempt.
-            outcome: how it ended.
+            outcome: an EndKind.
             to_step: the last step that is known to be completed.
-            end: what the watch saw; None: nobody watched it to its end.
-            diagnosis: what broke it, if something did.
+            end: as the watch saw it; None: nobody watched it to its end.
+            diagnosis: None where nothing broke it.
         """
         self.append(
             view,
@@ -159,5 +156,5 @@ class LedgerWriter:
         )
 
     def now(self, view: AttemptView) -> AttemptView:
-        """The attempt as the ledger has it by now."""
-        return next(one for one in self.history.attempts if one.key == view.key)
+        """Return the attempt as the ledger had it when it was last read."""
+        return next(attempt for attempt in self.history.attempts if attempt.key == view.key)

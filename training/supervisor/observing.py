@@ -1,4 +1,4 @@
-"""An attempt seen without supervising it: nothing is recorded, and only drills order anything."""
+"""The observer of an attempt: it supervises nothing, records nothing, and orders only drills."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.journal.attempt_view import AttemptView, Pause, pair_events
 from perdure.training.journal.events import LedgerEvent, StepRecord
+from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
+
+
+def placement_of(history: RunHistory) -> Placement | None:
+    """Return the placement in effect."""
+    placed = history.placement
+    return Placement(placed.placement, placed.members) if placed is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +29,9 @@ class AttemptSnapshot:
     """The state of an attempt by its own report.
 
     Attributes:
-        snapshot: of its members; None when no agent of it can be reached from here.
-        steps: completed since the last look.
-        events: of its coordinator, from the beginning.
+        snapshot: None when no agent of the attempt can be reached from here.
+        steps: completed since the last observation.
+        events: the coordinator's, from the beginning.
     """
 
     snapshot: Snapshot | None
@@ -33,22 +40,17 @@ class AttemptSnapshot:
 
 
 class AttemptObserver:
-    """Reads the log of an attempt without supervising it; records nothing.
-
-    Args:
-        fleet: of the run.
-        placement: of the attempt.
-    """
+    """Reads the log of an attempt without supervising it; records nothing."""
 
     def __init__(self, fleet: Fleet, placement: Placement) -> None:
         self._fleet = fleet
         self._placement = placement
         self._events: list[LedgerEvent] = []
         self._steps: list[StepRecord] = []
-        self._log, self._log_of = Follower(fleet.metrics), ""
+        self._log, self._log_container = Follower(fleet.metrics), ""
 
     def pause(self, view: AttemptView) -> Pause | None:
-        """The pause that the attempt is in by now.
+        """Find the pause that the attempt is in by now.
 
         Args:
             view: the attempt as it is on record; its log may be out of reach.
@@ -57,8 +59,8 @@ class AttemptObserver:
         pauses = pair_events((*view.events, *self._events), PauseBegan, PauseEnded)
         return pauses[-1] if pauses and pauses[-1].ended is None else None
 
-    def look(self) -> AttemptSnapshot:
-        """The state of the attempt by now."""
+    def observe(self) -> AttemptSnapshot:
+        """Return the state of the attempt by now."""
         try:
             # First: it shows on which node the log of a command is.
             snapshot = self._fleet.poll() if self._fleet.adopt(self._placement) else None
@@ -70,7 +72,7 @@ class AttemptObserver:
         return AttemptSnapshot(snapshot, steps, tuple(self._events))
 
     def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]] | None:
-        """What its logs hold by now, with the names of their nodes; None: no node is in reach."""
+        """Read its logs, with the names of their nodes; None: no node is in reach."""
         try:
             if not self._fleet.adopt(self._placement):
                 return None
@@ -79,7 +81,7 @@ class AttemptObserver:
             return None
 
     def kill(self, victim: Victim, index: int) -> bool:
-        """Have something killed, in a drill; whether it was there.
+        """Have something killed in a drill. Returns whether it was there.
 
         Raises:
             EngineError: the run is no drill.
@@ -87,12 +89,17 @@ class AttemptObserver:
         return bool(self._fleet.adopt(self._placement)) and self._fleet.kill(victim, index)
 
     def _read_on(self) -> bool:
-        """Read the log to its end. Whether any agent of the attempt lives."""
+        """Read the log to its end. Returns whether any agent of the attempt lives."""
         try:
             if not self._fleet.adopt(self._placement):
                 return False
-            if self._fleet.first_container != self._log_of:  # another log begins on another node
-                self._log, self._log_of = Follower(self._fleet.metrics), self._fleet.first_container
+            if (
+                self._fleet.first_container != self._log_container
+            ):  # another log begins on another node
+                self._log, self._log_container = (
+                    Follower(self._fleet.metrics),
+                    self._fleet.first_container,
+                )
             for events in iter(self._log.read, None):
                 progress = Progress()
                 progress.take(events)

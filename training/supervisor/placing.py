@@ -1,17 +1,13 @@
-"""Nodes that work, but not as they should: the last that a new placement takes.
+"""The placement of the next attempt, on the containers that are there or on new ones; its checks.
 
-MindCluster's sub-health: the job goes on where it is, and later placements avoid the node while
-there is another one. A node that was released begins anew. Pure. Times are seconds since the
-epoch.
+The next supervisor finishes any action in which a supervisor died. Nodes that fail their checks are
+on record as refused before anything is done about it; the next placement avoids them. A check that
+fails everywhere is no node's fault: before the first attempt of a run it ends the run, with its
+message; later the attempt starts all the same, and the ladder answers its fault.
 
-Where the next attempt runs: on the containers that are there, or on new ones; and their checks.
-
-Whatever a supervisor was doing when it died is found again and finished. Nodes that fail their
-checks are on record as refused before anything is done about it; the next placement avoids them.
-What fails everywhere is no node's fault: before the first attempt of a run it ends the run, with
-the message of the check; later the attempt is started all the same, and the ladder answers
-what fails. Sub-healthy nodes are taken last, and the record of a placement says why. Times are
-seconds.
+Sub-healthy nodes work, but not as they should (MindCluster's term): the job goes on where it is,
+and later placements take these nodes last and say why. A node that was released begins anew. Times
+are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -35,27 +31,31 @@ from perdure.training.recovery.chips import ChipLevel, chip_fact
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from perdure.training.reporting.action_items import spares_of
-from perdure.training.supervisor.finishing import Healer, fault_of, num_healthy
+from perdure.training.supervisor.finishing import Healer, fault_of
+from perdure.training.supervisor.observing import placement_of
 from perdure.training.trainer.size import state_bytes
 from perdure.training.wire.agent import CheckOrder
 from perdure.training.wire.node import Check, CheckOutcome
 
+SPARE_POLL_S = 1.0
 # Alerts about a machine; the others are about the program, the store or all ranks.
-OF_MACHINES = frozenset(
-    {
-        *(AlertKind.DEVICE_UNHEALTHY, AlertKind.LINK_DOWN, AlertKind.LINK_RETRIED),
-        AlertKind.STRAGGLER,
-    }
+MACHINE_ALERTS = (
+    AlertKind.DEVICE_UNHEALTHY,
+    AlertKind.LINK_DOWN,
+    AlertKind.LINK_RETRIED,
+    AlertKind.STRAGGLER,
 )
+
+_log = logging.getLogger("perdure.supervisor")
 
 
 @dataclass(frozen=True, slots=True)
 class SubHealthyNode:
-    """A node that is used last.
+    """A node that a new placement takes last.
 
     Attributes:
-        why: what was seen, the newest of it.
-        at_s: when.
+        why: the newest fact against it.
+        at_s: of that fact.
     """
 
     node: str
@@ -64,20 +64,20 @@ class SubHealthyNode:
 
 
 def sub_healthy_nodes(history: RunHistory) -> list[SubHealthyNode]:
-    """Nodes that are not isolated and of which something was seen, by name."""
-    found: dict[str, SubHealthyNode] = {}
+    """List nodes that are not isolated, but have a fact against them, by name."""
+    by_name: dict[str, SubHealthyNode] = {}
     for view in history.attempts:
-        for one in _seen_in(view):
-            is_new = one.at_s > history.released.get(one.node, float("-inf"))
-            if is_new and one.node not in history.isolated:
-                found[one.node] = one
-    return [found[node] for node in sorted(found)]
+        for sub_healthy in _facts_in(view):
+            is_new = sub_healthy.at_s > history.released.get(sub_healthy.node, float("-inf"))
+            if is_new and sub_healthy.node not in history.isolated:
+                by_name[sub_healthy.node] = sub_healthy
+    return [by_name[node] for node in sorted(by_name)]
 
 
-def _seen_in(view: AttemptView) -> Iterator[SubHealthyNode]:
+def _facts_in(view: AttemptView) -> Iterator[SubHealthyNode]:
     ends = [view.ended.fault] if view.ended is not None and view.ended.fault is not None else []
-    for fault in [*(one.began.fault for one in view.recoveries), *ends]:
-        yield from _of_code(fault)
+    for fault in [*(recovery.began.fault for recovery in view.recoveries), *ends]:
+        yield from _code_fact(fault)
     for recovery in view.recoveries:
         fault = recovery.began.fault
         if recovery.left_sub_healthy and fault.node is not None:
@@ -85,11 +85,11 @@ def _seen_in(view: AttemptView) -> Iterator[SubHealthyNode]:
             yield SubHealthyNode(fault.node, why, fault.at_s)
     for alert in view.alerts:
         raised = alert.began
-        if alert.ended is None and raised.point in OF_MACHINES and raised.node is not None:
+        if alert.ended is None and raised.point in MACHINE_ALERTS and raised.node is not None:
             yield SubHealthyNode(raised.node, f"{raised.point}: {raised.text}", raised.at_s)
 
 
-def _of_code(fault: Fault) -> Iterator[SubHealthyNode]:
+def _code_fact(fault: Fault) -> Iterator[SubHealthyNode]:
     fact = chip_fact(fault.code) if fault.code is not None else None
     if fact is None or fact.level is not ChipLevel.SUB_HEALTHY or fault.node is None:
         return
@@ -98,17 +98,12 @@ def _of_code(fault: Fault) -> Iterator[SubHealthyNode]:
     yield SubHealthyNode(fault.node, f"code {fault.code}{device}{cause}", fault.at_s)
 
 
-SPARE_POLL_S = 1.0
-
-_log = logging.getLogger("perdure.supervisor")
-
-
 class Placer:
     """Makes and checks the placements of one run.
 
     Args:
-        healer: of the run; its decider is asked when a rung cannot be carried out.
-        identity: of this supervisor.
+        healer: its decider is asked when a rung cannot be carried out.
+        identity: this supervisor's.
         home: Perdure's folder on this machine.
     """
 
@@ -121,7 +116,7 @@ class Placer:
         self._waited_s = 0.0
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
-        """The placement of the next attempt: the living one, or a new one.
+        """Find the placement of the next attempt: the living placement, or a new one.
 
         Raises:
             EngineError: no placement is possible, and the ladder stops the run.
@@ -149,9 +144,9 @@ class Placer:
 
     @property
     def _repair(self) -> Rung:
-        """How members on refused nodes move: alone where the engine can, or all."""
-        can = Rung.POD_RESCHEDULE in self._fleet.capabilities
-        return Rung.POD_RESCHEDULE if can else Rung.JOB_RESCHEDULE
+        """The rung that moves members off refused nodes: alone where the engine can, or all."""
+        moves_alone = Rung.POD_RESCHEDULE in self._fleet.capabilities
+        return Rung.POD_RESCHEDULE if moves_alone else Rung.JOB_RESCHEDULE
 
     def _keeps(self, current: Placement, stop_wanted: Callable[[], bool]) -> bool:
         """Whether the next attempt keeps the placement that is there.
@@ -165,7 +160,7 @@ class Placer:
         alive = self._fleet.adopt(current)
         if history.open_attempt is not None:
             if not alive:
-                self._decider.vanished(history.open_attempt)
+                self._decider.record_vanished(history.open_attempt)
             return bool(alive)
         if history.restarts_on_schedule:
             return bool(alive)
@@ -173,7 +168,7 @@ class Placer:
         if decided is None or len(history.attempts) <= history.budgets_from or not alive:
             return False
         if decided.rung in RESTARTS_IN_PLACE:
-            # The supervisor before may have died over it; a node that is done has the answer.
+            # The previous supervisor may have died over it; a node that is done has the answer.
             view = history.attempts[-1]
             decided = self._healer.heal(view, fault_of(view), decided, stop_wanted=stop_wanted)
         return decided.rung in RESTARTS_IN_PLACE
@@ -205,18 +200,18 @@ class Placer:
         return True
 
     def _bind(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
-        """The placement with its nodes on record, where the engine has chosen them.
+        """Put the nodes that the engine has chosen on record, and return the placement with them.
 
         Args:
-            placement: that is there.
-            members: that have new containers; None: all. Another one may be about to move, and
-                its container is still on the node that it leaves.
+            placement: whose containers are there.
+            members: with new containers; None: all. Another member may be about to move, and its
+                container is still on the old node.
         """
         placed = self._fleet.bound(placement, members)
         if placed.members != placement.members:
             # Of the same number: it takes the place of the record that had no nodes yet.
-            before = self._writer.refresh().placement
-            self._record(placed, before.sub_healthy if before is not None else {})
+            previous = self._writer.refresh().placement
+            self._record(placed, previous.sub_healthy if previous is not None else {})
         return placed
 
     def _carry_out(
@@ -239,7 +234,7 @@ class Placer:
         avoid = history.isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused
-        sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
+        sub_healthy = {sub.node: sub.why for sub in sub_healthy_nodes(history)}
         if rung is Rung.POD_RESCHEDULE and current is not None:
             alive = self._fleet.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
@@ -258,7 +253,7 @@ class Placer:
         return self._bind(placement)
 
     def members_on(self, node: str) -> frozenset[int]:
-        """Indices of the members of the placement that are on a node."""
+        """List the indices of the members of the placement that are on a node."""
         placement = placement_of(self._writer.refresh())
         members = placement.members if placement is not None else ()
         return frozenset(member.index for member in members if member.node == node)
@@ -272,9 +267,9 @@ class Placer:
 
     def refuse(self, node: str, why: str) -> None:
         """Keep a node out of what is placed from now on."""
-        number = placement_of(self._writer.refresh())
-        assert number is not None  # noqa: S101 it is one of its nodes
-        self._writer.ledger.append(NodeRefused, placement=number.number, node=node, why=why)
+        current = placement_of(self._writer.refresh())
+        assert current is not None  # noqa: S101 the node belongs to it
+        self._writer.ledger.append(NodeRefused, placement=current.number, node=node, why=why)
 
     def move(
         self, members: Collection[int], *, off: str, wait_s: float
@@ -284,21 +279,21 @@ class Placer:
         On record before it is done; what is on record already is finished.
 
         Args:
-            members: indices of those that were on the node.
-            off: the node.
-            wait_s: for room on another one.
+            members: indices of the members on the node.
+            off: the node's name.
+            wait_s: for room on another node.
 
         Returns:
             The placement, of the same number, and the members that have new containers.
 
         Raises:
-            NoCapacity: there is no node for one of them.
+            NoCapacity: there is no node for a member.
             EngineError: a container cannot be started.
         """
         history, nodes = self._writer.refresh(), self._fleet.nodes()
         current = placement_of(history)
         assert current is not None  # noqa: S101 an attempt is on it
-        sub_healthy = {one.node: one.why for one in sub_healthy_nodes(history)}
+        sub_healthy = {sub.node: sub.why for sub in sub_healthy_nodes(history)}
         avoid = history.isolated
         if off in current.nodes:
             planned, _ = plan_replacement(
@@ -306,18 +301,18 @@ class Placer:
             )
             current = replace(planned, number=current.number)
             self._record(current, sub_healthy)
-        # Not there again, whatever its fault: a node is told by its name.
+        # Not there again, whatever its fault: nodes differ by name alone.
         current = replace(current, avoid=(*avoid, off), last=tuple(sub_healthy), wait_s=wait_s)
         moved = self._fleet.misplaced(current) & set(members)
-        # What is left of the others waits for ranks that have ended, and can save nothing.
+        # Processes left in the old containers wait for ranks that have ended, and can save nothing.
         grace_s = max(0.0, float(self._job.restart.failover_grace_s))
         self._fleet.replace(current, moved, grace_s=grace_s)
         return self._bind(current, moved), tuple(sorted(moved))
 
     def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
-        """Whether too few healthy nodes are left and the policy lets the job use isolated ones."""
-        left = num_healthy(self._job, self._fleet.nodes(), avoid)
-        return left < self._job.engine.nodes and self._job.restart.allow_without_isolation
+        """Whether too few healthy nodes are left and the policy lets the job use isolated nodes."""
+        has_too_few = self._decider.num_healthy(avoid) < self._job.engine.nodes
+        return has_too_few and self._job.restart.allow_without_isolation
 
     def _record(
         self, placement: Placement, sub_healthy: dict[str, str], *, waited_s: float = 0.0
@@ -345,8 +340,8 @@ class Placer:
         """
         greetings = self._fleet.greet()
         orders = self._check_orders(placement, self._writer.refresh(), greetings)
-        found = [*self._fleet.check(orders), *self._check_clocks(greetings)]
-        verdict = verdict_of(found)
+        checks = [*self._fleet.check(orders), *self._check_clocks(greetings)]
+        verdict = verdict_of(checks)
         for node, why in verdict.refused.items():
             self._writer.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)
         history = self._writer.refresh()
@@ -357,20 +352,21 @@ class Placer:
     def _check_orders(
         self, placement: Placement, history: RunHistory, greetings: Mapping[int, ClockProbe]
     ) -> dict[int, CheckOrder]:
-        kept = _kept_members(history, placement)
+        staying = _kept_members(history, placement)
         first = greetings.get(0) if self._job.preflight.gang else None
         order = self.check_order()
         if first is not None:
             order = order.model_copy(update={"gang_host": first.host, "gang_port": first.port})
-        known = {i for i in range(len(placement.members))
-                 if i in kept or (i > 0 and self._fleet.standing_by.was_checked(i))}  # fmt: skip
+        was_checked = self._fleet.standing_by.was_checked
         return {
-            member.index: order.model_copy(update={"is_new": member.index not in known})
-            for member in placement.members
+            i: order.model_copy(
+                update={"is_new": i not in staying and not (i > 0 and was_checked(i))}
+            )
+            for i in (member.index for member in placement.members)
         }
 
     def check_order(self) -> CheckOrder:
-        """To check a node by itself."""
+        """Build the order to check a node by itself."""
         return CheckOrder(
             job=self._job.model_dump_json(),
             num_nodes=self._job.engine.nodes,
@@ -398,21 +394,15 @@ class Placer:
             )
 
 
-def placement_of(history: RunHistory) -> Placement | None:
-    """The placement in effect."""
-    placed = history.placement
-    return Placement(placed.placement, placed.members) if placed is not None else None
-
-
 def _kept_members(history: RunHistory, current: Placement) -> set[int]:
-    """Indices of the members whose container was there in the placement before."""
-    before = history.placements[-2].members if len(history.placements) > 1 else ()
-    return {member.index for member in current.members if member in before}
+    """List the indices of members whose container was there in the previous placement."""
+    previous = history.placements[-2].members if len(history.placements) > 1 else ()
+    return {member.index for member in current.members if member in previous}
 
 
 def _refusals(history: RunHistory) -> list[str]:
-    """Why nodes were refused that nothing but their own checks spoke against."""
-    return [f"{one.node} failed its checks: {one.why}" for one in history.refusals]
+    """Say why nodes were refused that nothing but their own checks spoke against."""
+    return [f"{refusal.node} failed its checks: {refusal.why}" for refusal in history.refusals]
 
 
 def _rung_of(history: RunHistory) -> Rung:

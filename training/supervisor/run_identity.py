@@ -1,15 +1,12 @@
-"""Whether a run may begin in a store that holds nothing of it.
+"""The identity of a run: whether a job may begin it in its store, or go on with it.
 
-The folder of a store may be new. Or runs were kept there, and what is seen now is the empty
-folder below an unmounted file system: a new store would take the run's new records on the local
-disk, apart from its old ones. A bucket does not vanish so, but its objects may have been deleted,
-or the address may lead elsewhere. What this machine has noted of its runs tells one from the
-other. A run is its name together with the address of its store.
-
-Whether a job may go on with the run that has its name. Pure, from job and ledger.
-
-What the weights depend on must not change under a run's name, and what a user changes in a run
-that is complete must not be ignored. Steps are completed optimizer steps.
+A run is its name together with the address of its store. The folder of a store may be new. Or runs
+were kept there, and only the empty folder below an unmounted file system is left: a new store would
+take the run's new records on the local disk, apart from its old ones. A bucket does not vanish so,
+but its objects may have been deleted, or the address may lead elsewhere. The notes of this machine
+about its runs decide between these cases. Settings that the weights depend on must not change under
+a run's name, and a change to a run that is complete must not be ignored. Steps are completed
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,10 +28,10 @@ MAX_NAMED_RUNS = 5
 
 
 def begin_store(job: Job, home: Path) -> None:
-    """Have the store of a run that starts: it is made where it is new.
+    """Make the store of a run that starts where the store is new.
 
     Raises:
-        InputError: there was one before, and it is not there.
+        InputError: there was a store before, and it is not there.
         StorageError: it cannot be made, or its file system does not answer.
     """
     if not has_store(job.storage):
@@ -43,15 +40,16 @@ def begin_store(job: Job, home: Path) -> None:
 
 
 def refuse_vanished(job: Job, home: Path) -> None:
-    """Check that the folder of a job, which holds no store, never held one that is known here.
+    """Check that the folder of a job, which holds no store, never held a store that is known here.
 
     Raises:
         InputError: runs of this machine are kept there.
     """
-    kept = list(_kept_at(job.storage, home))
-    if not kept or any(_has_ledger(job.storage, run_id) for run_id in kept):
+    run_ids = list(_runs_at(job.storage, home))
+    if not run_ids or any(_has_ledger(job.storage, run_id) for run_id in run_ids):
         return  # the store of a version that made no marker
-    names = ", ".join(kept[:MAX_NAMED_RUNS]) + (" and others" if len(kept) > MAX_NAMED_RUNS else "")
+    names = ", ".join(run_ids[:MAX_NAMED_RUNS])
+    names += " and others" if len(run_ids) > MAX_NAMED_RUNS else ""
     raise InputError(
         FIELD,
         f"{job.storage.address!r}: no store is in this folder, where this machine keeps {names}; "
@@ -60,13 +58,33 @@ def refuse_vanished(job: Job, home: Path) -> None:
     )
 
 
-def refuse_lost_ledger(job: Job, home: Path) -> None:
-    """Check that a run without a ledger is a new one, as far as this machine knows.
+def check_takeover(job: Job, history: RunHistory, identity: Identity, home: Path) -> None:
+    """Check that a supervisor may take a run, or create it where its ledger is empty.
+
+    Args:
+        job: to be run.
+        history: the ledger's content, before it is taken.
+        identity: the supervisor's.
+        home: Perdure's folder on this machine.
+
+    Raises:
+        RunConflict: the run belongs to a different job, or its containers are another machine's or
+            another home folder's, or its ledger is lost.
+    """
+    if history.job is None:
+        _refuse_lost_ledger(job, home)
+    refuse_other_job(job, history)
+    if job.engine.on_this_machine:
+        _refuse_elsewhere(history, identity, home)
+
+
+def _refuse_lost_ledger(job: Job, home: Path) -> None:
+    """Check that a run without a ledger is new, as far as this machine knows.
 
     Raises:
         RunConflict: it was started before, with the same address.
     """
-    if job.run_id in _kept_at(job.storage, home):
+    if job.run_id in _runs_at(job.storage, home):
         raise RunConflict(
             f"{FIELD}={job.storage.address!r} holds nothing of run {job.run_id}, which was started "
             "there; restore what was deleted, or choose another run_id. To start it from step 0, "
@@ -74,14 +92,14 @@ def refuse_lost_ledger(job: Job, home: Path) -> None:
         )
 
 
-def _kept_at(spec: StorageSpec, home: Path) -> Iterator[str]:
-    """The runs that were started on this machine with a store's address."""
+def _runs_at(spec: StorageSpec, home: Path) -> Iterator[str]:
+    """List the runs that were started on this machine with a store's address."""
     for run_id in known_runs(home):
         try:
-            known = known_job(home, run_id)
+            job = known_job(home, run_id)
         except InputError:
             continue  # of another version, or damaged
-        if known.storage.address.rstrip("/") == spec.address.rstrip("/"):
+        if job.storage.address.rstrip("/") == spec.address.rstrip("/"):
             yield run_id
 
 
@@ -94,7 +112,7 @@ _MAX_CHARS = 120
 MAX_NAMED_FIELDS = 8
 PREFIX = "perdure."  # recipes of older runs lack it
 REOPEN = "perdure run JOB.yaml --reopen"
-_OF_USER = frozenset({"env", "env_from"})  # sections whose names are the user's
+_USER_SECTIONS = frozenset({"env", "env_from"})  # sections whose names are the user's
 
 
 def is_complete(job: Job, history: RunHistory) -> bool:
@@ -105,36 +123,34 @@ def is_complete(job: Job, history: RunHistory) -> bool:
         return history.committed_step >= job.steps
     if job.target_step is None:
         return True
-    before = history.ended.target_step
-    if before is None:  # the job named none, or the record is of an older version
-        before = int((history.job or {}).get("steps", 0))
-    return job.target_step <= before
+    reached = history.ended.target_step
+    if reached is None:  # the job named none, or the record is of an older version
+        reached = int((history.job or {}).get("steps", 0))
+    return job.target_step <= reached
 
 
 def completed_before(job: Job, history: RunHistory) -> str:
-    """One line about a run that is complete, and how it goes on all the same."""
+    """Build the line about a run that is complete, and how it goes on all the same."""
     at = f", at step {history.committed_step}" if not job.worker.is_command else ""
     more = "a larger `steps`" if job.target_step is not None else f"`{REOPEN}`"
     changed = sorted(_changed(history.job or {}, job.model_dump(mode="json")))
     text = f"run {job.run_id} was completed before{at}; {more} has it go on"
     if not changed:
         return text
-    others = (
-        f" and {len(changed) - MAX_NAMED_FIELDS} more" if len(changed) > MAX_NAMED_FIELDS else ""
-    )
-    named = ", ".join(changed[:MAX_NAMED_FIELDS])
-    return f"{text}; differs from the job that it was created with: {named}{others}"
+    named, num_more = ", ".join(changed[:MAX_NAMED_FIELDS]), len(changed) - MAX_NAMED_FIELDS
+    named += f" and {num_more} more" if num_more > 0 else ""
+    return f"{text}; differs from the job that it was created with: {named}"
 
 
 def refuse_other_job(job: Job, history: RunHistory) -> None:
-    """Check that the job is that of the run, as far as something depends on it.
+    """Check that the job is the run's, as far as something depends on it.
 
     Raises:
         RunConflict: it would train other weights, or a completed run would ignore its command.
     """
-    # Until something depends on them, settings of a run may still be corrected.
-    # What a command has saved is its own affair: it may be corrected.
-    depends = any(seen.path is None for seen in history.checkpoints)
+    # Until something depends on them, settings of a run may still be corrected; a command's own
+    # checkpoints are its own affair.
+    depends = any(checkpoint.path is None for checkpoint in history.checkpoints)
     if history.job is not None and (depends or history.open_attempt):
         first = next(_differences(history.job, job.model_dump(mode="json")), None)
         if first is not None:
@@ -167,31 +183,31 @@ def _refuse_other_command(job: Job, history: RunHistory) -> None:
         )
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Values of the run's identity that are not the same: path, then, now."""
+def _differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """List values of the run's identity that differ: path, then, now."""
     for field in _IDENTITY:
-        if field in before:
-            yield from _compared(field, before[field], now.get(field))
+        if field in recorded:
+            yield from _compared(field, recorded[field], now.get(field))
 
 
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Paths of the values that are not the same; the values may be secret."""
-    every = path.rstrip(".") in _OF_USER
-    for name in before.keys() | now.keys():
-        then, here = before.get(name), now.get(name)
-        if isinstance(then, Mapping) and isinstance(here, Mapping):
-            yield from _changed(then, here, f"{path}{name}.")
-        elif then != here and (every or (name in before and name in now)):
+def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """List the paths of the values that differ; the values may be secret."""
+    has_user_names = path.rstrip(".") in _USER_SECTIONS
+    for name in recorded.keys() | now.keys():
+        then, current = recorded.get(name), now.get(name)
+        if isinstance(then, Mapping) and isinstance(current, Mapping):
+            yield from _changed(then, current, f"{path}{name}.")
+        elif then != current and (has_user_names or (name in recorded and name in now)):
             yield f"{path}{name}"
 
 
-def _compared(path: str, before: Any, now: Any) -> Iterator[str]:
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        # Every field is on record: one that is not there is of another version.
-        for name in (name for name in before if name in now):
-            yield from _compared(f"{path}.{name}", before[name], now[name])
-    elif before != now and not (path == "worker.recipe" and now == f"{PREFIX}{before}"):
-        yield f"{path}: {_shown(before)}, here {_shown(now)}"
+def _compared(path: str, recorded: Any, now: Any) -> Iterator[str]:
+    if isinstance(recorded, Mapping) and isinstance(now, Mapping):
+        # Every field is on record: a field that is missing is another version's.
+        for name in (name for name in recorded if name in now):
+            yield from _compared(f"{path}.{name}", recorded[name], now[name])
+    elif recorded != now and not (path == "worker.recipe" and now == f"{PREFIX}{recorded}"):
+        yield f"{path}: {_shown(recorded)}, here {_shown(now)}"
 
 
 def _shown(value: Any) -> str:
@@ -199,7 +215,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}..."
 
 
-def refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
+def _refuse_elsewhere(history: RunHistory, identity: Identity, home: Path) -> None:
     """Check that this supervisor can adopt the containers of an open attempt.
 
     Raises:

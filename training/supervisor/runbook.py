@@ -1,9 +1,8 @@
 """The order of a run: prepare data, place, check, train, decide, repair damaged data, end.
 
-Written once. Prefect's tasks and a plain loop differ in how a step is carried out, not in what
-follows from it. Steps are completed optimizer steps.
-
-Cancelling a run from wherever its store is reached: through its supervisor, or without one.
+It is written once: Prefect's tasks and a plain loop carry out a step in different ways, and the
+same follows from it. A run is cancelled from wherever its store is in reach, through its supervisor
+or without it. Steps are completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.exit_zero import good_end_text
 from perdure.training.supervisor.finishing import AttemptResult
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome, prepare
 from perdure.training.trainer.data.tokenizer import open_tokenizer
@@ -31,7 +30,7 @@ Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How a run ended, as the ledger has it."""
+    """The end of a run, as the ledger has it."""
 
     outcome: Literal["completed", "cancelled", "failed"]
     message: str
@@ -42,12 +41,12 @@ class RunSteps:
     """The steps of a run, carried out in this process; the flow makes Prefect tasks of them.
 
     Attributes:
-        run: that this process supervises.
+        run: supervised by this process.
         stop_wanted: polled while waiting and watching: whether the run is to be cancelled.
-        on_progress: called with every look at an attempt.
+        on_progress: called at every poll of an attempt.
     """
 
-    run: Run
+    run: RunSupervisor
     stop_wanted: Callable[[], bool] = lambda: False
     on_progress: Callable[[Progress], None] = lambda _progress: None
 
@@ -66,7 +65,7 @@ class RunSteps:
         return self.run.place(stop_wanted=self.stop_wanted)
 
     def check(self, placement: Placement) -> bool:
-        """Check the nodes. Whether the placement can be used; if not, place() finds others.
+        """Check the nodes. Returns whether the placement can be used; else place() finds others.
 
         Raises:
             EngineError: before the first attempt, something is wrong that no node is to blame for.
@@ -74,7 +73,7 @@ class RunSteps:
         return self.run.check(placement).is_passed
 
     def train(self, placement: Placement, data_manifest_key: str | None) -> AttemptResult:
-        """Run at least one attempt on a placement. How the last one ended."""
+        """Run at least one attempt on a placement. Returns how the last attempt ended."""
         self.run.wait_to_restart(placement, self.stop_wanted)
         return self.run.attempt(
             placement,
@@ -88,10 +87,10 @@ def run_to_completion(steps: RunSteps, *, log: Log) -> RunEnd:
     """Bring a run that was taken from where its ledger stops to its end, and record that end.
 
     Args:
-        steps: how its steps are carried out.
-        log: receives what went wrong without ending the run.
+        steps: carry out the work.
+        log: receives errors that do not end the run.
     """
-    # The supervisor before may have died between the end of its last attempt and the run's.
+    # The previous supervisor may have died between the end of its last attempt and the run's.
     pending = steps.run.pending_end()
     end = _end_after(pending) if pending is not None else _train(steps, log)
     steps.run.end(end.outcome, end.message)
@@ -136,7 +135,7 @@ def _prepare_data(steps: RunSteps, log: Log) -> str | None:
 
 
 def _place(steps: RunSteps) -> Placement:
-    """The placement of the next attempt; nodes that fail their checks are replaced by others."""
+    """Place the next attempt; nodes that fail their checks are replaced by others."""
     while True:
         placement = steps.place()
         if not steps.run.wants_checks(placement) or steps.check(placement):
@@ -156,16 +155,18 @@ def _end_after(verdict: AttemptResult) -> RunEnd:
             return RunEnd("failed", reason)
 
 
-def cancel(run: Run, *, by_server: Callable[[RunHistory], bool] = lambda _history: False) -> str:
+def cancel(
+    run: RunSupervisor, *, by_server: Callable[[RunHistory], bool] = lambda _history: False
+) -> str:
     """Have a run stopped; without a supervisor, take its containers down here.
 
     Args:
-        run: that is not taken by this process yet.
-        by_server: cancels what a Prefect server knows of the run; whether it knows anything. Else
-            the request goes into the store, where the supervisor looks for it.
+        run: not taken by this process yet.
+        by_server: cancels the run's flow runs on a Prefect server; returns whether there are any.
+            Else the request goes into the store, where the supervisor looks for it.
 
     Returns:
-        What was done, for the user.
+        The line for the user.
     """
     name = run.job.run_id
     ended = run.refresh().ended

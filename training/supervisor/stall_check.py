@@ -1,9 +1,7 @@
-"""Whether a command has printed nothing on any node for too long. Times are seconds.
+"""The check for stalls that only all nodes together show, where an agent sees its own alone.
 
-Whether a rank is left behind by the others, or a command prints nothing on any node.
-
-An agent sees its own processes alone; here are those of all nodes. Times are seconds since the
-epoch.
+A rank is left behind by the others, or a command prints nothing on any node. Times are seconds
+since the epoch.
 """
 
 from __future__ import annotations
@@ -21,119 +19,105 @@ from perdure.training.liveness.hang_limits import MIN_LIMIT_S, SilentOutputDetec
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.liveness.stalled_rank import LeftBehindDetector, StartingRank
 from perdure.training.supervisor.evidence import progress_of, silent_of
+from perdure.training.supervisor.watch import Progress, WatchResult
 from perdure.training.telemetry.alerts import AlertCondition
 from perdure.training.wire.agent import AgentState, AgentStatus
-
-
-@dataclass(slots=True)
-class SilentOutputCheck:
-    """Looks at the output of one attempt, if its job asks for that.
-
-    Attributes:
-        job: of the run.
-    """
-
-    job: Job
-    _detector: SilentOutputDetector | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Have a detector with the limit of the job."""
-        limit_s = self.job.watch.output_quiet_s
-        self._detector = SilentOutputDetector(limit_s) if limit_s is not None else None
-
-    def look(self, statuses: Iterable[AgentStatus]) -> SilentRank | None:
-        """The command, once it has been silent for too long."""
-        running = [one for one in statuses if one.state is AgentState.RUNNING]
-        if self._detector is None or not running:
-            return None
-        by_node = {one.node: one.output_bytes for one in running}
-        silent_s = self._detector.judge(by_node, now_s=time.monotonic())
-        if silent_s is None:
-            return None
-        why = f"no output on any of {len(running)} nodes"
-        return SilentRank(None, None, silent_s, self._detector.limit_s, "command", why)
-
 
 PERIOD_S = 1.0
 
 
 @dataclass(slots=True)
 class StallCheck:
-    """Compares the ranks of one attempt.
+    """The watcher that compares the ranks of one attempt.
 
     Attributes:
-        job: of the run.
+        job: its limits say how long a rank or a command may stall.
         began_s: when the attempt was started.
     """
 
     job: Job
     began_s: float
-    _detector: LeftBehindDetector = field(init=False)
-    _output: SilentOutputCheck = field(init=False)
-    _looked_s: float = 0.0
+    _left_behind: LeftBehindDetector = field(init=False)
+    _silent_output: SilentOutputDetector | None = field(init=False)
+    _compared_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Have detectors with the limits of the job."""
-        self._output = SilentOutputCheck(self.job)
+        """Build the detectors with the limits of the job."""
+        limit_s = self.job.watch.output_quiet_s
+        self._silent_output = SilentOutputDetector(limit_s) if limit_s is not None else None
         restore_s = self.job.watch.restore_timeout_s
-        self._detector = LeftBehindDetector(
+        self._left_behind = LeftBehindDetector(
             least_s=self.job.restart.hang_timeout_s or MIN_LIMIT_S,
             began_s=self.began_s,
             phases_s={Phase.RESTORE: restore_s} if restore_s is not None else {},
         )
 
-    def look(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
-        """The rank that is left behind, or the command that is silent, if that is to end it."""
+    def check(self, progress: Progress) -> WatchResult | None:
+        """Find the rank that is left behind, or the silent command, where that ends the attempt."""
         if self.job.watch.hang_action is HangAction.ALERT:
             return None
-        return self._silent(statuses)
+        silent = self._find_silent(progress.snapshot.agents.values(), now_s=progress.at_s)
+        return WatchResult(culprit=silent) if silent is not None else None
 
-    def hang_of(self, statuses: Collection[AgentStatus]) -> AlertCondition | None:
-        """The hang that is only to be reported, if there is one."""
+    def hang_of(self, progress: Progress) -> AlertCondition | None:
+        """Find the hang that is only to be reported."""
         if self.job.watch.hang_action is not HangAction.ALERT:
             return None
-        one = next(silent_of(statuses, ends_attempt=False), None) or self._silent(statuses)
-        if one is None:
+        statuses = progress.snapshot.agents.values()
+        silent = next(silent_of(statuses, ends_attempt=False), None)
+        silent = silent or self._find_silent(statuses, now_s=progress.at_s)
+        if silent is None:
             return None
-        # What reports a hang may wait for another rank, which the progress of all shows.
+        # The rank that reports a hang may wait for another, which the progress of all shows.
         standstill = standstill_of(tuple(progress_of(statuses)))
         missing = standstill.missing if standstill is not None else ()
-        line = f"{one.line}; {standstill.line}" if standstill is not None and missing else one.line
+        lines = [silent.line, *([standstill.line] if standstill is not None and missing else [])]
         culprit = missing[0] if len(missing) == 1 else None
         return AlertCondition(
             AlertKind.HANG,
-            line,
-            one.silent_s,
-            one.limit_s,
-            node=culprit.node if culprit is not None else one.node,
-            rank=culprit.rank if culprit is not None else one.rank,
+            "; ".join(lines),
+            silent.silent_s,
+            silent.limit_s,
+            node=culprit.node if culprit is not None else silent.node,
+            rank=culprit.rank if culprit is not None else silent.rank,
         )
 
-    def _silent(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
-        return self._output.look(statuses) or self._left_behind(statuses)
+    def _find_silent(self, statuses: Collection[AgentStatus], *, now_s: float) -> SilentRank | None:
+        return self._find_silent_command(statuses) or self._find_left_behind(statuses, now_s)
 
-    def _left_behind(self, statuses: Collection[AgentStatus]) -> SilentRank | None:
-        """At most one look a second is taken."""
-        now_s = time.time()
-        is_watched = self.job.restart.hang and not self.job.worker.is_command
-        if not is_watched or now_s - self._looked_s < PERIOD_S:
+    def _find_silent_command(self, statuses: Iterable[AgentStatus]) -> SilentRank | None:
+        """Find the command that has printed nothing on any node for too long."""
+        running = [status for status in statuses if status.state is AgentState.RUNNING]
+        if self._silent_output is None or not running:
             return None
-        self._looked_s = now_s
+        by_node = {status.node: status.output_bytes for status in running}
+        silent_s = self._silent_output.judge(by_node, now_s=time.monotonic())
+        if silent_s is None:
+            return None
+        why = f"no output on any of {len(running)} nodes"
+        return SilentRank(None, None, silent_s, self._silent_output.limit_s, "command", why)
+
+    def _find_left_behind(self, statuses: Iterable[AgentStatus], now_s: float) -> SilentRank | None:
+        """Compare the ranks, at most once a second."""
+        is_watched = self.job.restart.hang and not self.job.worker.is_command
+        if not is_watched or now_s - self._compared_s < PERIOD_S:
+            return None
+        self._compared_s = now_s
         nodes: dict[int, str] = {}
         ranks: list[StartingRank] = []
         for status in statuses:
-            for one in _ranks(status):
-                nodes[one.rank] = status.node
-                ranks.append(one)
-        found = self._detector.judge(ranks, now_s=now_s)
-        if found is None:
+            for rank in _ranks(status):
+                nodes[rank.rank] = status.node
+                ranks.append(rank)
+        late = self._left_behind.judge(ranks, now_s=now_s)
+        if late is None:
             return None
-        phase = found.phase.name.lower()
+        phase = late.phase.name.lower()
         why = (
-            f"most ranks were further than phase {phase} after {found.others_s:.0f} s, and since "
+            f"most ranks were further than phase {phase} after {late.others_s:.0f} s, and since "
             f"then it has neither computed nor read nor written"
         )
-        return SilentRank(found.rank, nodes[found.rank], found.late_s, found.limit_s, phase, why)
+        return SilentRank(late.rank, nodes[late.rank], late.late_s, late.limit_s, phase, why)
 
 
 def _ranks(status: AgentStatus) -> Iterator[StartingRank]:

@@ -1,7 +1,7 @@
 """An outage of a run's store, as its supervisor sees it through.
 
 A supervisor can do nothing without the ledger, and nothing is lost while it waits: the processes
-train on. So it repeats what failed until the store is back, however long that takes, and says
+train on. So it repeats a failed request until the store is back, however long that takes, and says
 since when it waits: in its log, and in a note on this machine that `perdure status` reads. Times
 are seconds since the epoch.
 """
@@ -33,10 +33,10 @@ FOR_EVER = 10**9
 
 
 class Outage(FrozenModel):
-    """The store cannot be used.
+    """A time in which the store cannot be used.
 
     Attributes:
-        since_s: when it was first found so.
+        since_s: when a request first failed.
         why: the newest error.
     """
 
@@ -54,8 +54,8 @@ class StoreOutage:
 
     Args:
         home: Perdure's folder on this machine.
-        run_id: of the run.
-        log: gets a line when an outage begins, and one when it is over.
+        run_id: whose supervisor waits.
+        log: gets a line when an outage begins, and another when it is over.
         clock: wall time.
     """
 
@@ -66,12 +66,12 @@ class StoreOutage:
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
-        self._now: Outage | None = None
+        self._outage: Outage | None = None
         self._error: StorageError | None = None
         self._gives_up = threading.Event()
 
     def retry(self) -> Retry:
-        """How the supervisor's store repeats what failed."""
+        """Return how the supervisor's store repeats a failed request."""
         return Retry(
             max_tries=FOR_EVER,
             cap_s=LONGEST_PAUSE_S,
@@ -85,27 +85,27 @@ class StoreOutage:
     def failed(self, error: StorageError) -> None:
         """Note that the store could not be used."""
         with self._lock:
-            began = self._now is None
-            since_s = self._clock() if self._now is None else self._now.since_s
-            self._error, self._now = error, Outage(since_s=since_s, why=str(error))
+            began = self._outage is None
+            since_s = self._clock() if self._outage is None else self._outage.since_s
+            self._error, self._outage = error, Outage(since_s=since_s, why=str(error))
             with suppress(OSError):  # its disk may be the one that is full
-                write_whole(self._path, self._now.model_dump_json(), private=True)
+                write_whole(self._path, self._outage.model_dump_json(), private=True)
         if began:
             self._log.warning("the run's store cannot be used, waiting for it: %s", error)
 
     def passed(self) -> None:
         """Note that the store can be used."""
         with self._lock:
-            over, self._now = self._now, None
-            if over is None:
+            past, self._outage = self._outage, None
+            if past is None:
                 return
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-        lasted_s = self._clock() - over.since_s
+        lasted_s = self._clock() - past.since_s
         self._log.info("the run's store can be used again, after %.0f s", lasted_s)
 
     def give_up(self) -> None:
-        """Wait no more: this supervisor ends. What is tried from now on is tried once."""
+        """Wait no more: this supervisor ends. Every request is tried once from now on."""
         self._gives_up.set()
 
     def _sleep(self, seconds: float) -> None:
@@ -114,7 +114,7 @@ class StoreOutage:
 
 
 def read_outage(home: Path, run_id: str) -> Outage | None:
-    """What a supervisor of this machine has noted of an outage; None: nothing."""
+    """Read the note of a supervisor of this machine; None: there is no outage."""
     try:
         return Outage.model_validate_json(_note_path(home, run_id).read_text(encoding="utf-8"))
     except (OSError, ValidationError):
@@ -122,10 +122,10 @@ def read_outage(home: Path, run_id: str) -> Outage | None:
 
 
 def unwritable(ledger: Ledger, home: Path, *, now_s: float) -> dict[str, Any] | None:
-    """Since when the ledger of a run that goes on cannot be written, and why; None: it can.
+    """Find since when the ledger of a run that goes on cannot be written, and why; None: it can.
 
     Args:
-        ledger: of the run.
+        ledger: the run's, read without waiting.
         home: Perdure's folder on this machine.
         now_s: wall time.
 
@@ -146,7 +146,7 @@ def unwritable(ledger: Ledger, home: Path, *, now_s: float) -> dict[str, Any] | 
 
 
 def forget_outage(home: Path, run_id: str) -> None:
-    """Remove the note of a supervisor before, once the ledger was written."""
+    """Remove the note of the previous supervisor, once the ledger was written."""
     with suppress(OSError):
         _note_path(home, run_id).unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
-"""Keeps containers standing by, so that a member that must move finds one that has imported all.
+"""Warm spares: containers that have imported everything, for members that must move.
 
-One is started once the attempt trains, so that it delays no start; its node is checked then, and
-again now and then. One that fails is ended, and another one made. Nothing here is waited for: the
-attempt is being watched by the same thread. Times are seconds of CLOCK_MONOTONIC.
+A spare is started once the attempt trains, so that it delays no start; its node is checked then,
+and once an hour. A spare that fails is ended, and replaced. The module waits for nothing: the same
+thread watches the attempt. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from perdure.training.engines.fleet import SILENT_AGENT_S, Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.node_checks.verdict import verdict_of
-from perdure.training.supervisor.placing import Placer, placement_of, sub_healthy_nodes
-from perdure.training.wire.agent import AgentReply, CheckOrder, Order, StatusQuery
+from perdure.training.supervisor.observing import placement_of
+from perdure.training.supervisor.placing import Placer, sub_healthy_nodes
+from perdure.training.wire.agent import CheckOrder, Order, StatusQuery
 from perdure.training.wire.node import Check
 from perdure.training.wire.transport import TimedLine
 
-LOOK_S = 1.0
-ASK_S = 5.0  # between two looks at the agent of one
+POLL_S = 1.0
+ASK_S = 5.0  # between two polls of a spare that is ready
 CHECK_AGAIN_S = 3600.0
 CHECK_MARGIN_S = 15.0  # beyond what the node gives itself for its checks
 UP_S = 900.0  # the image may have to be fetched first
-RETRY_S = 5.0  # after one that failed; doubled each time, as long as none becomes ready
+RETRY_S = 5.0  # after a spare that failed; doubled each time until a spare becomes ready
 MAX_RETRY_S = 3600.0
 
 _log = logging.getLogger("perdure.supervisor")
@@ -36,33 +37,33 @@ _log = logging.getLogger("perdure.supervisor")
 
 @dataclass(slots=True)
 class _Spare:
-    """What is known of one.
+    """The state of a spare.
 
     Attributes:
-        since_s: when it was first seen.
+        since_s: when it was first listed.
         up_s: since when its agent could have answered, or when it last did; None: not yet.
         asked_s: when it was last asked.
-        checked_s: when its node last passed; None: never.
-        is_told: whether it was seen to have imported all.
-        asked: what it was asked and has not answered.
+        checked_s: when its node last passed its checks; None: never.
+        is_warm: whether it has imported everything.
+        request: an order without an answer yet.
     """
 
     since_s: float
     up_s: float | None = None
     asked_s: float = float("-inf")
     checked_s: float | None = None
-    is_told: bool = False
-    asked: tuple[Order, Future[TimedLine]] | None = None
+    is_warm: bool = False
+    request: tuple[Order, Future[TimedLine]] | None = None
 
 
 class WarmSpares:
-    """The containers that stand by for one attempt.
+    """The warm spares of one run.
 
     Args:
-        job: of the run.
-        fleet: of the run.
-        placer: of the run; keeps out nodes that fail.
-        history: of the run, as it was last read.
+        job: says how many.
+        fleet: starts and ends them.
+        placer: keeps out nodes that fail their checks.
+        history: returns the ledger's content as it was last read.
         clock: monotonic.
     """
 
@@ -76,132 +77,138 @@ class WarmSpares:
         clock: Callable[[], float],
     ) -> None:
         self._wanted = job.engine.num_warm_spares
-        # On this machine the node of a spare is the one that trains, with the devices in use.
+        # On this machine the node of a spare trains, too, and its devices are in use.
         self._checks = job.preflight.nodes and not job.engine.on_this_machine
         self._is_command = job.worker.is_command  # then there is nothing to import
         self._fleet, self._standing_by = fleet, fleet.standing_by
         self._placer = placer
         self._history = history
         self._clock = clock
-        self._known: dict[str, _Spare] = {}
+        self._spares: dict[str, _Spare] = {}
         self._next_s = 0.0
         self._start_s = 0.0
         self._retry_s = RETRY_S
 
     @property
     def ready(self) -> Sequence[str]:
-        """Nodes of those that a member would find with everything imported."""
+        """Nodes of the spares that have imported everything."""
         contacts = self._standing_by.contacts()
-        return [contacts[n].node for n, one in self._known.items() if one.is_told and n in contacts]
+        return [
+            contacts[n].node for n, spare in self._spares.items() if spare.is_warm and n in contacts
+        ]
 
-    def look(self, *, trains: bool) -> None:
-        """Do what is to be done now.
+    def update(self, *, trains: bool) -> None:
+        """Take the next steps with every spare, at most once a second.
 
         Args:
-            trains: whether the attempt does, and nothing is being recovered: only then another
-                one is started.
+            trains: whether the attempt trains, and recovers from nothing: only then another spare
+                is started.
         """
         now_s = self._clock()
         if now_s < self._next_s:
             return
-        is_late, self._next_s = now_s - self._next_s > ASK_S, now_s + LOOK_S
+        is_late, self._next_s = now_s - self._next_s > ASK_S, now_s + POLL_S
         try:
             contacts = self._standing_by.contacts()
-            self._known = {
-                name: self._known.get(name) or _Spare(since_s=now_s) for name in contacts
+            self._spares = {
+                name: self._spares.get(name) or _Spare(since_s=now_s) for name in contacts
             }
             for number, (name, contact) in enumerate(contacts.items()):
                 if is_late or not self._standing_by.sees_agents:
-                    self._known[name].up_s = None  # nobody could have heard it
-                self._look_at(name, contact, number, now_s)
-            if trains and len(self._known) < self._wanted and now_s >= self._start_s:
+                    self._spares[name].up_s = None  # nobody could have heard it
+                self._update(name, contact, number, now_s)
+            if trains and len(self._spares) < self._wanted and now_s >= self._start_s:
                 self._start(now_s)
         except (EngineError, AgentUnreachable) as error:
-            self._put_off(f"no container can be had to stand by: {error}", now_s)
+            self._put_off(f"no warm spare can be started: {error}", now_s)
 
     def _start(self, now_s: float) -> None:
         history = self._history()
         current = placement_of(history)
         if current is None:
             return
-        last = [one.node for one in sub_healthy_nodes(history)]
+        last = [sub.node for sub in sub_healthy_nodes(history)]
         placement = Placement(current.number, current.members, history.isolated, tuple(last))
         node = self._free_node(placement)
         if node is None:
             return
         self._standing_by.start(placement, node)
-        self._start_s = now_s + LOOK_S
+        self._start_s = now_s + POLL_S
 
     def _free_node(self, placement: Placement) -> str | None:
-        """Where another one may be: ANY_NODE where the engine knows; None: there is no room."""
+        """Find a node for another spare; ANY_NODE: the engine chooses; None: there is no room."""
         nodes = self._fleet.nodes()
         if nodes is None:
             return ANY_NODE
-        taken = {one.node for one in self._standing_by.contacts().values()}
-        taken |= {*placement.nodes, *placement.avoid}
-        free = sorted((one for one in nodes if one not in taken), key=placement.last.__contains__)
+        used = {contact.node for contact in self._standing_by.contacts().values()}
+        used |= {*placement.nodes, *placement.avoid}
+        free = sorted((node for node in nodes if node not in used), key=placement.last.__contains__)
         return free[0] if free else None
 
-    def _look_at(self, name: str, contact: AgentEndpoint, number: int, now_s: float) -> None:
-        one = self._known[name]
-        if contact.address is not None and one.up_s is None:
-            one.up_s = now_s
-        why = self._why_end(one, contact, number, now_s)
+    def _update(self, name: str, contact: AgentEndpoint, number: int, now_s: float) -> None:
+        spare = self._spares[name]
+        if contact.address is not None and spare.up_s is None:
+            spare.up_s = now_s
+        why = self._why_end(spare, contact, number, now_s)
         if why:
             self._end(name, contact, why, now_s)
         elif contact.address is None:
             return
-        elif one.asked is not None:
-            if one.asked[1].done():
-                self._take_answer(name, contact, now_s)
-        elif now_s - one.asked_s >= (ASK_S if self._is_done(one, now_s) else LOOK_S):
-            self._ask(name, one, now_s)
+        elif spare.request is not None:
+            order, answer = spare.request
+            if answer.done():
+                spare.request = None
+                self._take_answer(name, contact, order, answer)
+        elif now_s - spare.asked_s >= (ASK_S if self._is_ready(spare, now_s) else POLL_S):
+            self._ask(name, spare, now_s)
 
-    def _why_end(self, one: _Spare, contact: AgentEndpoint, number: int, now_s: float) -> str:
-        """Why it is not to stand by any longer; empty: it may."""
+    def _why_end(self, spare: _Spare, contact: AgentEndpoint, number: int, now_s: float) -> str:
+        """Say why a spare is to be ended; empty: it stays."""
         if number >= self._wanted:
             return "the job asks for fewer"
         if contact.node in self._history().isolated:
             return "its node is isolated"
         if contact.loss is not None:
             return contact.loss.line
-        if contact.address is None and one.is_told:
-            return "its agent is gone"
-        if contact.address is None and now_s - one.since_s > UP_S:
+        if contact.address is None and spare.is_warm:
+            return "its agent is lost"
+        if contact.address is None and now_s - spare.since_s > UP_S:
             return f"it was not up within {UP_S:g} s"
         return ""
 
-    def _is_done(self, one: _Spare, now_s: float) -> bool:
-        """Whether it has only to be kept an eye on."""
-        is_checked = one.checked_s is not None and now_s - one.checked_s <= CHECK_AGAIN_S
-        return one.is_told and (is_checked or not self._checks)
+    def _is_ready(self, spare: _Spare, now_s: float) -> bool:
+        """Whether a spare is warm and its node was checked."""
+        is_checked = spare.checked_s is not None and now_s - spare.checked_s <= CHECK_AGAIN_S
+        return spare.is_warm and (is_checked or not self._checks)
 
-    def _ask(self, name: str, one: _Spare, now_s: float) -> None:
+    def _ask(self, name: str, spare: _Spare, now_s: float) -> None:
         order: Order = StatusQuery()
         timeout_s = ASK_S
-        if one.is_told and not self._is_done(one, now_s):
+        if spare.is_warm and not self._is_ready(spare, now_s):
             order = self._placer.check_order()
             timeout_s = order.timeout_s + CHECK_MARGIN_S
-        one.asked_s = now_s
-        one.asked = order, self._standing_by.ask(name, order, timeout_s=timeout_s)
+        spare.asked_s = now_s
+        spare.request = order, self._standing_by.ask(name, order, timeout_s=timeout_s)
 
-    def _take_answer(self, name: str, contact: AgentEndpoint, now_s: float) -> None:
-        one = self._known[name]
-        assert one.asked is not None  # noqa: S101 the caller looked
-        (order, sent), one.asked = one.asked, None
+    def _take_answer(
+        self, name: str, contact: AgentEndpoint, order: Order, answer: Future[TimedLine]
+    ) -> None:
+        spare, now_s = self._spares[name], self._clock()
         try:
-            reply = self._standing_by.reply(name, order, sent)
+            reply = self._standing_by.reply(name, order, answer)
         except (AgentUnreachable, EngineError) as error:
-            silent_s = now_s - one.up_s if one.up_s is not None else 0.0
+            silent_s = now_s - spare.up_s if spare.up_s is not None else 0.0
             if silent_s > SILENT_AGENT_S or isinstance(order, CheckOrder):
                 self._end(name, contact, str(error), now_s)
             return
-        one.up_s = now_s
+        spare.up_s = now_s
         if isinstance(order, CheckOrder):
             self._judge(name, contact, reply.checks, now_s)
-        elif not one.is_told and (self._is_command or _is_warm(reply)):
-            one.is_told, self._retry_s = True, RETRY_S
-            _log.info("%s stands by, ready to take a member", contact.node)
+        elif not spare.is_warm and (
+            self._is_command or (reply.status is not None and reply.status.is_warm)
+        ):
+            spare.is_warm, self._retry_s = True, RETRY_S
+            _log.info("warm spare on %s is ready to take a member", contact.node)
 
     def _judge(
         self, name: str, contact: AgentEndpoint, checks: Sequence[Check], now_s: float
@@ -212,24 +219,19 @@ class WarmSpares:
             self._end(name, contact, f"its node failed its checks: {why}", now_s)
             self._placer.refuse(contact.node, why)
             return
-        self._known[name].checked_s = now_s
+        self._spares[name].checked_s = now_s
         self._standing_by.note_checked(name)
         for text in verdict.common:
-            _log.warning("checked on %s, which stands by: %s", contact.node, text)
+            _log.warning("checks on %s found for its warm spare: %s", contact.node, text)
 
     def _end(self, name: str, contact: AgentEndpoint, why: str, now_s: float) -> None:
-        self._known.pop(name)
+        self._spares.pop(name)
         self._standing_by.end([name])
         node = contact.node or "a node that is not known yet"
-        self._put_off(f"the container that stood by on {node} is ended: {why}", now_s)
+        self._put_off(f"warm spare on {node} is ended: {why}", now_s)
 
     def _put_off(self, why: str, now_s: float) -> None:
-        """Wait before the next one, longer each time: what fails once may do so again."""
+        """Wait before the next spare, longer each time: its fault may persist."""
         _log.warning(why)
         self._start_s = now_s + self._retry_s
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-
-
-def _is_warm(reply: AgentReply) -> bool:
-    """Whether its imports are done."""
-    return reply.status is not None and reply.status.is_warm

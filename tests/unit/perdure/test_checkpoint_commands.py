@@ -20,7 +20,7 @@ from perdure.training.config.job import parse_job
 from perdure.training.errors import InputError
 from perdure.training.journal.records import CheckpointRecorded, RunCreated
 from perdure.training.supervisor.job_registry import remember_job
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from tests.jobs import job_document
 from tests.unit.journal.histories import BEGINNING, NOW
 from tests.unit.perdure.commands import append, error_line, perdure
@@ -295,7 +295,7 @@ def test_what_a_command_has_saved_itself_is_listed_with_what_is_still_there(tmp_
     job = parse_job(document)
     remember_job(perdure_home, job)
     assert printed("ls", "own") == "own: no checkpoints\n"
-    run = Run(job, home=perdure_home)
+    run = RunHandle(job, home=perdure_home)
     created = RunCreated(**NOW, job=document)
     saves = [
         CheckpointRecorded(

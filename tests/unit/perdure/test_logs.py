@@ -13,7 +13,7 @@ from perdure.storage.address import open_store
 from perdure.training.agent.log_collection import COLLECTED_FILE
 from perdure.training.reporting.fault_report import HANG_REPORT
 from perdure.training.supervisor.job_registry import remember_job
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.wire.logs import Collected, CollectedFile, logs_prefix
 from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, over, started
@@ -33,7 +33,7 @@ def job(tmp_path, perdure_home):
 def logs(job, perdure_home):
     """Two attempts on two nodes; of the second, node-1 was lost."""
     store = open_store(job.storage)
-    append(Run(job, home=perdure_home), *BEGINNING, over(1), started(2), over(2))
+    append(RunHandle(job, home=perdure_home), *BEGINNING, over(1), started(2), over(2))
     for attempt in (1, 2):
         for rank in (0, 1) if attempt == 1 else (0,):
             prefix = f"{logs_prefix('small', 1, attempt)}node-{rank}/"

@@ -10,7 +10,7 @@ from perdure.training.journal.events import AlertKind
 from perdure.training.journal.records import NodeRefused
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.job_registry import remember_job
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, HOT, NOW, decided, over, seen
 from tests.unit.perdure.commands import append, error_line, perdure
@@ -21,10 +21,10 @@ REFUSED = NodeRefused(**NOW, placement=1, node="node-2", why="devices: device 0:
 
 
 @pytest.fixture
-def run(tmp_path, perdure_home) -> Run:
+def run(tmp_path, perdure_home) -> RunHandle:
     job = small_job(tmp_path, run_id="small")
     remember_job(perdure_home, job)
-    return Run(job, home=perdure_home)
+    return RunHandle(job, home=perdure_home)
 
 
 def test_isolated_nodes_are_listed_with_the_reason(run):

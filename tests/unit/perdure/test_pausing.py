@@ -15,7 +15,7 @@ from perdure.training.config.job import parse_job
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.journal.records import RunEnded
 from perdure.training.supervisor.job_registry import remember_job
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.wire.requests import control_key, read_control, write_control
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
@@ -45,7 +45,7 @@ def run(document, perdure_home):
     """A run that was started on this machine and is training."""
     job = parse_job(document)
     remember_job(perdure_home, job)
-    made = Run(job, home=perdure_home)
+    made = RunHandle(job, home=perdure_home)
     append(made, *BEGINNING)
     return made
 
@@ -192,7 +192,7 @@ def test_what_does_not_run_is_neither_paused_nor_resumed(command, run, capsys):
 def test_a_command_cannot_be_paused(document, perdure_home, capsys):
     job = parse_job({**document, "worker": {"command": ["true"]}})
     remember_job(perdure_home, job)
-    append(Run(job, home=perdure_home), *BEGINNING)
+    append(RunHandle(job, home=perdure_home), *BEGINNING)
     assert "only a session can be paused" in error_line(capsys, "pause", "small", code=2)
 
 

@@ -23,7 +23,8 @@ from perdure.training.journal.records import CheckpointRecorded, RunCreated, Run
 from perdure.training.journal.steps import metrics_prefix
 from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.observing import AttemptSnapshot
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.agent import (
     AgentState,
@@ -62,7 +63,7 @@ def document(tmp_path):
 
 @pytest.fixture
 def run(document, perdure_home):
-    return Run(parse_job(document), home=perdure_home)
+    return RunHandle(parse_job(document), home=perdure_home)
 
 
 # An ill device whose port is down as well, one that is well, one with nothing but its port down.
@@ -225,6 +226,7 @@ def test_status_is_printed_once_when_piped_and_as_one_object_for_scripts(run, pe
 
 
 def test_a_ledger_that_cannot_be_written_is_shown_with_since_when(run, perdure_home):
+    run = RunSupervisor(run.job, home=perdure_home)
     run.take()
     outage = StoreOutage(perdure_home, "small", logging.getLogger("test"))
     assert json.loads(perdure("status", "small", "--json"))["ledger_unwritable"] is None
@@ -300,12 +302,12 @@ def of_command(step: int | None, age_s: float | None = None) -> AgentStatus:
 def order(tmp_path, perdure_home, monkeypatch):
     """A command under way; what its node answers is put into the list."""
     document = job_document(tmp_path, run_id="order", worker={"command": ["true"]})
-    run = Run(parse_job(document), home=perdure_home)
+    run = RunHandle(parse_job(document), home=perdure_home)
     append(run, BEGINNING[0], RunCreated(**NOW, job=document), *BEGINNING[2:])
     answers: list[AgentStatus] = []
 
     class AttemptObserver:
-        def look(self) -> AttemptSnapshot:
+        def observe(self) -> AttemptSnapshot:
             return AttemptSnapshot(Snapshot(dict(enumerate(answers))))
 
     monkeypatch.setattr(run, "observer", AttemptObserver)

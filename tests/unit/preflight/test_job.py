@@ -25,8 +25,8 @@ from tests.jobs import small_job
 @pytest.fixture
 def job(tmp_path):
     def build(**sections) -> Job:
-        own = {"worker": {"recipe": "mine:main"}, "batch": {"global_batch_size": 16}}
-        return small_job(tmp_path, **{**own, **sections})
+        fields = {"worker": {"recipe": "mine:main"}, "batch": {"global_batch_size": 16}}
+        return small_job(tmp_path, **{**fields, **sections})
 
     return build
 
@@ -78,9 +78,9 @@ def test_one_process_has_no_replicas(job):
 
 
 def test_each_mechanism_has_a_line_with_the_copies(job):
-    found = lines(job(parallelism={"kind": "hsdp", "replicas": 2}))
-    assert "process_replace: possible, 2 copies of every shard: [0, 2] [1, 3]" in found
-    assert [line.partition(":")[0] for line in found] == [
+    result = lines(job(parallelism={"kind": "hsdp", "replicas": 2}))
+    assert "process_replace: possible, 2 copies of every shard: [0, 2] [1, 3]" in result
+    assert [line.partition(":")[0] for line in result] == [
         "memory_retry",
         "process_replace",
         "end_of_life_checkpoint",
@@ -105,20 +105,20 @@ def test_a_request_in_a_platforms_form_is_a_request(job):
 
 
 def test_a_command_takes_no_part(job):
-    found = lines(job(worker={"command": ["true"]}))
-    assert all("not possible" in line for line in found)
+    result = lines(job(worker={"command": ["true"]}))
+    assert all("not possible" in line for line in result)
 
 
 def test_a_command_that_gives_its_layout_is_told_what_that_allows_a_recovery_of_its_own(job):
-    def found(**sizes) -> str:
-        given = job(worker={"command": ["true"]}, parallelism=sizes)
-        return next(line for line in lines(given) if line.startswith("process_replace"))
+    def process_replace_line(**sizes) -> str:
+        command_job = job(worker={"command": ["true"]}, parallelism=sizes)
+        return next(line for line in lines(command_job) if line.startswith("process_replace"))
 
-    assert "layout" not in found()
+    assert "layout" not in process_replace_line()
     assert "(MindIO TFT) its layout allows: 2 copies of every shard: [0, 2] [1, 3]" in (
-        found(tensor=2)
+        process_replace_line(tensor=2)
     )
-    sharded = found(tensor=2, optimizer_weight_shard_size=2)
+    sharded = process_replace_line(tensor=2, optimizer_weight_shard_size=2)
     assert "its layout does not allow: data_parallel / optimizer_weight_shard_size = 2 / 2 = 1" in (
         sharded
     )
@@ -194,10 +194,10 @@ WRONG = [
 )
 def test_an_answer_to_abnormal_steps_that_lacks_something_is_a_warning(job, name, sections, words):
     restart = {name: True, "abnormal_grad_norm": sections.get("limit")}
-    given = {key: value for key, value in sections.items() if key != "limit"}
-    notes = recovery_notes(job(restart=restart, **given))
-    found = [one.line for one in notes if one.is_warning and one.line.startswith(f"{name}: ")]
-    assert [words in line for line in found] == ([True] if words else [])
+    spec = {key: value for key, value in sections.items() if key != "limit"}
+    notes = recovery_notes(job(restart=restart, **spec))
+    result = [note.line for note in notes if note.is_warning and note.line.startswith(f"{name}: ")]
+    assert [words in line for line in result] == ([True] if words else [])
 
 
 @pytest.mark.parametrize(("restart", "words"), WRONG)
@@ -259,26 +259,26 @@ def commit(job: Job, run_id: str, *steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "given", "words"),
+    ("steps", "init_from", "words"),
     [
         ((), INIT, "init_from.run: 'taught': the job's storage has no checkpoint of it"),
         ((100, 300), INIT, "init_from.step: 200: run taught has no such .*; it has 100, 300"),
     ],
 )
-def test_a_run_to_begin_from_must_be_there(job, monkeypatch, steps, given, words):
+def test_a_run_to_begin_from_must_be_there(job, monkeypatch, steps, init_from, words):
     monkeypatch.setattr(job_checks, "check_recipe", lambda *_: None)
     commit(job(), "taught", *steps)
     with pytest.raises(InputError, match=words):
-        check_job(job(init_from=given))
+        check_job(job(init_from=init_from))
 
 
 @pytest.mark.parametrize(
-    "given", [INIT, {"run": "taught"}, {"run": "taught", "optimizer": "reset"}]
+    "init_from", [INIT, {"run": "taught"}, {"run": "taught", "optimizer": "reset"}]
 )
-def test_a_run_to_begin_from_that_is_there_is_fine(job, monkeypatch, given):
+def test_a_run_to_begin_from_that_is_there_is_fine(job, monkeypatch, init_from):
     monkeypatch.setattr(job_checks, "check_recipe", lambda *_: None)
     commit(job(), "taught", 100, 200)
-    check_job(job(init_from=given))
+    check_job(job(init_from=init_from))
 
 
 def test_a_run_that_has_a_checkpoint_needs_the_other_one_no_more(job, monkeypatch):
@@ -302,11 +302,11 @@ def test_what_cannot_be_begun_from_is_refused(job, sections, words):
 
 def test_a_name_in_the_command_that_nothing_sets_is_found_before_anything_starts(job, monkeypatch):
     monkeypatch.setenv("RANK", "0")  # of this process, not of the job's
-    own = {"env": {"MY_SIZE": "7"}, "data": None}
+    fields = {"env": {"MY_SIZE": "7"}, "data": None}
 
     def check(*arguments: str) -> None:
         command = ["echo", *arguments]
-        check_without_store(job(worker={"command": command}, **own))
+        check_without_store(job(worker={"command": command}, **fields))
 
     check("${NNODES}", "${NODE_RANK}", "${WORLD_SIZE}", "${MA_NUM_HOSTS}", "$MY_SIZE", "$HOME")
     for name in ("RANK", "MA_NUM_NODES"):
@@ -335,10 +335,10 @@ def test_a_launcher_that_is_started_once_per_device_is_warned_of(command, launch
 @pytest.mark.parametrize("recipe", [None, "own.program:main"])
 def test_a_setting_that_a_recipe_has_to_take_over_is_a_warning(job, recipe):
     worker = {"recipe": recipe} if recipe else {}
-    own = {"worker": worker, "data": {"sources": ["/corpus"]}}
-    notes = recovery_notes(job(parallelism={"bucket_cap_mb": 50}, **own))
-    found = [one for one in notes if one.line.startswith("parallelism.bucket_cap_mb: ")]
-    assert [one.is_warning for one in found] == [True] * (recipe is not None)
+    fields = {"worker": worker, "data": {"sources": ["/corpus"]}}
+    notes = recovery_notes(job(parallelism={"bucket_cap_mb": 50}, **fields))
+    result = [note for note in notes if note.line.startswith("parallelism.bucket_cap_mb: ")]
+    assert [note.is_warning for note in result] == [True] * (recipe is not None)
 
 
 def test_what_only_a_session_reads_is_refused_of_a_command(job):
@@ -361,17 +361,17 @@ def test_preflight_counts_the_ranks_of_a_launcher_by_slots(job, worker, size):
 
 def test_what_copies_on_partner_nodes_take_is_told_before_a_run(job):
     copying = {"partner_copies": 1, "partner_mb_per_s": 250}
-    own = {"restart": {"pod_retries": 1}}
-    (line,) = [one for one in lines(job(checkpoint=copying, **own)) if "partner" in one]
+    fields = {"restart": {"pod_retries": 1}}
+    (line,) = [note for note in lines(job(checkpoint=copying, **fields)) if "partner" in note]
     assert line == (
         "partner_copies: 1 of each node's saves in the memory of other nodes, at 250 MB/s; a node "
         "needs 5 times its share of the state"
     )
-    assert not [one for one in lines(job()) if "partner" in one]
+    assert not [note for note in lines(job()) if "partner" in note]
 
 
 def test_one_failure_domain_for_all_nodes_is_a_warning(job):
     racks = {"node-0": "rack-a", "node-1": "rack-a"}
     copying = {"partner_copies": 1, "failure_domains": racks}
     warned = lines(job(checkpoint=copying, restart={"pod_retries": 1}), warnings=True)
-    assert any("all of 'rack-a'" in one for one in warned)
+    assert any("all of 'rack-a'" in note for note in warned)

@@ -20,7 +20,7 @@ def notes(tmp_path: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    ("line", "warnings"),
     [
         ("torchrun train.py | tee train.log", [PIPE]),
         ("torchrun \\\n  --nproc_per_node 8 \\\n  train.py 2>&1 | tee train.log", [PIPE]),
@@ -35,10 +35,10 @@ def notes(tmp_path: Path, text: str) -> list[str]:
         ("OMP_NUM_THREADS=1 torchrun train.py | tee log", [PIPE]),
     ],
 )
-def test_a_script_that_hides_how_its_launcher_ends_is_warned_of(tmp_path, line, found):
+def test_a_script_that_hides_how_its_launcher_ends_is_warned_of(tmp_path, line, warnings):
     said = notes(tmp_path, f"#!/bin/bash\n{line}\n")
-    assert len(said) == len(found)
-    assert all(part in note for part, note in zip(found, said, strict=True))
+    assert len(said) == len(warnings)
+    assert all(part in note for part, note in zip(warnings, said, strict=True))
     assert all(note.startswith("train.sh, line ") for note in said)
 
 

@@ -41,12 +41,12 @@ def test_a_run_without_abnormal_steps_has_none():
 
 
 def test_a_step_that_is_abnormal_again_is_one_step_with_its_newest_value():
-    again = abnormal(20.0, "gradient norm is 901, the limit is 800 at step 14")
-    found = abnormal_steps(history_of(began(1, fault=abnormal(10.0)), began(2, fault=again)))
-    assert found is not None
-    assert found.newest == AbnormalStep(20.0, 14, "gradient norm is 901, the limit is 800")
-    assert (found.steps, found.skipped_batches) == (1, 0)
-    assert found.text == (
+    second = abnormal(20.0, "gradient norm is 901, the limit is 800 at step 14")
+    result = abnormal_steps(history_of(began(1, fault=abnormal(10.0)), began(2, fault=second)))
+    assert result is not None
+    assert result.newest == AbnormalStep(20.0, 14, "gradient norm is 901, the limit is 800")
+    assert (result.steps, result.skipped_batches) == (1, 0)
+    assert result.text == (
         "1 abnormal step, the newest at step 14: gradient norm is 901, the limit is 800"
     )
 
@@ -60,22 +60,22 @@ def test_the_fault_that_ends_an_attempt_counts_once_beside_the_report_of_its_ran
     end = over(fault=line)
     later = began(3, fault=abnormal(40.0, "loss is inf at step 20", step=19))
     records = [*BEGINNING, *seen(given_up), end, decided(), started(2), *seen(later, attempt=2)]
-    found = abnormal_steps(replay(records))
-    assert found is not None
-    assert (found.steps, found.newest) == (2, AbnormalStep(40.0, 20, "loss is inf"))
+    result = abnormal_steps(replay(records))
+    assert result is not None
+    assert (result.steps, result.newest) == (2, AbnormalStep(40.0, 20, "loss is inf"))
 
 
 def test_batches_count_once_each_however_many_restarts_pass_over_them():
     first = seen(skipped(12, at_s=1.0), skipped(13, at_s=2.0))
-    again = seen(skipped(12, at_s=9.0, is_known=True), attempt=2)
-    records = [*BEGINNING, *first, over(), decided(), started(2), *again]
-    found = abnormal_steps(replay(records))
-    assert found is not None
-    assert (found.steps, found.skipped_batches, found.newest.at_s) == (2, 2, 2.0)
+    second = seen(skipped(12, at_s=9.0, is_known=True), attempt=2)
+    records = [*BEGINNING, *first, over(), decided(), started(2), *second]
+    result = abnormal_steps(replay(records))
+    assert result is not None
+    assert (result.steps, result.skipped_batches, result.newest.at_s) == (2, 2, 2.0)
 
 
 def test_of_a_command_that_ended_the_line_is_the_value():
     line = "AssertionError: found NaN in local grad norm"
-    found = abnormal_steps(replay([*BEGINNING, over(fault=abnormal(5.0, line, step=None))]))
-    assert found is not None
-    assert found.text == f"1 abnormal step, the newest: {line}"
+    result = abnormal_steps(replay([*BEGINNING, over(fault=abnormal(5.0, line, step=None))]))
+    assert result is not None
+    assert result.text == f"1 abnormal step, the newest: {line}"

@@ -43,8 +43,8 @@ def reports(*records: AnyRecord, recent: int = 5) -> list[FaultReport]:
 
 def answers(report: FaultReport) -> dict[str, str]:
     """By question, in markdown."""
-    found = re.findall(r"^\*\*(.+?\?)\*\* (.*)$", report.body, flags=re.MULTILINE)
-    return dict(found)
+    result = re.findall(r"^\*\*(.+?\?)\*\* (.*)$", report.body, flags=re.MULTILINE)
+    return dict(result)
 
 
 def lost(**changes: Any) -> list[AnyRecord]:
@@ -65,21 +65,21 @@ TRAINS = stepped(1, 39, at_s=37.5).model_copy(update={"placement": 2})
 
 def test_a_fault_under_recovery_says_what_is_known_and_what_is_not():
     (report,) = reports(*lost())
-    found = answers(report)
-    assert list(found) == list(QUESTIONS), "every question, in order"
+    result = answers(report)
+    assert list(result) == list(QUESTIONS), "every question, in order"
     assert report.name == "fault-p1-a1"
     assert report.title == "node_lost -> pod_reschedule (under way): node-1, step 40"
-    assert found["What broke?"].startswith("`node_lost`")
-    assert found["Where?"] == "node-1, attempt 1.1, after step 40, at 1970-01-01 00:00:30 UTC"
-    assert "`pod_reschedule`" in found["What was done?"]
-    assert "Node **node-1** is isolated." in found["What was done?"]
-    assert found["What did it cost?"] == "not known before it is over, no spare used"
-    assert found["Is it over?"] == "Not yet: the recovery is under way"
-    assert found["Must somebody act?"] == (
+    assert result["What broke?"].startswith("`node_lost`")
+    assert result["Where?"] == "node-1, attempt 1.1, after step 40, at 1970-01-01 00:00:30 UTC"
+    assert "`pod_reschedule`" in result["What was done?"]
+    assert "Node **node-1** is isolated." in result["What was done?"]
+    assert result["What did it cost?"] == "not known before it is over, no spare used"
+    assert result["Is it over?"] == "Not yet: the recovery is under way"
+    assert result["Must somebody act?"] == (
         "Yes, but it can wait. Have node-1 repaired, then let it back in: "
         "`perdure nodes small --release node-1`"
     )
-    assert found["Where are the logs?"] == (
+    assert result["Where are the logs?"] == (
         "`perdure logs small --attempt 1.1`; in the store: "
         "[`file:///store/runs/small/logs/p0001-a0001/`]"
         "(<file:///store/runs/small/logs/p0001-a0001/>)"
@@ -95,12 +95,12 @@ def test_a_run_that_stands_still_without_a_node_asks_for_one_now():
 
 def test_once_training_goes_on_the_report_says_so_with_steps_seconds_and_spare():
     (report,) = reports(*lost(), MOVED, AGAIN, TRAINS)
-    found = answers(report)
+    result = answers(report)
     assert "(over)" in report.title
-    assert found["Is it over?"] == (
+    assert result["Is it over?"] == (
         "Yes, since 1970-01-01 00:00:37 UTC: attempt 2.1 trains from step 38"
     )
-    assert found["What did it cost?"] == (
+    assert result["What did it cost?"] == (
         "2 steps done again, 7.5 s without training, spare used: node-2 in place of node-1"
     )
     release = NodeReleased(at_s=50.0, epoch=1, node="node-1")
@@ -116,21 +116,21 @@ def test_an_attempt_that_is_starting_is_not_the_end_of_the_recovery():
 def test_a_run_that_is_cancelled_in_the_middle_of_a_recovery_keeps_its_fault():
     end = RunEnded(**NOW, outcome="cancelled", message="cancelled")
     (report,) = reports(*lost(), end)
-    found = answers(report)
-    assert found["Is it over?"] == "No, the run was cancelled first"
-    assert found["What did it cost?"] == "nothing was trained after it, no spare used"
-    assert "Node **node-1** is isolated." in found["What was done?"]
+    result = answers(report)
+    assert result["Is it over?"] == "No, the run was cancelled first"
+    assert result["What did it cost?"] == "nothing was trained after it, no spare used"
+    assert "Node **node-1** is isolated." in result["What was done?"]
 
 
 def test_a_run_that_stops_says_what_the_user_has_to_do():
     fault = Fault(FaultClass.USER_CODE_ERROR, 0.0, "x", action="Fix the program.", rank=3)
     (report,) = reports(over(fault=fault), decided(1, Rung.STOP))
-    found = answers(report)
-    assert found["Must somebody act?"] == (
+    result = answers(report)
+    assert result["Must somebody act?"] == (
         "Yes: Fix the program. Then start the run again: `perdure run JOB.yaml`"
     )
-    assert found["Is it over?"] == "No, the run stops"
-    assert "--attempt 1.1 --rank 3`" in found["Where are the logs?"]
+    assert result["Is it over?"] == "No, the run stops"
+    assert "--attempt 1.1 --rank 3`" in result["Where are the logs?"]
 
 
 def test_what_the_survivors_saved_and_what_else_it_may_be_are_told():
@@ -154,13 +154,13 @@ def test_a_recovery_inside_the_processes_has_a_report_of_its_own():
     going, over_ = reports(*seen(LINK_BEGAN)), reports(*seen(LINK_BEGAN, LINK_RECOVERED))
     assert going[0].title == "link_down -> step_retry (recovering): rank 3 on node-1, step 14"
     assert over_[0].name == "fault-p1-a1-r1"
-    found = answers(over_[0])
-    assert found["What did it cost?"] == (
+    result = answers(over_[0])
+    assert result["What did it cost?"] == (
         "0 steps done again, 0.62 s without training, state from a replica for rank 3"
     )
-    assert found["Is it over?"].startswith("Yes, since 1970-01-01 00:00:10 UTC")
-    assert found["Must somebody act?"] == "No"
-    assert found["Where are the logs?"].endswith("once the attempt has ended")
+    assert result["Is it over?"].startswith("Yes, since 1970-01-01 00:00:10 UTC")
+    assert result["Must somebody act?"] == "No"
+    assert result["Where are the logs?"].endswith("once the attempt has ended")
     assert answers(going[0])["Is it over?"] == "Not yet: the recovery is under way"
 
 
@@ -183,7 +183,7 @@ def test_reports_that_cannot_change_any_more_are_not_made_again():
     rows: list[AnyRecord] = []
     for number in range(1, 4):
         rows += [over(number), decided(number), started(number + 1), stepped(number + 1, 41)]
-    assert [one.name for one in reports(*rows, recent=2)] == ["fault-p1-a3"]
+    assert [report.name for report in reports(*rows, recent=2)] == ["fault-p1-a3"]
     rows[1] = decided(1, Rung.POD_RESCHEDULE, isolate="node-0")
-    assert [one.name for one in reports(*rows, recent=2)] == ["fault-p1-a1", "fault-p1-a3"]
+    assert [report.name for report in reports(*rows, recent=2)] == ["fault-p1-a1", "fault-p1-a3"]
     assert CRASH.node == "node-0"

@@ -62,9 +62,9 @@ def test_the_facts_of_a_recovery_are_plain_values():
 
 
 def test_the_picture_marks_recovered_faults_and_the_others():
-    kept = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
-    plain = loss_picture(history_of(), kept)
-    marked = loss_picture(history_of(LINK_BEGAN, LINK_RECOVERED, has_ended=True), kept)
+    records = {step: replace(STEP, step=step, loss=10.0 / step) for step in range(1, 41)}
+    plain = loss_picture(history_of(), records)
+    marked = loss_picture(history_of(LINK_BEGAN, LINK_RECOVERED, has_ended=True), records)
     assert plain.startswith(b"\x89PNG")
     assert marked.startswith(b"\x89PNG")
     assert marked != plain

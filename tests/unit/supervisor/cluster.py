@@ -13,7 +13,7 @@ from perdure.training.journal.events import ChipsHealed
 from perdure.training.journal.records import Member
 from perdure.training.recovery.healing import Act, ActDone
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.runbook import RunSteps, run_to_completion
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import (
@@ -154,9 +154,9 @@ class FakeFleet:
         self.tick("heal")
         self.cluster.healed.append((node, order))
         is_good = node not in self.cluster.ill
-        seen = ActDone(Act.CHECK, is_good, "computes right" if is_good else "device 0: Alarm")
+        act = ActDone(Act.CHECK, is_good, "computes right" if is_good else "device 0: Alarm")
         done = ChipsHealed(
-            at_s=6.0, number=1, node=node, rung=order.rung, succeeded=is_good, acts=(seen,),
+            at_s=6.0, number=1, node=node, rung=order.rung, succeeded=is_good, acts=(act,),
             seconds=0.5,
         )  # fmt: skip
         return HealReply(done=done)
@@ -229,16 +229,16 @@ class FakeFleet:
         self.cluster.members = {}
 
 
-class ClusterRun(Run):
+class ClusterRun(RunSupervisor):
     """A run on a cluster in memory."""
 
     cluster: Cluster
 
     def _make_fleet(self, epoch: int) -> Any:
-        return FakeFleet(self.cluster, lambda _what: None)
+        return FakeFleet(self.cluster, lambda _action: None)
 
 
-def supervise(run: Run, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
+def supervise(run: RunSupervisor, on_progress: Callable[[Progress], None] = lambda _: None) -> None:
     """Take a run and bring it to its end, without Prefect."""
     if not run.take().ended_well:
         run_to_completion(RunSteps(run, on_progress=on_progress), log=logging.getLogger("test"))

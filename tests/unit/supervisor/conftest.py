@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.config.job import Job
-from perdure.training.supervisor import watch
+from perdure.training.supervisor import attempt_watch
 from tests.jobs import small_job
 
 
@@ -23,4 +23,4 @@ def job(tmp_path) -> Job:
 @pytest.fixture
 def without_waits(monkeypatch):
     """A watcher that neither waits for others to report nor between two looks."""
-    monkeypatch.setattr(watch, "SETTLE_S", 0.0)
+    monkeypatch.setattr(attempt_watch, "SETTLE_S", 0.0)

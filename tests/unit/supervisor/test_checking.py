@@ -28,58 +28,58 @@ NODES = ("node-0", "node-1", "node-2")
 
 @pytest.fixture
 def cluster():
-    found = Cluster(["done"])
-    found.checks = {node: [fine(node)] for node in NODES}
-    return found
+    containers = Cluster(["done"])
+    containers.checks = {node: [fine(node)] for node in NODES}
+    return containers
 
 
 @pytest.fixture
 def run(job, tmp_path, cluster):
     def build(job: Job = job) -> ClusterRun:
-        made = ClusterRun(job, home=tmp_path / "home")
-        made.cluster = cluster
-        made.take()
-        return made
+        supervised = ClusterRun(job, home=tmp_path / "home")
+        supervised.cluster = cluster
+        supervised.take()
+        return supervised
 
     return build
 
 
 @pytest.fixture
-def one(run):
+def supervised(run):
     """A run that a supervisor has taken, before its nodes are checked."""
     return run()
 
 
-def attempt(one: ClusterRun, placement: Placement) -> AttemptResult:
-    return RunSteps(one).train(placement, None)
+def attempt(supervised: ClusterRun, placement: Placement) -> AttemptResult:
+    return RunSteps(supervised).train(placement, None)
 
 
-def test_healthy_nodes_are_used(one, cluster):
-    placement = one.place()
-    assert one.wants_checks(placement)
-    assert one.check(placement).is_passed
-    assert one.place() == placement
+def test_healthy_nodes_are_used(supervised, cluster):
+    placement = supervised.place()
+    assert supervised.wants_checks(placement)
+    assert supervised.check(placement).is_passed
+    assert supervised.place() == placement
     assert cluster.checked == [{0: True, 1: True}]
 
 
-def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(one, cluster):
+def test_a_node_that_fails_is_isolated_and_its_member_moves_to_the_spare(supervised, cluster):
     cluster.checks["node-1"] = [failed("node-1")]
-    first = one.place()
-    verdict = one.check(first)
+    first = supervised.place()
+    verdict = supervised.check(first)
     assert verdict.refused == {"node-1": "devices: device 0: Alarm"}
-    assert one.history.isolated == ("node-1",)
-    second = one.place()
+    assert supervised.history.isolated == ("node-1",)
+    second = supervised.place()
     assert (second.number, second.nodes) == (2, ("node-0", "node-2"))
-    assert one.check(second).is_passed
+    assert supervised.check(second).is_passed
     # The node that stayed was checked before; the gang is checked with every node.
     assert cluster.checked[-1] == {0: False, 1: True}
-    assert one.history.attempts == []
+    assert supervised.history.attempts == []
 
 
-def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, one, cluster):
+def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, supervised, cluster):
     cluster.checks["node-0"] = [failed("node-0")]
-    one.check(one.place())
-    one.ledger.release()
+    supervised.check(supervised.place())
+    supervised.ledger.release()
     other = run()
     assert other.place().nodes == ("node-2", "node-1")
     (refusal,) = other.history.refusals
@@ -87,61 +87,63 @@ def test_the_refusal_is_on_record_for_a_supervisor_that_takes_over(run, one, clu
     assert refusal.why == "devices: device 0: Alarm"
 
 
-def test_without_a_spare_the_run_fails_and_names_the_check(one, cluster, job):
+def test_without_a_spare_the_run_fails_and_names_the_check(supervised, cluster, job):
     cluster.checks["node-1"] = [failed("node-1")]
     cluster.checks["node-2"] = [failed("node-2", "disk", "disk full")]
-    one.check(one.place())
-    one.check(one.place())
+    supervised.check(supervised.place())
+    supervised.check(supervised.place())
     with pytest.raises(EngineError, match="no healthy spare") as caught:
-        one.place()
+        supervised.place()
     assert "node-1 failed its checks: devices: device 0: Alarm" in str(caught.value)
     assert "node-2 failed its checks: disk: disk full" in str(caught.value)
 
 
-def test_an_ended_run_that_is_started_again_has_its_nodes_checked_again(run, one, cluster):
+def test_an_ended_run_that_is_started_again_has_its_nodes_checked_again(run, supervised, cluster):
     cluster.checks["node-1"] = [failed("node-1")]
-    one.check(one.place())
-    one.end("failed", "no placement")
+    supervised.check(supervised.place())
+    supervised.end("failed", "no placement")
     other = run()
     assert other.history.isolated == ()
 
 
-def test_what_fails_everywhere_is_no_node_s_fault_and_ends_a_run_that_has_not_begun(one, cluster):
+def test_what_fails_everywhere_is_no_node_s_fault_and_ends_a_run_that_has_not_begun(
+    supervised, cluster
+):
     cluster.checks = {node: [failed(node, "store", "cannot write")] for node in NODES}
     with pytest.raises(EngineError, match="store: cannot write"):
-        one.check(one.place())
-    assert one.history.refusals == []
+        supervised.check(supervised.place())
+    assert supervised.history.refusals == []
 
 
-def test_later_an_attempt_is_started_all_the_same(one, cluster, without_waits):
+def test_later_an_attempt_is_started_all_the_same(supervised, cluster, without_waits):
     cluster.outcomes = ["node lost", "done"]
-    placement = one.place()
-    one.check(placement)
-    assert attempt(one, placement).kind is EndKind.FAILED
+    placement = supervised.place()
+    supervised.check(placement)
+    assert attempt(supervised, placement).kind is EndKind.FAILED
     cluster.checks = {node: [failed(node, "all_reduce", "no route")] for node in NODES}
-    moved = one.place()
-    verdict = one.check(moved)
+    moved = supervised.place()
+    verdict = supervised.check(moved)
     assert verdict.common == ("all_reduce: no route",)
-    assert attempt(one, moved).kind is EndKind.COMPLETED
+    assert attempt(supervised, moved).kind is EndKind.COMPLETED
 
 
-def test_a_placement_with_attempts_is_not_checked(one, cluster, without_waits):
+def test_a_placement_with_attempts_is_not_checked(supervised, cluster, without_waits):
     cluster.outcomes = ["crash", "done"]
-    placement = one.place()
-    attempt(one, placement)
-    assert one.place() == placement
-    assert not one.wants_checks(placement)
+    placement = supervised.place()
+    attempt(supervised, placement)
+    assert supervised.place() == placement
+    assert not supervised.wants_checks(placement)
 
 
 def test_a_job_may_go_without(run, job):
     preflight = job.preflight.model_copy(update={"nodes": False})
-    one = run(job.model_copy(update={"preflight": preflight}))
-    assert not one.wants_checks(one.place())
+    supervised = run(job.model_copy(update={"preflight": preflight}))
+    assert not supervised.wants_checks(supervised.place())
 
 
-def test_a_clock_that_is_off_is_a_warning(one, cluster):
+def test_a_clock_that_is_off_is_a_warning(supervised, cluster):
     cluster.clock_s = -3.0
-    verdict = one.check(one.place())
+    verdict = supervised.check(supervised.place())
     clocks = [c for c in verdict.checks if c.name == "clock"]
     assert [(c.node, c.outcome) for c in clocks] == [
         ("node-0", CheckOutcome.WARNING),
@@ -152,18 +154,18 @@ def test_a_clock_that_is_off_is_a_warning(one, cluster):
 
 
 def test_a_refused_node_does_not_come_back_where_isolated_ones_may(
-    one, cluster, job, without_waits
+    supervised, cluster, job, without_waits
 ):
     """allow_without_isolation is about nodes that had a fault, not about those that cannot work."""
     cluster.checks["node-2"] = [failed("node-2")]
     cluster.outcomes = ["node lost", "done"]
-    placement = one.place()
-    one.check(placement)
-    attempt(one, placement)
-    moved = one.place()
+    placement = supervised.place()
+    supervised.check(placement)
+    attempt(supervised, placement)
+    moved = supervised.place()
     assert moved.nodes == ("node-0", "node-2")
-    one.check(moved)
-    assert "node-2" not in one.place().nodes
+    supervised.check(moved)
+    assert "node-2" not in supervised.place().nodes
 
 
 def test_a_spare_that_is_refused_after_a_fault_ends_the_run_when_nothing_else_is_left(
@@ -172,11 +174,11 @@ def test_a_spare_that_is_refused_after_a_fault_ends_the_run_when_nothing_else_is
     cluster.checks["node-2"] = [failed("node-2")]
     cluster.outcomes = ["node lost", "done"]
     restart = job.restart.model_copy(update={"allow_without_isolation": False})
-    one = run(job.model_copy(update={"restart": restart}))
-    placement = one.place()
-    one.check(placement)
-    attempt(one, placement)
-    one.check(one.place())
+    supervised = run(job.model_copy(update={"restart": restart}))
+    placement = supervised.place()
+    supervised.check(placement)
+    attempt(supervised, placement)
+    supervised.check(supervised.place())
     with pytest.raises(EngineError, match="node-2 failed its checks: devices: device 0: Alarm"):
-        one.place()
-    assert one.history.isolated == ("node-1", "node-2")
+        supervised.place()
+    assert supervised.history.isolated == ("node-1", "node-2")

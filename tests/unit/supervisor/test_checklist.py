@@ -31,8 +31,8 @@ def test_the_defaults_have_nothing_to_complain_about():
     ],
 )
 def test_what_weakens_recovery_is_a_warning(sections, name):
-    found = outcomes(**sections)
-    assert [n for n, outcome in found.items() if outcome is CheckOutcome.WARNING] == [name]
+    by_name = outcomes(**sections)
+    assert [n for n, outcome in by_name.items() if outcome is CheckOutcome.WARNING] == [name]
 
 
 def test_a_sane_interval_of_the_job_s_own_passes():
@@ -40,9 +40,9 @@ def test_a_sane_interval_of_the_job_s_own_passes():
 
 
 def test_of_a_command_only_what_is_known_is_judged():
-    found = outcomes(worker={"command": ["true"]})
-    assert "checkpoint_interval" not in found
-    assert found["replicas"] is CheckOutcome.SKIPPED
+    by_name = outcomes(worker={"command": ["true"]})
+    assert "checkpoint_interval" not in by_name
+    assert by_name["replicas"] is CheckOutcome.SKIPPED
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,6 @@ def test_of_a_command_only_what_is_known_is_judged():
 def test_a_layout_that_is_given_is_judged_by_its_replicas(worker, sizes, outcome, words):
     batch = {"global_batch_size": 8}
     job = small_job(worker=worker, parallelism=sizes, batch=batch, steps=1000)
-    (check,) = (one for one in checklist(job) if one.name == "replicas")
+    (check,) = (check for check in checklist(job) if check.name == "replicas")
     assert check.outcome is outcome
     assert words in check.seen

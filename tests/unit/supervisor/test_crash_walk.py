@@ -16,7 +16,7 @@ from perdure.training.config.job import Job
 from perdure.training.journal.records import NodeReleased
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.unit.supervisor.cluster import Cluster, FakeFleet, supervise
 
@@ -25,7 +25,7 @@ class Killed(BaseException):
     """The supervisor is gone at this very moment."""
 
 
-class WalkedRun(Run):
+class WalkedRun(RunSupervisor):
     """A run whose ledger and engine count their calls."""
 
     cluster: Cluster
@@ -43,11 +43,11 @@ class WalkedRun(Run):
         return FakeFleet(self.cluster, self.tick)
 
 
-def walk(job: Job, home, cluster: Cluster, *, die_at: int | None) -> tuple[Run, bool]:
+def walk(job: Job, home, cluster: Cluster, *, die_at: int | None) -> tuple[RunSupervisor, bool]:
     """One supervisor, killed at its `die_at`-th action. Returns the run and whether it was."""
     count = itertools.count()
 
-    def tick(_what: str) -> None:
+    def tick(_action: str) -> None:
         if next(count) == die_at:
             raise Killed
 
@@ -123,8 +123,8 @@ def test_an_agent_that_is_gone_before_the_start_is_a_lost_node_and_not_the_end(
     cluster = Cluster(["done"])
     run = WalkedRun(job, home=tmp_path)
 
-    def tick(what: str) -> None:
-        if what == "start 1" and not cluster.started.get((2, 1)):
+    def tick(action: str) -> None:
+        if action == "start 1" and not cluster.started.get((2, 1)):
             cluster.lost.add("node-1")
 
     run.cluster, run.tick = cluster, tick
@@ -144,11 +144,11 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
     job = job.model_copy(update={"restart": waits})
     cluster = Cluster(["node lost", "node lost", "done"])  # two nodes are needed, two are lost
     run = WalkedRun(job, home=tmp_path)
-    run.cluster, run.tick = cluster, lambda _what: None
+    run.cluster, run.tick = cluster, lambda _action: None
 
     def release(_seconds: float) -> None:
         if run.history.isolated == ("node-1", "node-2"):
-            Run(job, home=tmp_path).ledger.note(NodeReleased, node="node-1")
+            RunSupervisor(job, home=tmp_path).ledger.note(NodeReleased, node="node-1")
 
     monkeypatch.setattr("perdure.training.supervisor.placing.time.sleep", release)
     supervise(run)
@@ -162,7 +162,7 @@ def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
     job, tmp_path, without_waits
 ):
     run = WalkedRun(job, home=tmp_path)
-    run.cluster, run.tick = Cluster(["crash"]), lambda _what: None
+    run.cluster, run.tick = Cluster(["crash"]), lambda _action: None
     run.take()
     placement = run.place()
     with pytest.raises(Killed):
@@ -186,6 +186,6 @@ def test_a_run_with_an_open_attempt_is_not_started_from_another_home(job, tmp_pa
     assert died
     assert run.ledger.read().open_attempt is not None
     other = WalkedRun(job, home=tmp_path / "two")
-    other.cluster, other.tick = cluster, lambda _what: None
+    other.cluster, other.tick = cluster, lambda _action: None
     with pytest.raises(Exception, match=r"PERDURE_HOME=.*one; start it there"):
         other.take()

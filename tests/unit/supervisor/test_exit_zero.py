@@ -29,8 +29,8 @@ from perdure.training.wire.logs import WorkerLog
 CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
 
 
-def worker(rank: int = 0, **seen: Any) -> WorkerStatus:
-    return WorkerStatus(rank=rank, local_rank=0, pid=1, **{"exit_code": 0, **seen})
+def worker(rank: int = 0, **fields: Any) -> WorkerStatus:
+    return WorkerStatus(rank=rank, local_rank=0, pid=1, **{"exit_code": 0, **fields})
 
 
 TORCHRUN = LeftProcess(pid=8, name="torchrun train.py (pid 8)", trains=True)
@@ -46,12 +46,12 @@ def snapshot(
     """A node for each worker; the first one has ranks with heartbeats."""
     ranks = [RankStatus(rank=r, local_rank=r, pid=9, step=step) for r, step in enumerate(steps)]
     agents = {
-        one.rank: AgentStatus(
-            node=f"node-{one.rank}", member=one.rank, state=state, schedule_cnt=1,
-            proc_start_cnt=1, placement=1, attempt=1, workers=(one,), is_command=True,
-            ranks=tuple(ranks) if one is workers[0] else (), left_running=left,
+        worker_.rank: AgentStatus(
+            node=f"node-{worker_.rank}", member=worker_.rank, state=state, schedule_cnt=1,
+            proc_start_cnt=1, placement=1, attempt=1, workers=(worker_,), is_command=True,
+            ranks=tuple(ranks) if worker_ is workers[0] else (), left_running=left,
         )
-        for one in workers
+        for worker_ in workers
     }  # fmt: skip
     return Snapshot(agents)
 
@@ -60,13 +60,13 @@ def judged(
     last: Snapshot,
     *,
     target: int | None = None,
-    seen: tuple[int, ...] = (),
+    earlier: tuple[int, ...] = (),
     logs: dict[int, str] | None = None,
     is_last: bool = True,
 ) -> dict[int, str]:
     """What is found at the end, after these steps were seen."""
-    ends = ends_after(last, target=target, seen=seen, logs=logs, is_last=is_last)
-    return {rank: bad.text for rank, bad in ends.bad.items()}
+    ends = ends_after(last, target=target, earlier=earlier, logs=logs, is_last=is_last)
+    return {rank: bad.text for rank, bad in ends.false_successes.items()}
 
 
 def test_a_step_that_the_output_shows_counts_as_one_by_heartbeat():
@@ -81,18 +81,18 @@ def ends_after(
     last: Snapshot,
     *,
     target: int | None = None,
-    seen: tuple[int, ...] = (),
+    earlier: tuple[int, ...] = (),
     logs: dict[int, str] | None = None,
     is_last: bool = True,
 ) -> CommandExitCheck:
     ends = CommandExitCheck(target)
-    for step in seen:
+    for step in earlier:
         ends.note(snapshot(worker(exit_code=None), steps=(step,), state=AgentState.RUNNING))
     ends.note(last)
     texts = logs or {}
     texts_of = {r: [WorkerLog(rank=r, path="x", text=text)] for r, text in texts.items()}
-    ends.judge(ends.fresh(last), texts_of, is_last=is_last)
-    assert ends.fresh(last) == [], "each is judged once"
+    ends.judge(ends.unjudged(last), texts_of, is_last=is_last)
+    assert ends.unjudged(last) == [], "each is judged once"
     return ends
 
 
@@ -103,7 +103,7 @@ def test_a_command_without_a_trace_of_failure_has_ended_well():
 
 
 @pytest.mark.parametrize(
-    ("seen", "last", "short"),
+    ("earlier", "last", "short"),
     [
         ((10, 20), 20, True),
         ((10, 20), 21, True),
@@ -116,9 +116,9 @@ def test_a_command_without_a_trace_of_failure_has_ended_well():
     ids=["far", "one more at the end", "counted from 0", "every ten steps", "seen once", "near",
          "there"],
 )  # fmt: skip
-def test_heartbeats_show_that_a_command_is_short_of_the_target_of_its_job(seen, last, short):
-    found = judged(snapshot(worker(), steps=(last, last - 1)), target=100, seen=seen)
-    assert found == ({0: f"exit code 0 at step {last} of 100"} if short else {})
+def test_heartbeats_show_that_a_command_is_short_of_the_target_of_its_job(earlier, last, short):
+    texts = judged(snapshot(worker(), steps=(last, last - 1)), target=100, earlier=earlier)
+    assert texts == ({0: f"exit code 0 at step {last} of 100"} if short else {})
 
 
 def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
@@ -132,8 +132,8 @@ def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
 
 def test_a_node_with_processes_left_is_not_judged_yet():
     ends = CommandExitCheck()
-    assert ends.fresh(snapshot(worker(), state=AgentState.STOPPING)) == []
-    assert ends.fresh(snapshot(worker(exit_code=1))) == []
+    assert ends.unjudged(snapshot(worker(), state=AgentState.STOPPING)) == []
+    assert ends.unjudged(snapshot(worker(exit_code=1))) == []
 
 
 def test_what_a_command_prints_when_it_is_stopped_is_no_crash_and_no_completion():
@@ -146,19 +146,19 @@ def test_what_a_command_prints_when_it_is_stopped_is_no_crash_and_no_completion(
 def test_a_script_that_ends_before_the_training_that_it_started_has_not_ended_well():
     ends = ends_after(snapshot(worker(), left=(TENSORBOARD, TORCHRUN)))
     assert ends.notes == []
-    bad = ends.bad[0]
+    bad = ends.false_successes[0]
     assert bad.text == "exit code 0 while torchrun train.py (pid 8) was still running"
     assert bad.fault_class is FaultClass.LAUNCH_MISCONFIGURED
     assert "`wait`" in bad.action
     short = ends_after(snapshot(worker(), left=(TORCHRUN,)), logs={0: " iteration 10/ 60 |"})
-    assert "still running" in short.bad[0].text, "it says more than the count"
+    assert "still running" in short.false_successes[0].text, "it says more than the count"
 
 
 def test_what_is_left_by_a_training_that_reached_its_end_or_does_not_train_is_a_warning():
     done = {0: " iteration 60/ 60 | lm loss: 1.0"}
     for left, name in ((TORCHRUN, "torchrun"), (TENSORBOARD, "tensorboard")):
         ends = ends_after(snapshot(worker(), left=(left,)), logs=done)
-        assert ends.bad == {}
+        assert ends.false_successes == {}
         (note,) = ends.notes
         assert note.startswith(name)
         assert note.endswith("was still running and has been ended with the container")
@@ -176,7 +176,7 @@ def test_what_is_left_by_a_training_that_reached_its_end_or_does_not_train_is_a_
 )
 def test_the_end_of_a_command_of_whose_training_nothing_was_seen_says_so(text, steps, is_seen):
     ends = ends_after(snapshot(worker(), steps=steps), logs={0: text})
-    assert ends.bad == {}, "it may be what the command is for"
+    assert ends.false_successes == {}, "it may be what the command is for"
     assert ends.notes == ([] if is_seen else [UNSEEN_NOTE])
     said = good_end_text(None, ends.notes)
     assert said.startswith("the command has ended well")

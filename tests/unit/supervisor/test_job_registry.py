@@ -66,8 +66,8 @@ def test_a_file_that_cannot_be_read_is_wrong_input(tmp_path):
 
 def test_a_job_is_there_whole_or_not_at_all(tmp_path):
     remember_job(tmp_path, job("first"))
-    before = job_path(tmp_path, "first").open()
+    old_file = job_path(tmp_path, "first").open()
     remember_job(tmp_path, job("first"))
-    with before:
-        assert job_path(tmp_path, "first").stat().st_ino != os.fstat(before.fileno()).st_ino
+    with old_file:
+        assert job_path(tmp_path, "first").stat().st_ino != os.fstat(old_file.fileno()).st_ino
     assert [path.name for path in job_path(tmp_path, "first").parent.iterdir()] == ["job.json"]

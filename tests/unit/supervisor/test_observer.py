@@ -11,7 +11,7 @@ from perdure.storage.local import LocalStore
 from perdure.training.config.job import parse_job
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.recovery.rungs import Rung
-from perdure.training.supervisor.run import MAX_PAST
+from perdure.training.supervisor.starting import MAX_PAST
 from perdure.training.wire.requests import read_control, write_control
 from tests.unit.journal.histories import GOES_ON, LINK, STANDS, began, ended
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, supervise
@@ -57,7 +57,7 @@ def kinds_on_record(run: ClusterRun) -> list[str]:
     """The kinds of the ledger's records, events by their own."""
     run.refresh()
     records = run.ledger._records
-    return [one.event.kind if one.kind == "event" else one.kind for one in records]
+    return [record.event.kind if record.kind == "event" else record.kind for record in records]
 
 
 def test_the_last_notes_are_on_record_before_the_ladder_is_asked(supervisor, cluster):
@@ -100,7 +100,9 @@ def test_a_line_that_cannot_be_read_ends_no_supervision(supervisor, cluster):
 def test_the_next_attempt_receives_the_recoveries_before_it(supervisor, cluster):
     cluster.live[1, 1] = lines(BEGAN, FAILED)
     supervise(supervisor())
-    reported = [[(one.rung.value, one.failed) for one in order.past] for order in cluster.orders]
+    reported = [
+        [(record.rung.value, record.failed) for record in order.past] for order in cluster.orders
+    ]
     assert reported == [[], [("step_retry", True), ("in_place_restart", False)]]
 
 
@@ -109,11 +111,11 @@ def test_of_many_recoveries_the_next_attempt_gets_the_newest_oldest_first(superv
         BEGAN.model_copy(update={"number": at, "fault": replace(LINK, at_s=float(at))})
         for at in range(1, MAX_PAST + 10)
     ]
-    pairs = [(one, FAILED.model_copy(update={"number": one.number})) for one in began]
+    pairs = [(record, FAILED.model_copy(update={"number": record.number})) for record in began]
     cluster.live[1, 1] = lines(*(event for pair in pairs for event in pair))
     supervise(supervisor())
     *links, restart = cluster.orders[1].past
-    assert [one.fault.at_s for one in links] == [float(at) for at in range(11, MAX_PAST + 10)]
+    assert [record.fault.at_s for record in links] == [float(at) for at in range(11, MAX_PAST + 10)]
     assert restart.rung is Rung.IN_PLACE_RESTART
 
 
@@ -158,11 +160,11 @@ def test_an_observer_believes_the_ledger_where_the_live_file_is_out_of_reach(sup
 
 def test_an_observer_neither_takes_nor_records_anything(supervisor, cluster):
     begin(supervisor())
-    before = kinds_on_record(supervisor())
+    recorded = kinds_on_record(supervisor())
     cluster.live[1, 1] = lines(STANDS)
     run = supervisor()
     run.observer().pause(run.history.open_attempt)
-    assert kinds_on_record(supervisor()) == before
+    assert kinds_on_record(supervisor()) == recorded
 
 
 def test_there_is_nothing_to_look_at_where_no_attempt_lives(supervisor, cluster):

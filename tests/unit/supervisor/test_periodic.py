@@ -6,24 +6,21 @@ import pytest
 
 from perdure.training.errors import InputError
 from perdure.training.supervisor.health_watch import PeriodicRestart
+from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from tests.jobs import small_job
 
 
 def test_a_restart_is_due_at_the_first_commit_after_so_long():
     periodic = PeriodicRestart(100.0, started_s=1000.0)
-    for commits, now_s in (([10], 1099.9), ([], 1150.0)):
-        periodic.look(commits, now_s=now_s)
-        assert not periodic.is_due
-    periodic.look([20], now_s=1160.0)
-    assert periodic.is_due
-    periodic.look([], now_s=1161.0)
-    assert periodic.is_due, "until it is carried out"
+    assert periodic.check(Progress(checkpoints=[10], at_s=1099.9)) is None
+    assert periodic.check(Progress(checkpoints=[], at_s=1150.0)) is None
+    restart = periodic.check(Progress(checkpoints=[20], at_s=1160.0))
+    assert restart == WatchResult(EndKind.RESTARTED)
 
 
 def test_a_job_that_does_not_ask_is_never_restarted_so():
     periodic = PeriodicRestart(None, started_s=0.0)
-    periodic.look([10], now_s=1e9)
-    assert not periodic.is_due
+    assert periodic.check(Progress(checkpoints=[10], at_s=1e9)) is None
 
 
 def test_a_command_is_refused_where_its_commits_are_not_known():

@@ -17,7 +17,7 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.preflight.job import check_without_store
-from perdure.training.supervisor.checkpoints import NewestSave, resumption
+from perdure.training.supervisor.starting import CheckpointFinder, Resumption
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import AgentState, AgentStatus, SavedCheckpoint, SavedQuery
 from tests.jobs import job_document
@@ -47,8 +47,8 @@ class Nodes:
 
 
 def newest(nodes: Any, store: Any = None, **worker: Any) -> SavedCheckpoint | None:
-    ask = NewestSave(job(**worker), nodes, store)
-    return ask.newest(RunHistory(), cwd="/here", variables={"A": "b"})
+    ask = CheckpointFinder(job(**worker), nodes, store)
+    return ask.find_newest(RunHistory(), cwd="/here", variables={"A": "b"})
 
 
 def test_without_a_place_of_checkpoints_nobody_is_asked():
@@ -69,8 +69,10 @@ def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
     put_set(store, prefix_of("run", Save(20, (1, 1)), 1), tmp_path / "step-20", written_s=5.0)
     nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
     with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
-    found = not_none(newest(nodes, store, **with_uploads))
-    assert (found.step, found.path) == (20, str(tmp_path / "step-20")), "node-1 lacks step 30"
+    checkpoint = not_none(newest(nodes, store, **with_uploads))
+    assert (checkpoint.step, checkpoint.path) == (20, str(tmp_path / "step-20")), (
+        "node-1 lacks step 30"
+    )
     nodes.answers["node-1"] = (saved(30),)
     assert newest(nodes, store, **with_uploads) == saved(30)
 
@@ -88,9 +90,9 @@ class Parts:
         self.on_nodes: dict[str, tuple[SavedCheckpoint, ...]] = {"node-0": (), "node-1": ()}
 
     def has(self, member: int, step: int, saved_in: tuple[int, int] = FIRST) -> Self:
-        own = saved(step, f"/node-{member}/{step}")
-        own = own.model_copy(update={"saved_in": saved_in, "member": member})
-        self.on_nodes[f"node-{member}"] += (own,)
+        part = saved(step, f"/node-{member}/{step}")
+        part_of_save = part.model_copy(update={"saved_in": saved_in, "member": member})
+        self.on_nodes[f"node-{member}"] += (part_of_save,)
         return self
 
     def stores(
@@ -108,9 +110,9 @@ class Parts:
         nodes = parse_job(
             job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
         )
-        ask = NewestSave(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
-        found = ask.newest(RunHistory(), cwd="/", variables={})
-        return (found.step, found.saved_in) if found is not None else None
+        ask = CheckpointFinder(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
+        checkpoint = ask.find_newest(RunHistory(), cwd="/", variables={})
+        return (checkpoint.step, checkpoint.saved_in) if checkpoint is not None else None
 
 
 def test_every_member_needs_its_own_part(tmp_path):
@@ -143,25 +145,25 @@ def test_a_part_whose_ranks_read_that_of_others_needs_all_of_them_stored(tmp_pat
 def test_of_the_only_node_a_checkpoint_counts_that_is_not_stored_yet(tmp_path):
     worker = {"command": ["true"], "checkpoints": IN_PARTS}
     nodes = Nodes({"node-0": (saved(20),)})
-    ask = NewestSave(
+    ask = CheckpointFinder(
         parse_job(job_document(worker=worker, engine={"nodes": 1})),
         nodes,  # type: ignore[arg-type]
         LocalStore(tmp_path),
     )
-    assert ask.newest(RunHistory(), cwd="/", variables={}) == saved(20)
+    assert ask.find_newest(RunHistory(), cwd="/", variables={}) == saved(20)
     assert not nodes.asked[0].is_in_parts
 
 
 def test_a_command_without_a_checkpoint_is_started_as_it_was_first():
-    given = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
-    assert resumption(given, None).args == ()
-    assert resumption(given, None).variables == ()
+    spec = job(checkpoints=CHECKPOINTS, resume={"args": ["--resume"]})
+    assert Resumption.of(spec, None).args == ()
+    assert Resumption.of(spec, None).variables == ()
 
 
 def test_a_command_with_one_gets_its_arguments_and_variables():
     at = "step ${PERDURE_CHECKPOINT_STEP}"
     resume = {"args": ["--from=${PERDURE_CHECKPOINT}"], "env": {"AT": at}}
-    added = resumption(job(checkpoints=CHECKPOINTS, resume=resume), saved(20))
+    added = Resumption.of(job(checkpoints=CHECKPOINTS, resume=resume), saved(20))
     assert added.args == ("--from=${PERDURE_CHECKPOINT}",), "filled in on the node"
     assert dict(added.variables) == {
         "AT": "step 20", "PERDURE_CHECKPOINT": "/out/ckpt.pt", "PERDURE_CHECKPOINT_STEP": "20",
@@ -196,9 +198,9 @@ def test_what_cannot_be_is_refused_in_one_line(worker, why):
     ],
 )
 def test_a_name_that_nothing_sets_is_refused_before_anything_starts(worker, field, tmp_path):
-    given = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
+    spec = job(cwd=str(tmp_path), **{"checkpoints": CHECKPOINTS, **worker})
     with pytest.raises(InputError, match=field):
-        check_without_store(given)
+        check_without_store(spec)
 
 
 def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
@@ -209,9 +211,9 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
         spec=spec, cwd=str(tmp_path), variables={}, run_id="run", since_s=0.0, until_s=0.0
     )
     assert "OUT" in str(saved_reply(query, "node-0", 0).error)
-    known = query.model_copy(update={"variables": {"OUT": "out"}})
-    assert saved_reply(known, "node-0", 0).saved == ()
-    assert saved_reply(known, "node-0", 0).error is None
+    query_with_out = query.model_copy(update={"variables": {"OUT": "out"}})
+    assert saved_reply(query_with_out, "node-0", 0).saved == ()
+    assert saved_reply(query_with_out, "node-0", 0).error is None
 
 
 def test_uploads_from_several_nodes_of_which_one_has_the_sign_are_refused():
@@ -242,11 +244,11 @@ def test_what_nodes_say_that_they_have_saved_is_noted_once():
         node="node-0", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
         placement=1, attempt=1, is_command=True, saved=(saved(10), saved(20)),
     )  # fmt: skip
-    progress = Progress(snapshot=Snapshot({0: status, 1: status}))
-    progress.take_saves()
-    assert [one.step for one in progress.saved] == [10, 20]
+    progress = Progress()
+    progress.take_snapshot(Snapshot({0: status, 1: status}), at_s=1.0)
+    assert [save.step for save in progress.saved] == [10, 20]
     assert progress.checkpoints == [10, 20]
     progress.take(())
-    progress.snapshot = Snapshot({0: status.model_copy(update={"saved": (saved(20), saved(30))})})
-    progress.take_saves()
+    later = status.model_copy(update={"saved": (saved(20), saved(30))})
+    progress.take_snapshot(Snapshot({0: later}), at_s=2.0)
     assert progress.checkpoints == [30]

@@ -82,8 +82,8 @@ def job(**checkpoint):
 
 
 def gone(checkpoints, spec, *, with_retention=True):
-    found = removals(spec, checkpoints, garbage_after_s=0, with_retention=with_retention)
-    return [(removal.kind.value, removal.step) for removal in found]
+    removed = removals(spec, checkpoints, garbage_after_s=0, with_retention=with_retention)
+    return [(removal.kind.value, removal.step) for removal in removed]
 
 
 def history(*records: AnyRecord) -> RunHistory:
@@ -126,8 +126,8 @@ def test_the_jobs_policy_decides_beside_the_newest_two(checkpoints):
 
 
 def test_without_retention_only_garbage_goes(checkpoints):
-    found = gone(checkpoints, job(keep_last=1), with_retention=False)
-    assert found == [(RemovalKind.BROKEN_SAVE, 35)]
+    result = gone(checkpoints, job(keep_last=1), with_retention=False)
+    assert result == [(RemovalKind.BROKEN_SAVE, 35)]
 
 
 def begin(checkpoints) -> Ledger:
@@ -154,20 +154,20 @@ def test_what_is_young_by_the_stores_clock_stays_whatever_this_machines_says(
     old = checkpoints.store.local_path(checkpoints.key(45, shard_name(1, 1, 0)))
     old_s = old.stat().st_mtime - 2 * HOUR_S
     os.utime(old, (old_s, old_s))
-    found = removals(job(), checkpoints, garbage_after_s=HOUR_S, with_retention=False)
-    assert [removal.step for removal in found] == [45], "and not 35, which was just written"
+    result = removals(job(), checkpoints, garbage_after_s=HOUR_S, with_retention=False)
+    assert [removal.step for removal in result] == [45], "and not 35, which was just written"
 
 
 def test_the_best_are_those_of_the_recorded_loss(checkpoints):
     record_losses(checkpoints, {10: 1.0, 20: 0.1, 30: 2.0, 40: 3.0, 50: 4.0, 51: 0.0})
-    found = gone(checkpoints, job(keep_last=1, keep_best=1))
-    assert found == [("retention", 10), ("retention", 30), ("broken_save", 35)]
+    result = gone(checkpoints, job(keep_last=1, keep_best=1))
+    assert result == [("retention", 10), ("retention", 30), ("broken_save", 35)]
 
 
 def test_a_step_without_a_recorded_loss_stays_when_the_best_are_kept(checkpoints):
     record_losses(checkpoints, {10: 1.0, 20: 0.1})
-    found = gone(checkpoints, job(keep_last=1, keep_best=1))
-    assert found == [("retention", 10), ("broken_save", 35)]
+    result = gone(checkpoints, job(keep_last=1, keep_best=1))
+    assert result == [("retention", 10), ("broken_save", 35)]
 
 
 def test_a_manifest_may_hold_the_loss_itself(checkpoints):

@@ -55,7 +55,7 @@ def history(job: Job, *records: AnyRecord) -> RunHistory:
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "words"),
+    ("recorded", "now", "words"),
     [
         ({"seed": 7}, {"seed": 8}, "another seed: 7, here 8;"),
         ({"optimizer": {"lr": 3e-4}}, {"optimizer": {"lr": 1e-3}},
@@ -66,21 +66,21 @@ def history(job: Job, *records: AnyRecord) -> RunHistory:
          'another worker.command: ["bash", "train.sh"], here ["xxxx'),
     ],
 )  # fmt: skip
-def test_a_job_of_other_weights_is_refused_by_the_value_that_differs(before, now, words):
-    was = history(small_job(**before), saved(10))
+def test_a_job_of_other_weights_is_refused_by_the_value_that_differs(recorded, now, words):
+    was = history(small_job(**recorded), saved(10))
     with pytest.raises(RunConflict) as conflict:
         refuse_other_job(small_job(**now), was)
     assert words in str(conflict.value)
     assert len(str(conflict.value)) < 400
-    refuse_other_job(small_job(**now), history(small_job(**before)))  # nothing depends on it yet
+    refuse_other_job(small_job(**now), history(small_job(**recorded)))  # nothing depends on it yet
 
 
 def test_a_command_that_has_saved_checkpoints_of_its_own_may_be_corrected():
-    own = saved(10).model_copy(update={"path": "/out/ckpt.pt"})
+    checkpoint = saved(10).model_copy(update={"path": "/out/ckpt.pt"})
     corrected = small_job(worker={"command": ["bash", "other.sh"]})
-    refuse_other_job(corrected, history(command(), own))
+    refuse_other_job(corrected, history(command(), checkpoint))
     with pytest.raises(RunConflict):
-        refuse_other_job(corrected, history(command(), own, saved(20)))
+        refuse_other_job(corrected, history(command(), checkpoint, saved(20)))
 
 
 def test_a_field_that_the_record_of_another_version_lacks_is_no_difference():
@@ -116,8 +116,8 @@ def test_a_command_goes_on_with_a_larger_target_than_it_was_completed_with():
     without = history(command(), ended(command()))
     assert is_complete(command(), without)
     assert not is_complete(command(steps=30), without), "it was given a target"
-    again = history(command(), ended(command()), RunReopened(at_s=10.0, epoch=1))
-    assert not is_complete(command(), again)
+    reopened = history(command(), ended(command()), RunReopened(at_s=10.0, epoch=1))
+    assert not is_complete(command(), reopened)
     assert is_complete(command(), history(command(), RunReopened(at_s=10.0, epoch=1),
                                           ended(command())))  # fmt: skip
 

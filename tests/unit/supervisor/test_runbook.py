@@ -10,7 +10,7 @@ from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError
 from perdure.training.recovery.faults import FaultClass
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.node import Check, CheckOutcome
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet
@@ -53,8 +53,8 @@ def test_no_attempt_is_started_on_a_node_that_failed_its_check(job, play):
 def test_the_first_failure_is_told_when_the_containers_cannot_be_taken_down_either(
     job, play, monkeypatch
 ):
-    def refuse(self: FakeFleet, what: object) -> None:
-        raise EngineError("no pods" if isinstance(what, Placement) else "no answer")
+    def refuse(self: FakeFleet, action: object) -> None:
+        raise EngineError("no pods" if isinstance(action, Placement) else "no answer")
 
     monkeypatch.setattr(FakeFleet, "submit", refuse)
     monkeypatch.setattr(FakeFleet, "cancel", refuse)
@@ -69,7 +69,7 @@ class Damage:
     def __init__(self, store: LocalStore) -> None:
         self.store = store
 
-    def __call__(self, run: Run, progress: Progress) -> None:
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
         if run.history.attempts[-1].key == (1, 1):
             for shard in self.store.list("data/shards/"):
                 self.store.put(shard.key, b"damaged")

@@ -12,8 +12,8 @@ from perdure.storage.errors import StorageError, StoreMissing
 from perdure.training.config.job import Job
 from perdure.training.errors import InputError, RunConflict
 from perdure.training.journal.ledger import Identity
-from perdure.training.supervisor.run import Run
 from perdure.training.supervisor.run_identity import begin_store
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage, read_outage
 from tests.jobs import small_job
 
@@ -33,9 +33,9 @@ def folder(job):
     return job.storage.folder
 
 
-def started(job: Job, home) -> Run:
+def started(job: Job, home) -> RunSupervisor:
     """A run that its supervisor has taken, and left."""
-    run = Run(job, home=home)
+    run = RunSupervisor(job, home=home)
     run.take()
     run.ledger.release()
     return run
@@ -54,7 +54,7 @@ def test_a_run_that_is_known_begins_in_no_empty_folder(job, home, folder, is_emp
     if is_empty_folder:
         folder.mkdir()
     with pytest.raises(InputError, match="no store is in this folder, where this machine keeps ru"):
-        Run(job, home=home).take()
+        RunSupervisor(job, home=home).take()
     assert not has_store(job.storage)
     assert folder.exists() is is_empty_folder
 
@@ -71,7 +71,7 @@ def test_a_run_that_is_known_begins_in_no_store_without_its_ledger(job, home, fo
     started(job, home)
     shutil.rmtree(folder / "runs")
     with pytest.raises(RunConflict, match="holds nothing of run run, which was started there"):
-        Run(job, home=home).take()
+        RunSupervisor(job, home=home).take()
     assert not (folder / "runs").exists()
 
 
@@ -86,22 +86,22 @@ def test_a_supervisor_waits_for_its_store_and_notes_since_when(
     job, home, folder, caplog, monkeypatch
 ):
     caplog.set_level(logging.INFO)
-    seen = []
+    outages = []
     now_s = iter([1_000.0, 1_060.0])
     outage = StoreOutage(home, job.run_id, logging.getLogger("test"), clock=lambda: next(now_s))
     away = folder.with_name("away")
 
     def back(_seconds: float) -> bool:
-        seen.append(read_outage(home, job.run_id))
+        outages.append(read_outage(home, job.run_id))
         away.rename(folder)
         return False
 
     monkeypatch.setattr(outage._gives_up, "wait", back)
-    run = Run(job, home=home, outage=outage)
+    run = RunSupervisor(job, home=home, outage=outage)
     run.take()
     folder.rename(away)
     run.ledger.renew()
-    (noted,) = seen
+    (noted,) = outages
     assert noted is not None
     assert noted.since == "1970-01-01 00:16:40 UTC"
     assert "no store is in this folder" in noted.why
@@ -112,7 +112,7 @@ def test_a_supervisor_waits_for_its_store_and_notes_since_when(
 
 def test_a_supervisor_that_ends_waits_no_more_and_leaves_its_note(job, home, folder):
     outage = StoreOutage(home, job.run_id, logging.getLogger("test"))
-    run = Run(job, home=home, outage=outage)
+    run = RunSupervisor(job, home=home, outage=outage)
     run.take()
     away = folder.with_name("away")
     folder.rename(away)
@@ -122,9 +122,9 @@ def test_a_supervisor_that_ends_waits_no_more_and_leaves_its_note(job, home, fol
     assert read_outage(home, job.run_id) is not None
     away.rename(folder)
     (folder / "runs" / "run" / "supervisor.json").unlink()
-    again = Run(job, home=home)
-    again._identity = Identity.of_this_process()
-    again.take()
+    next_supervisor = RunSupervisor(job, home=home)
+    next_supervisor._identity = Identity.of_this_process()
+    next_supervisor.take()
     assert read_outage(home, job.run_id) is None
 
 

@@ -48,14 +48,14 @@ def diagnosed(line: str, *, node: str = "node-1") -> Fault:
 
 
 def known(*records) -> dict[str, str]:
-    return {one.node: one.why for one in sub_healthy_nodes(replay([*BEGINNING, *records]))}
+    return {node.node: node.why for node in sub_healthy_nodes(replay([*BEGINNING, *records]))}
 
 
 def test_a_code_of_the_sub_healthy_level_in_a_log_makes_its_node_sub_healthy():
     fault = diagnosed(LANES)
     assert fault.code == "81078605"
-    found = known(over(1, fault=fault), decided(1))
-    assert found == {"node-1": "code 81078605 of device 1 (RoCE port: some lanes failed)"}
+    result = known(over(1, fault=fault), decided(1))
+    assert result == {"node-1": "code 81078605 of device 1 (RoCE port: some lanes failed)"}
 
 
 def test_a_link_that_was_mended_under_a_collective_leaves_its_node_sub_healthy():
@@ -90,24 +90,24 @@ def test_an_ordinary_crash_and_an_isolated_node_are_not_sub_healthy():
 
 
 def test_a_released_node_begins_anew():
-    before = (*seen(RECONNECTED, ended(1)),)
+    previous = (*seen(RECONNECTED, ended(1)),)
     later = NOW | {"at_s": LINK.at_s + 100}
-    assert known(*before, NodeReleased(**later, node="node-1")) == {}
-    again = began(2, Rung.OPERATOR_RETRY, LINK).model_copy(
+    assert known(*previous, NodeReleased(**later, node="node-1")) == {}
+    second = began(2, Rung.OPERATOR_RETRY, LINK).model_copy(
         update={"at_s": 500.0, "decision": RECONNECTED.decision}
     )
     fault = LINK.__class__(LINK.fault_class, 500.0, "EI0006", node="node-1", step=90)
-    again = again.model_copy(update={"fault": fault})
-    found = known(*before, NodeReleased(**later, node="node-1"), *seen(again, ended(2, 90)))
-    assert list(found) == ["node-1"]
+    second = second.model_copy(update={"fault": fault})
+    result = known(*previous, NodeReleased(**later, node="node-1"), *seen(second, ended(2, 90)))
+    assert list(result) == ["node-1"]
 
 
 @pytest.fixture
 def run(job, tmp_path):
-    made = ClusterRun(job, home=tmp_path / "home")
-    made.cluster = Cluster(["crash", "done"])
-    made.take()
-    return made
+    run = ClusterRun(job, home=tmp_path / "home")
+    run.cluster = Cluster(["crash", "done"])
+    run.take()
+    return run
 
 
 def fail(run: ClusterRun, fault: Fault, rung: Rung, *, isolate: str | None = None) -> None:

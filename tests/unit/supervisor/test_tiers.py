@@ -38,13 +38,13 @@ def note(tmp_path):
     return write
 
 
-def put_on_disk(home, node: str, one: SaveId, rank: int) -> None:
+def put_on_disk(home, node: str, save: SaveId, rank: int) -> None:
     disk = CheckpointStore(
         LocalStore(home / "runs" / RUN / "nodes" / node / "life-1" / "checkpoints"), RUN
     )
-    share = Share(run_id=RUN, rank=rank, size_bytes=3, tensors={}, save_id=one)
+    share = Share(run_id=RUN, rank=rank, size_bytes=3, tensors={}, save_id=save)
     record = ShardRecord(size_bytes=3, xxh3_128="0" * 32)
-    disk.store.put(disk.key(one.step, share.shard), b"123")
+    disk.store.put(disk.key(save.step, share.shard), b"123")
     put_record(disk, WrittenShare(share=share, record=record))
 
 

@@ -68,10 +68,10 @@ def test_what_is_too_short_to_be_seen_goes_with_its_neighbours_and_nothing_is_lo
     reported = account_of(*parts, (500.0, Owner.START_UP))
     drawn = list(coarse(reported.intervals, 100))
     assert len(drawn) <= 102
-    assert {one.owner for one in drawn} == {Owner.PRODUCTIVE, Owner.START_UP}
+    assert {interval.owner for interval in drawn} == {Owner.PRODUCTIVE, Owner.START_UP}
     assert drawn[0].from_s == reported.intervals[0].from_s
     assert drawn[-1].to_s == reported.intervals[-1].to_s
-    assert all(one.to_s == other.from_s for one, other in pairwise(drawn))
+    assert all(interval.to_s == other.from_s for interval, other in pairwise(drawn))
     assert list(coarse(())) == []
 
 
@@ -87,7 +87,7 @@ def store(tmp_path):
 
 def put(store: LocalStore, *records: StepRecord) -> None:
     key = f"{metrics_prefix('run', 1, 1)}{records[0].step:08d}-{records[-1].step:08d}.jsonl"
-    store.put(key, "".join(json.dumps(asdict(one)) + "\n" for one in records).encode())
+    store.put(key, "".join(json.dumps(asdict(interval)) + "\n" for interval in records).encode())
 
 
 def steps(*numbers: int) -> list[StepRecord]:
@@ -98,16 +98,16 @@ def test_steps_of_the_living_attempt_count_before_they_are_in_the_store(store):
     put(store, *steps(11, 12))
     accountant, living = Accountant(store, "run"), replay(BEGINNING)
     assert accountant.account(living, now_s=20.0).seconds[Owner.PRODUCTIVE] == 1.0
-    accountant.saw(steps(12, 13, 14))
+    accountant.add_steps(steps(12, 13, 14))
     assert accountant.account(living, now_s=20.0).seconds[Owner.PRODUCTIVE] == 2.0
     put(store, *steps(13))
     assert accountant.account(living, now_s=20.0).seconds[Owner.PRODUCTIVE] == 2.0
-    assert [record.step for record in accountant.kept().values()] == [11, 12, 13]
+    assert [record.step for record in accountant.kept_steps().values()] == [11, 12, 13]
 
 
 def test_steps_that_are_not_in_the_store_are_lost_when_their_attempt_ends(store):
     put(store, *steps(11))
     accountant = Accountant(store, "run")
-    accountant.saw(steps(11, 12, 13))
+    accountant.add_steps(steps(11, 12, 13))
     over = replay([*BEGINNING, *END])
     assert accountant.account(over, now_s=20.0).seconds[Owner.PRODUCTIVE] == 0.5

@@ -42,7 +42,7 @@ class Containers:
     """
 
     nodes: list[str] | None = field(default_factory=lambda: [f"node-{n}" for n in range(5)])
-    found: dict[str, AgentEndpoint] = field(default_factory=dict)
+    endpoints: dict[str, AgentEndpoint] = field(default_factory=dict)
     is_warm: bool = True
     silent: set[str] = field(default_factory=set)
     checks: dict[str, tuple[Check, ...]] = field(default_factory=dict)
@@ -55,21 +55,21 @@ class Containers:
     vanished: set[str] = field(default_factory=set)
 
     def contacts(self) -> Mapping[str, AgentEndpoint]:
-        return dict(self.found)
+        return dict(self.endpoints)
 
     def start(self, placement: Placement, node: str) -> None:
         if not self.room:
             raise NoCapacity("no room")
         self.avoided.append(placement.avoid)
-        self.found[f"c{len(self.avoided)}"] = AgentEndpoint(node, "token", None, "host")
+        self.endpoints[f"c{len(self.avoided)}"] = AgentEndpoint(node, "token", None, "host")
 
     def come_up(self) -> None:
-        for name, one in self.found.items():
-            self.found[name] = AgentEndpoint(one.node, one.token, UP, one.host)
+        for name, endpoint in self.endpoints.items():
+            self.endpoints[name] = AgentEndpoint(endpoint.node, endpoint.token, UP, endpoint.host)
 
     def end(self, names: Collection[str]) -> None:
         for name in names:
-            del self.found[name]
+            del self.endpoints[name]
 
     def ask(self, name: str, order: Order, *, timeout_s: float) -> Future[TimedLine]:
         assert timeout_s > 0
@@ -80,7 +80,7 @@ class Containers:
         return sent
 
     def reply(self, name: str, order: Order, sent: Future[TimedLine]) -> AgentReply:
-        node = self.found[name].node
+        node = self.endpoints[name].node
         if node in self.silent:
             raise AgentUnreachable(f"the agent of {node} does not answer")
         if isinstance(order, CheckOrder):
@@ -97,7 +97,7 @@ class Containers:
 
 
 class Spares:
-    """The warm spares of a run, looked at once a second."""
+    """The warm spares of a run, updated once a second."""
 
     def __init__(self, containers: Containers, folder: Any, **engine: Any) -> None:
         self.containers, self.now_s = containers, 0.0
@@ -107,9 +107,9 @@ class Spares:
         )
         section = {"kind": "kubernetes", "image": "i", "nodes": 2, "slots_per_node": 1, "spares": 3}
         job = small_job(folder, engine={**section, **engine})
-        own: Any = self  # the fleet and the placer that it asks
+        fleet: Any = self  # the fleet and the placer that it asks
         self.spares = WarmSpares(
-            job, own, own, history=lambda: self.history, clock=lambda: self.now_s
+            job, fleet, fleet, history=lambda: self.history, clock=lambda: self.now_s
         )
 
     # What it asks of the fleet.
@@ -130,16 +130,16 @@ class Spares:
     def refuse(self, node: str, why: str) -> None:
         self.containers.refused[node] = why
 
-    def look(self, seconds: float = 10.0, *, trains: bool = True) -> None:
-        """Look once a second for so long."""
+    def run_for(self, seconds: float = 10.0, *, trains: bool = True) -> None:
+        """Let time pass, with an update once a second."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += 1.0
-            self.spares.look(trains=trains)
+            self.spares.update(trains=trains)
 
     @property
     def on(self) -> list[str]:
-        return [one.node for one in self.containers.found.values()]
+        return [endpoint.node for endpoint in self.containers.endpoints.values()]
 
 
 @pytest.fixture
@@ -155,157 +155,159 @@ def spares(containers, tmp_path) -> Spares:
 def test_one_is_started_once_the_attempt_trains_and_is_ready_when_its_imports_are_done(
     spares, containers
 ):
-    spares.look(trains=False)
+    spares.run_for(trains=False)
     assert spares.on == []
-    spares.look()
+    spares.run_for()
     assert spares.on == ["node-2"]
     assert list(spares.spares.ready) == []
     containers.is_warm = False
     containers.come_up()
-    spares.look()
+    spares.run_for()
     assert list(spares.spares.ready) == []
     containers.is_warm = True
-    spares.look()
+    spares.run_for()
     assert list(spares.spares.ready) == ["node-2"]
     assert (containers.checked, containers.passed) == (["node-2"], ["c1"])
 
 
 def test_as_many_stand_by_as_are_wanted_each_on_a_node_of_its_own(containers, tmp_path):
     spares = Spares(containers, tmp_path, warm_spares=2)
-    spares.look()
+    spares.run_for()
     assert spares.on == ["node-2", "node-3"]
 
 
 def test_none_is_started_where_none_is_wanted_or_no_node_is_free(containers, tmp_path):
-    Spares(containers, tmp_path, warm_spares=0).look()
-    Spares(containers, tmp_path, spares=0).look()
+    Spares(containers, tmp_path, warm_spares=0).run_for()
+    Spares(containers, tmp_path, spares=0).run_for()
     containers.nodes = ["node-0", "node-1"]
-    Spares(containers, tmp_path).look()
-    assert containers.found == {}
+    Spares(containers, tmp_path).run_for()
+    assert containers.endpoints == {}
 
 
 def test_where_the_engine_chooses_the_node_it_is_told_which_ones_not(containers, tmp_path):
     containers.nodes = None
     spares = Spares(containers, tmp_path)
     spares.history.isolations.append(Isolation("node-7", "a chip", 0.0))
-    spares.look()
+    spares.run_for()
     assert (spares.on, containers.avoided) == ([ANY_NODE], [("node-7",)])
 
 
 def test_one_whose_node_is_isolated_meanwhile_is_ended(spares, containers):
-    spares.look()
+    spares.run_for()
     containers.come_up()
     spares.history.isolations.append(Isolation("node-2", "a chip", 0.0))
-    spares.look()
+    spares.run_for()
     assert spares.on == ["node-3"]
 
 
 def test_one_whose_agent_falls_silent_is_ended_and_another_one_is_made(spares, containers):
-    spares.look()
+    spares.run_for()
     containers.come_up()
-    spares.look()
+    spares.run_for()
     containers.silent = {"node-2"}
-    spares.look(60.0)
+    spares.run_for(60.0)
     containers.silent = set()
-    assert list(containers.found) == ["c2"]
+    assert list(containers.endpoints) == ["c2"]
 
 
 def test_nobody_is_silent_while_the_way_to_the_agents_is_cut_or_nobody_has_asked(
     spares, containers
 ):
-    spares.look()
+    spares.run_for()
     containers.come_up()
-    spares.look()
+    spares.run_for()
     containers.silent, containers.sees_agents = {"node-2"}, False
-    spares.look(120.0)
+    spares.run_for(120.0)
     containers.sees_agents = True
-    spares.look(10.0)
+    spares.run_for(10.0)
     spares.now_s += 300.0  # a member was moved
-    spares.look(10.0)
-    assert list(containers.found) == ["c1"]
+    spares.run_for(10.0)
+    assert list(containers.endpoints) == ["c1"]
 
 
 def test_one_that_was_slow_to_come_up_is_not_silent_at_its_first_word(spares, containers):
-    spares.look(200.0)
+    spares.run_for(200.0)
     containers.silent = {"node-2"}
     containers.come_up()
-    spares.look(10.0)
+    spares.run_for(10.0)
     containers.silent = set()
-    spares.look(10.0)
+    spares.run_for(10.0)
     assert list(spares.spares.ready) == ["node-2"]
 
 
 def test_one_that_vanishes_while_it_is_looked_at_ends_nothing_else(spares, containers, caplog):
-    spares.look()
+    spares.run_for()
     containers.come_up()
     containers.vanished = {"c1"}
-    spares.look()
+    spares.run_for()
     assert "no container c1 stands by" in caplog.text
 
 
 def test_those_beyond_what_the_job_asks_for_now_are_ended(containers, tmp_path):
-    Spares(containers, tmp_path, warm_spares=2).look()
+    Spares(containers, tmp_path, warm_spares=2).run_for()
     fewer = Spares(containers, tmp_path, warm_spares=0)
-    fewer.look()
-    assert containers.found == {}
+    fewer.run_for()
+    assert containers.endpoints == {}
 
 
 def test_on_this_machine_a_spare_is_not_checked_its_devices_are_in_use(containers, tmp_path):
     engine = {"kind": "local", "nodes": 2, "slots_per_node": 1, "spares": 3}
     spares = Spares(containers, tmp_path)
     job = small_job(tmp_path, engine=engine)
-    own: Any = spares
-    local = WarmSpares(job, own, own, history=lambda: spares.history, clock=lambda: spares.now_s)
+    fleet: Any = spares
+    local = WarmSpares(
+        job, fleet, fleet, history=lambda: spares.history, clock=lambda: spares.now_s
+    )
     for second in range(30):
         spares.now_s = float(second)
-        local.look(trains=True)
+        local.update(trains=True)
         containers.come_up()
     assert list(local.ready) == ["node-2"]
     assert containers.checked == []
 
 
 def test_one_whose_container_is_lost_is_ended_and_said_so(spares, containers, caplog):
-    spares.look()
+    spares.run_for()
     containers.come_up()
-    spares.look()
+    spares.run_for()
     loss = NodeLoss("node-2", FaultClass.CONTAINER_LOST, "POD_DELETED", "the pod was deleted")
-    containers.found["c1"] = AgentEndpoint("node-2", "token", UP, "host", loss=loss)
-    spares.look(1.0)
-    assert containers.found == {}
-    assert "stood by on node-2 is ended: the pod was deleted" in caplog.text
+    containers.endpoints["c1"] = AgentEndpoint("node-2", "token", UP, "host", loss=loss)
+    spares.run_for(1.0)
+    assert containers.endpoints == {}
+    assert "warm spare on node-2 is ended: the pod was deleted" in caplog.text
 
 
 def test_one_that_never_comes_up_is_ended(spares, containers):
-    spares.look()
-    spares.look(UP_S + 1)
-    assert "c1" not in containers.found
+    spares.run_for()
+    spares.run_for(UP_S + 1)
+    assert "c1" not in containers.endpoints
 
 
 def test_a_node_that_fails_its_check_is_refused_and_the_next_one_is_taken(spares, containers):
     bad = Check(name="devices", node="node-2", outcome=CheckOutcome.FAILED, seen="Alarm")
     containers.checks["node-2"] = (bad,)
-    spares.look()
+    spares.run_for()
     containers.come_up()
-    spares.look(5.0)
+    spares.run_for(5.0)
     assert containers.refused == {"node-2": "devices: Alarm"}
-    assert containers.found == {}
+    assert containers.endpoints == {}
     spares.history.isolations.append(Isolation("node-2", "failed its checks", 0.0))
-    spares.look(RETRY_S + 1)
+    spares.run_for(RETRY_S + 1)
     assert spares.on == ["node-3"]
 
 
 def test_a_node_is_checked_again_now_and_then(spares, containers):
-    spares.look()
+    spares.run_for()
     containers.come_up()
-    spares.look(CHECK_AGAIN_S + 30)
+    spares.run_for(CHECK_AGAIN_S + 30)
     assert containers.checked == ["node-2", "node-2"]
 
 
 def test_without_room_it_is_tried_again_ever_more_seldom(spares, containers, caplog):
     containers.room = False
-    spares.look(600.0)
-    tries = caplog.text.count("no container can be had to stand by: no room")
+    spares.run_for(600.0)
+    tries = caplog.text.count("no warm spare can be started: no room")
     assert 5 <= tries <= 8, "after 5, 10, 20, 40, 80, 160, 320 s"
     containers.room = True
-    spares.look(600.0)
+    spares.run_for(600.0)
     assert spares.on == ["node-2"]

@@ -11,7 +11,7 @@ from prefect.logging import disable_run_logger
 from perdure.tasks.entry import _training, enter, is_same_run, job_of, standing, taken_job
 from perdure.training.journal.ledger import Identity
 from perdure.training.supervisor.job_registry import remember_job
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from tests.jobs import job_document, small_job
 
 
@@ -59,7 +59,7 @@ def test_a_flow_run_keeps_the_run_that_it_has_taken_whatever_its_variable_holds(
     job = small_job(tmp_path)
     own, other = flow_run({"job": "by-name"}, "run"), flow_run({"job": "by-name"}, "run")
     assert taken_job(own) is None, "no such run yet"
-    run = Run(job, home=perdure_home)
+    run = RunHandle(job, home=perdure_home)
     run.ledger.take(Identity.of_this_process(flow_run=str(own.id)))
     remember_job(perdure_home, job)
     assert job_of(own) == taken_job(own) == job  # there is no server here to ask for the Variable
@@ -79,7 +79,7 @@ def test_a_run_of_the_same_template_whose_ledger_is_damaged_stops_no_later_tick(
 ):
     job = small_job(tmp_path, run_id="nightly-1")
     remember_job(perdure_home, job)
-    run = Run(job, home=perdure_home)
+    run = RunHandle(job, home=perdure_home)
     run.ledger.take(Identity.of_this_process(flow_run=str(uuid4())))
     run.store.put("runs/nightly-1/ledger/00000001.json", b"{")
     with disable_run_logger():
@@ -87,7 +87,7 @@ def test_a_run_of_the_same_template_whose_ledger_is_damaged_stops_no_later_tick(
 
 
 def test_where_a_run_stands_names_the_flow_run_that_supervises_it(tmp_path):
-    run = Run(small_job(tmp_path, steps=50), home=tmp_path)
+    run = RunHandle(small_job(tmp_path, steps=50), home=tmp_path)
     own = str(uuid4())
     run.ledger.take(Identity.of_this_process(flow_run=own))
     text = standing(run, run.refresh())

@@ -31,7 +31,7 @@ from perdure.tasks.entry import ALREADY_SUPERVISED
 from perdure.tasks.following import ALONE_S, Follower, followed
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import RunCreated, RunEnded
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
 from tests.jobs import small_job
 
 OWN, OTHER = uuid4(), uuid4()
@@ -75,7 +75,7 @@ def server(monkeypatch) -> Server:
     return made
 
 
-def taken(run: Run, flow_run: UUID) -> Run:
+def taken(run: RunHandle, flow_run: UUID) -> RunHandle:
     """The run as the parent of this process has taken it."""
     parent = psutil.Process(os.getppid())
     facts = {"pid": parent.pid, "process_started_s": parent.create_time()}
@@ -86,9 +86,9 @@ def taken(run: Run, flow_run: UUID) -> Run:
 
 
 @pytest.fixture
-def supervisor(tmp_path, perdure_home) -> Run:
+def supervisor(tmp_path, perdure_home) -> RunHandle:
     """A run that another process supervises."""
-    run = taken(Run(small_job(tmp_path), home=perdure_home), OTHER)
+    run = taken(RunHandle(small_job(tmp_path), home=perdure_home), OTHER)
     run.ledger.append(RunCreated, job=run.job.model_dump(mode="json"), cwd=str(tmp_path))
     return run
 
@@ -100,7 +100,7 @@ def time() -> Time:
 
 @pytest.fixture
 def follower(supervisor, server, time, perdure_home) -> Follower:
-    run = Run(supervisor.job, home=perdure_home)
+    run = RunHandle(supervisor.job, home=perdure_home)
     return Follower(run, OWN, logging.getLogger("test"), clock=time)
 
 
@@ -120,7 +120,7 @@ def test_a_follower_names_the_next_supervisor(follower, server, supervisor, perd
     follower.look()
     supervisor.ledger.release()
     third = uuid4()
-    taken(Run(supervisor.job, home=perdure_home), third)
+    taken(RunHandle(supervisor.job, home=perdure_home), third)
     follower.look()
     assert [str(third) in shown.message for shown in server.shown] == [False, True]
 
@@ -200,7 +200,7 @@ def test_the_end_of_a_run_is_not_that_of_one_who_wants_more_steps(follower, supe
 def test_an_end_before_the_present_supervisor_is_none(follower, supervisor, perdure_home):
     supervisor.ledger.append(RunEnded, outcome="completed", message="done", target_step=9)
     supervisor.ledger.release()
-    taken(Run(supervisor.job, home=perdure_home), OTHER)
+    taken(RunHandle(supervisor.job, home=perdure_home), OTHER)
     follower._run.job = supervisor.job.model_copy(update={"steps": 0})
     assert follower.look() is None
 

@@ -16,24 +16,25 @@ from perdure.tasks.keep_supervised import Unseen, _contained, _of_known, note_en
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeReleased, RunCreated, RunEnded
 from perdure.training.supervisor.job_registry import remember_job, unended_runs
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.jobs import small_job
 
 LOG = logging.getLogger("test")
 
 
 @pytest.fixture
-def run(tmp_path, perdure_home) -> Run:
+def run(tmp_path, perdure_home) -> RunHandle:
     """A run that has been taken and given up."""
     job = small_job(tmp_path)
-    made = Run(job, home=perdure_home)
+    made = RunHandle(job, home=perdure_home)
     made.ledger.take(Identity.of_this_process(flow_run=str(uuid4())))
     made.ledger.append(RunCreated, job=job.model_dump(mode="json"), cwd=str(tmp_path))
     remember_job(perdure_home, job)
     return made
 
 
-def end(run: Run, outcome: str = "completed") -> None:
+def end(run: RunHandle, outcome: str = "completed") -> None:
     run.ledger.append(RunEnded, outcome=outcome, message="")
     run.ledger.release()
 
@@ -53,7 +54,7 @@ def test_a_run_that_is_over_is_looked_at_once_also_when_a_node_was_released_sinc
 def test_a_run_that_is_taken_at_the_moment_of_the_mark_keeps_none(run, perdure_home):
     end(run, "failed")
     run.refresh()
-    other = Run(run.job, home=perdure_home)
+    other = RunHandle(run.job, home=perdure_home)
     other.ledger.take(Identity.of_this_process())
     note_end(run)
     assert unended_runs(perdure_home) == ["run"]
@@ -66,8 +67,8 @@ def other_process() -> Identity:
 
 
 def test_a_run_that_another_took_in_the_meantime_is_not_called_taken_down(tmp_path, perdure_home):
-    looked_at = Run(small_job(tmp_path), home=perdure_home)
-    taker = Run(looked_at.job, home=perdure_home)
+    looked_at = RunSupervisor(small_job(tmp_path), home=perdure_home)
+    taker = RunHandle(looked_at.job, home=perdure_home)
     taker.ledger.take(other_process())
     taker.ledger.append(RunCreated, job=taker.job.model_dump(mode="json"), cwd=str(tmp_path))
     assert looked_at.ledger.is_supervised()

@@ -12,7 +12,7 @@ from perdure.tasks.artifacts import Artifact
 from perdure.tasks.story import UPDATE_PERIOD_S, RunReporter
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.journal.history import replay
-from perdure.training.supervisor.run import Run
+from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from tests.jobs import small_job
 from tests.unit.journal.histories import (
@@ -60,8 +60,8 @@ def reported() -> Recorder:
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch) -> Run:
-    run = Run(small_job(tmp_path, run_id="small"), home=tmp_path)
+def run(tmp_path, monkeypatch) -> RunSupervisor:
+    run = RunSupervisor(small_job(tmp_path, run_id="small"), home=tmp_path)
     monkeypatch.setattr(run, "refresh", lambda: run.history)  # as `see` has it
     return run
 

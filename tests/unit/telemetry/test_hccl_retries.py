@@ -8,7 +8,7 @@ import pytest
 
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind
-from perdure.training.supervisor.placing import OF_MACHINES
+from perdure.training.supervisor.placing import MACHINE_ALERTS
 from perdure.training.telemetry.alerts import AlertMonitor, RunSample
 from perdure.training.telemetry.hccl_retries import RetryLog, RetryLogs
 
@@ -68,6 +68,6 @@ def test_a_mended_retry_is_an_alert_of_its_node_for_the_rest_of_the_attempt():
     assert points.update(RunSample(at_s=0)).raised == ()
     (raised,) = points.update(RunSample(at_s=1, retries={("node-1", 3): 1})).raised
     assert (raised.point, raised.node, raised.rank) == (AlertKind.LINK_RETRIED, "node-1", 3)
-    assert raised.point in OF_MACHINES
+    assert raised.point in MACHINE_ALERTS
     later = points.update(RunSample(at_s=1000, retries={("node-1", 3): 2}))
     assert (later.raised, later.cleared) == ((), ())

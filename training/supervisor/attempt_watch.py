@@ -1,0 +1,376 @@
+"""The watch over an attempt from outside, until no process of it is left.
+
+The watch decides nothing about recovery: it notices the first failure, lets the others report
+theirs, has everything stopped, and hands the evidence on. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from perdure.training.config.job import Job
+from perdure.training.diagnosis.ending import FalseSuccess
+from perdure.training.diagnosis.evidence import (
+    CoordinatorLost,
+    Evidence,
+    NodeOutput,
+    SilentRank,
+    SlowNode,
+    WorkerEnd,
+)
+from perdure.training.engines.base import Snapshot
+from perdure.training.engines.fleet import Fleet
+from perdure.training.journal.attempt_log import Follower
+from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
+from perdure.training.supervisor.exit_zero import (
+    CommandExitCheck,
+    bad_end_of_session,
+    is_done,
+    was_stopped,
+)
+from perdure.training.supervisor.watch import (
+    AttemptEnd,
+    AttemptWatcher,
+    EndKind,
+    Progress,
+    WatchResult,
+)
+from perdure.training.wire.agent import AgentState, AgentStatus, NodeLog
+from perdure.training.wire.logs import WorkerLog
+
+LOG_TAIL_BYTES = 64 * 1024
+DEVICE_LOG_TAIL_BYTES = 64 * 1024
+
+SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
+HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
+STOP_MARGIN_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The first failure, and the state of the attempt then."""
+
+    at_s: float
+    snapshot: Snapshot
+    refusal: str | None = None
+    slow: SlowNode | None = None
+    stacks: tuple[tuple[str, NodeLog], ...] = ()
+    given_up: AttemptGivenUp | None = None
+    silent: tuple[SilentRank, ...] = ()
+
+
+class AttemptWatch:
+    """Watches the attempt that `fleet` is running.
+
+    Args:
+        fleet: where the attempt runs.
+        job: its limits say how long processes get to start and to end.
+        started_s: when the attempt was started, seconds since the epoch.
+        stop_wanted: asked at every poll.
+        on_progress: called at every poll with what is new, and once more at the end of the log.
+        watchers: asked at every poll, in their order; the culprit of the first counts.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        job: Job,
+        *,
+        started_s: float,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+        watchers: Sequence[AttemptWatcher] = (),
+    ) -> None:
+        self._fleet = fleet
+        self._started_s = started_s
+        self._start_timeout_s = job.restart.start_timeout_s
+        self._request_grace_s = job.engine.grace_s
+        # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
+        self._failover_grace_s = job.restart.failover_grace_s
+        self._hang_limit_s = job.watch.command_quiet_s
+        self._stop_wanted = stop_wanted
+        self._on_progress = on_progress
+        self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
+        exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
+        self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
+        self._log, self._log_container = Follower(fleet.metrics), ""
+        self._progress = Progress()
+        self._proc_start_cnt: dict[str, int] = {}
+
+    def run(self) -> AttemptEnd:
+        """Watch to the end; every process of the attempt is gone when this returns."""
+        began_s = time.monotonic()
+        while True:
+            self._observe()
+            answers = [watcher.check(self._progress) for watcher in self._watchers]
+            results = [result for result in answers if result is not None]
+            is_late = time.monotonic() - began_s > self._start_timeout_s
+            end = self._end_after(results, is_late=is_late)
+            if end is not None:
+                return end
+            time.sleep(self._fleet.poll_s)
+
+    def _end_after(self, results: Sequence[WatchResult], *, is_late: bool) -> AttemptEnd | None:
+        """End the attempt where a poll shows that it is over, or has to be.
+
+        Args:
+            results: of the watchers.
+            is_late: whether every node should have started its processes by now.
+        """
+        snapshot = self._progress.snapshot
+        answered = frozenset[str]().union(*(result.answered_nodes for result in results))
+        has_failed = _has_failure(snapshot, answered)
+        ends = [result.end for result in results]
+        request = EndKind.STOPPED if self._stop_wanted() else None
+        if request is None and EndKind.RESTARTED in ends:
+            request = EndKind.RESTARTED
+        # A fault comes before a request to stop: else nobody would learn of it.
+        if request is not None and not has_failed:
+            return self._end_on_request(request)
+        if EndKind.FAILED in ends:
+            return self.wind_up()
+        if _all_done(snapshot):
+            return self._end(EndKind.COMPLETED, snapshot)
+        starting = [node for node in _starting(snapshot) if node not in answered]
+        if starting and is_late:
+            text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
+            return self.wind_up(refusal=text)
+        if has_failed or (snapshot.is_over and not starting):
+            return self.wind_up()
+        culprit = next((result.culprit for result in results if result.culprit is not None), None)
+        return self.wind_up(culprit=culprit) if culprit is not None else None
+
+    def _end_on_request(self, request: EndKind) -> AttemptEnd:
+        self._fleet.stop(self._request_grace_s)
+        final = self._await_end(self._request_grace_s)
+        exits = self._exit_check
+        # It may have come to its target before.
+        is_completed = _all_done(final)
+        if exits is not None and (exits.false_successes or was_stopped(final)):
+            is_completed = False
+        return self._end(EndKind.COMPLETED if is_completed else request, final)
+
+    def wind_up(
+        self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
+    ) -> AttemptEnd:
+        """Let the others report after the first failure, stop them, and poll once more.
+
+        Args:
+            refusal: why processes could not be started, when that is the failure.
+            culprit: holds the others up, when nothing else has happened.
+        """
+        at_s = time.time()
+        time.sleep(SETTLE_S)
+        failed = self._observe()
+        # An event that the coordinator writes later follows from the order to stop.
+        given_up = self._progress.given_up
+        silent = tuple(silent_of(failed.agents.values()))
+        silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
+        slow = culprit if isinstance(culprit, SlowNode) else None
+        # Before the order to stop, which would change them.
+        stacks = tuple(self._fleet.stacks()) if silent else ()
+        # Ranks that are merely slow can save together; peers of a dead one cannot.
+        grace_s = self._request_grace_s if slow is not None else self._failover_grace_s
+        grace_s = HANG_GRACE_S if silent else grace_s
+        self._fleet.stop(grace_s)
+        final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
+        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
+        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
+        return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
+
+    def end_of_failure(self) -> AttemptEnd | None:
+        """Wind the attempt up where it has failed already; None: it has not."""
+        return self.wind_up() if _has_failure(self._fleet.poll()) else None
+
+    def _await_end(self, grace_s: float) -> Snapshot:
+        deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
+        snapshot = self._observe()
+        while not snapshot.is_over and time.monotonic() < deadline_s:
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+        return snapshot
+
+    def _await_unforced_end(self) -> Snapshot:
+        """Wait for processes that end by themselves, until that is a hang."""
+        deadline_s = time.monotonic() + self._hang_limit_s
+        snapshot = self._observe()
+        while not snapshot.is_over and time.monotonic() < deadline_s and not self._stop_wanted():
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+        if snapshot.is_over:
+            return snapshot
+        grace_s = self._request_grace_s if self._stop_wanted() else HANG_GRACE_S
+        self._fleet.stop(grace_s)
+        return self._await_end(grace_s)
+
+    def _observe(self) -> Snapshot:
+        self._read_log()
+        progress = self._progress
+        progress.take_snapshot(self._fleet.poll(), at_s=time.time())
+        for status in progress.snapshot.agents.values():
+            self._proc_start_cnt[status.node] = status.proc_start_cnt
+        if self._exit_check is not None:
+            self._judge_exits(self._exit_check, progress.snapshot)
+        self._on_progress(progress)
+        return progress.snapshot
+
+    def _judge_exits(self, exits: CommandExitCheck, snapshot: Snapshot) -> None:
+        """Judge whether commands that exited with 0 have ended well."""
+        exits.note(snapshot)
+        unjudged = exits.unjudged(snapshot)
+        if unjudged:
+            exits.judge(unjudged, self._logs(), is_last=_all_done(snapshot))
+
+    def _read_log(self) -> bool:
+        """Read on in the attempt log. Returns whether there was more of it."""
+        first = self._fleet.first_container
+        if first != self._log_container:  # the first node was lost: another log begins elsewhere
+            self._log, self._log_container = Follower(self._fleet.metrics), first
+            self._progress.begin_log()
+        events, progress = self._log.read(), self._progress
+        progress.take(events or ())
+        return events is not None
+
+    def _read_log_to_its_end(self) -> None:
+        """Read what the processes wrote last, which the decision about their end needs."""
+        while self._read_log():
+            self._progress.at_s = time.time()
+            self._on_progress(self._progress)
+
+    def _end(
+        self, kind: EndKind, snapshot: Snapshot, failure: _Failure | None = None
+    ) -> AttemptEnd:
+        self._read_log_to_its_end()
+        failure = failure or _Failure(time.time(), snapshot)
+        logs = self._logs() if kind is EndKind.FAILED else {}
+        last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
+        step = step_of(snapshot, last)
+        statuses = list(snapshot.agents.values())
+        exits = self._exit_check
+        evidence = Evidence(
+            at_s=failure.at_s,
+            step=step,
+            workers=tuple(_worker_ends(statuses, logs, exits.false_successes if exits else {})),
+            lost_nodes=snapshot.lost,
+            losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
+            silent=failure.silent,
+            staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
+            oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
+            refusal=failure.refusal,
+            outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
+            rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
+            slow=failure.slow,
+            given_up=failure.given_up,
+            coordinator=next(_lost_coordinators(statuses), None),
+        )
+        return AttemptEnd(
+            kind,
+            evidence,
+            dict(self._proc_start_cnt),
+            step,
+            last.at_s if last is not None else shown.at_s if shown is not None else None,
+            failure.stacks,
+            max((w.ended_s for s in statuses for w in s.workers if w.ended_s), default=None),
+            tuple(exits.notes) if exits is not None and kind is EndKind.COMPLETED else (),
+        )
+
+    def _logs(self) -> dict[int, list[WorkerLog]]:
+        """Fetch the ends of the output of the workers, by rank."""
+        logs: dict[int, list[WorkerLog]] = {}
+        for _, log in self._fleet.logs(LOG_TAIL_BYTES):
+            logs.setdefault(log.rank, []).append(log)
+        return logs
+
+    def _outputs(self) -> Iterator[NodeOutput]:
+        """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
+        # An earlier report of the platform is not about the end of this attempt.
+        texts = self._fleet.texts(DEVICE_LOG_TAIL_BYTES, since_s=self._started_s)
+        for node, text in texts:
+            yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
+
+
+def _all_done(snapshot: Snapshot) -> bool:
+    if snapshot.lost or snapshot.unanswered or not snapshot.agents:
+        return False
+    return all(
+        status.is_over and status.workers and all(is_done(worker) for worker in status.workers)
+        for status in snapshot.agents.values()
+    )
+
+
+def _starting(snapshot: Snapshot) -> list[str]:
+    """List nodes that have not begun, so that `over` does not mean the end yet."""
+    waiting = (AgentState.IDLE, AgentState.STAGING)
+    return [status.node for status in snapshot.agents.values() if status.state in waiting]
+
+
+def _not_over(snapshot: Snapshot) -> list[str]:
+    """List nodes whose processes did not end when ordered: they count as lost."""
+    alive = [status.node for status in snapshot.agents.values() if not status.is_over]
+    return [*alive, *snapshot.unanswered]
+
+
+def _has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> bool:
+    """Whether something of an attempt was lost, hangs or ended other than well.
+
+    Args:
+        snapshot: of its members.
+        answered_nodes: nodes whose loss is answered already.
+    """
+    return any(node not in answered_nodes for node in snapshot.lost) or any(
+        status.coordinator_end is not None
+        or (status.hang is not None and status.hang.ends_attempt)
+        or status.staging_error is not None
+        or any(w.exit_code is not None and not is_done(w) for w in status.workers)
+        for status in snapshot.agents.values()
+    )
+
+
+def _worker_ends(
+    statuses: Sequence[AgentStatus],
+    logs: Mapping[int, Sequence[WorkerLog]],
+    false_successes: Mapping[int, FalseSuccess],
+) -> Iterator[WorkerEnd]:
+    """Describe how each worker has ended.
+
+    Args:
+        statuses: by their agents.
+        logs: the ends of the output, by rank.
+        false_successes: by rank, of commands that exited with 0.
+    """
+    for status in statuses:
+        for worker in status.workers:
+            if worker.exit_code is None or worker.ended_s is None:
+                continue
+            yield WorkerEnd(
+                # A launcher has all the ranks of its node.
+                rank=None if status.is_launcher else worker.rank,
+                node=status.node,
+                device=None if status.is_launcher else worker.local_rank,
+                exit_code=worker.exit_code,
+                # Ends come in any order after the errors; the first error is nearest to the cause.
+                ended_s=worker.error_s or worker.ended_s,
+                error=worker.error,
+                log="".join(log.text for log in logs.get(worker.rank, [])),
+                log_path=_log_path(logs.get(worker.rank, [])),
+                stopped=worker.stopped_by_agent,
+                bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
+            )
+
+
+def _log_path(logs: Sequence[WorkerLog]) -> str | None:
+    """Return where to read on: the first stream, unless nothing was printed there."""
+    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
+
+
+def _lost_coordinators(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
+    """List the coordinator where it has ended by itself."""
+    for status in statuses:
+        end = status.coordinator_end
+        if end is not None:
+            yield CoordinatorLost(
+                status.node, end.exit_code, end.ended_s, end.line, end.was_stopped
+            )

@@ -1,0 +1,91 @@
+"""A run as anybody may read it who reaches its store; nothing here changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from perdure.storage.address import Credentials, open_store, worker_environment
+from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.retry import Retry
+from perdure.training.config.job import Job
+from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.registry import make_fleet
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Ledger
+from perdure.training.supervisor.observing import AttemptObserver, placement_of
+from perdure.training.supervisor.run_identity import is_complete
+
+
+class RunHandle:
+    """The job, the store, the ledger and the checkpoints of one run.
+
+    Attributes:
+        store: raises where it cannot be used.
+
+    Args:
+        job: as the run's ledger or this machine has it.
+        home: Perdure's folder on this machine.
+        credentials: keys of the job's store; None: boto3's default chain.
+        retry: has ledger and checkpoints wait for a store that cannot be used; None: they raise.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        home: Path,
+        credentials: Credentials | None = None,
+        retry: Retry | None = None,
+    ) -> None:
+        self.job = job
+        self.home = home
+        self.store = open_store(job.storage, credentials)
+        patient = self.store if retry is None else open_store(job.storage, credentials, retry=retry)
+        self.checkpoints = CheckpointStore(patient, job.run_id)
+        self.ledger = Ledger(patient, job.run_id)
+        self._credentials = credentials
+        self._history = RunHistory()
+
+    @property
+    def history(self) -> RunHistory:
+        """The ledger's content when it was last read."""
+        return self._history
+
+    def refresh(self) -> RunHistory:
+        """Re-read the ledger."""
+        self._history = self.ledger.read()
+        return self._history
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run reached its target; a larger target than before is not reached yet."""
+        return is_complete(self.job, self.history)
+
+    def list_leftovers(self) -> Sequence[str]:
+        """List by name what the run still has where its containers were."""
+        return self._make_fleet(self.refresh().epoch).left_over()
+
+    def observer(self) -> AttemptObserver | None:
+        """Return an observer of the open attempt; None where there is none."""
+        history = self.refresh()
+        return self.newest_observer() if history.open_attempt is not None else None
+
+    def newest_observer(self) -> AttemptObserver | None:
+        """Return an observer of the newest attempt, which may have ended; None: no agents live.
+
+        The history is as it was last read.
+        """
+        placement = placement_of(self.history)
+        if placement is None or self.history.ended is not None:
+            return None
+        return AttemptObserver(self._make_fleet(self.history.epoch), placement)
+
+    def _make_fleet(self, epoch: int) -> Fleet:
+        return make_fleet(
+            self.job,
+            home=self.home,
+            epoch=epoch,
+            secrets_env=worker_environment(self.job.storage, self._credentials),
+            created_s=self.history.created_s,
+        )

@@ -1,0 +1,419 @@
+"""A run under supervision: the actions of its supervisor, in an order the ledger can resume from.
+
+Every record is appended before the action it announces, and every action is idempotent, so the
+next supervisor goes on wherever this one is killed. The module knows nothing of Prefect: tasks
+call these methods in turn. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from perdure.storage.address import Credentials
+from perdure.storage.errors import StorageError
+from perdure.storage.objects import ObjectStore
+from perdure.training.agent.log_collection import await_collected
+from perdure.training.config.job import Job
+from perdure.training.diagnosis.compiled import start_compiler
+from perdure.training.engines.base import Placement
+from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.events import AlertKind, AlertRaised
+from perdure.training.journal.history import RunHistory
+from perdure.training.journal.ledger import Identity
+from perdure.training.journal.records import DataReady, RunCreated, RunEnded
+from perdure.training.node_checks.verdict import CheckVerdict
+from perdure.training.reporting.action_items import spares_of
+from perdure.training.reporting.fault_report import save_hang_report
+from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.evidence import progress_of
+from perdure.training.supervisor.finishing import (
+    AttemptFinisher,
+    AttemptResult,
+    Decider,
+    Healer,
+)
+from perdure.training.supervisor.health_watch import AttemptHealth, PeriodicRestart
+from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.ledger_writer import LedgerWriter
+from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
+from perdure.training.supervisor.placing import Placer
+from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.run_identity import (
+    begin_store,
+    check_takeover,
+)
+from perdure.training.supervisor.stall_check import StallCheck
+from perdure.training.supervisor.starting import AttemptStarter
+from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
+from perdure.training.supervisor.warm_spares import WarmSpares
+from perdure.training.supervisor.watch import (
+    EndKind,
+    Progress,
+)
+from perdure.training.trainer.data.prepare import DataOutcome
+from perdure.training.wire.requests import clear_requests, is_cancel_wanted
+
+_log = logging.getLogger("perdure.supervisor")
+CANCEL_POLL_S = 2.0
+LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
+
+
+class RunSupervisor(RunHandle):
+    """One run, supervised by this process.
+
+    Args:
+        job: to be run.
+        home: Perdure's folder on this machine.
+        credentials: keys of the job's store; None: boto3's default chain.
+        secrets: reads the values of the job's env_from that are in Prefect blocks; called when an
+            attempt starts, may raise EngineError.
+        cwd: folder the workers start in when the job names none; default: the caller's.
+        flow_run: id of the flow run that this process belongs to; None without Prefect.
+        outage: has ledger and checkpoints wait for a store that cannot be used; None: they raise.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        home: Path,
+        credentials: Credentials | None = None,
+        secrets: Callable[[], Mapping[str, SecretStr]] = dict,
+        cwd: Path | None = None,
+        flow_run: str | None = None,
+        outage: StoreOutage | None = None,
+    ) -> None:
+        retry = outage.retry() if outage is not None else None
+        super().__init__(job, home=home, credentials=credentials, retry=retry)
+        self._secrets = secrets
+        self._writer = LedgerWriter(self.ledger, self.checkpoints)
+        self._cwd = _folder_of_workers(job, cwd or Path.cwd())
+        self._identity = Identity.of_this_process(flow_run=flow_run)
+        self._fleet: Fleet | None = None
+        self._warm_spares: WarmSpares | None = None
+
+    @property
+    def history(self) -> RunHistory:
+        """The ledger's content when it was last read."""
+        return self._writer.history
+
+    def refresh(self) -> RunHistory:
+        """Re-read the ledger."""
+        return self._writer.refresh()
+
+    def take(self) -> RunHistory:
+        """Become the run's supervisor, creating the run when it is new.
+
+        Raises:
+            RunConflict: another supervisor lives, or the run belongs to a different job, or its
+                containers are another machine's or another home folder's, or its ledger is gone.
+            InputError: the folder of its store holds none, and did before.
+        """
+        begin_store(self.job, self.home)
+        previous = self.ledger.read()
+        check_takeover(self.job, previous, self._identity, self.home)
+        history = self.ledger.take(self._identity)
+        if history.job is None:
+            document = self.job.model_dump(mode="json")
+            self.ledger.append(RunCreated, job=document, cwd=self._cwd)
+        self._cwd = history.cwd or self._cwd
+        remember_job(self.home, self.job)
+        forget_outage(self.home, self.job.run_id)
+        history = self.refresh()
+        self._fleet = self._make_fleet(self.ledger.epoch)
+        return history
+
+    @property
+    def fleet(self) -> Fleet:
+        """The containers and their agents; take() comes first."""
+        assert self._fleet is not None, "take() first"  # noqa: S101 our own bug
+        return self._fleet
+
+    def spares(self) -> list[str] | None:
+        """List healthy nodes that the run does not use now; None: not known here."""
+        if self._fleet is None:
+            return None
+        try:
+            nodes = self._fleet.nodes()
+        except EngineError:
+            return None
+        return spares_of(nodes, self.history) if nodes is not None else None
+
+    @property
+    def warm_spares(self) -> Sequence[str]:
+        """Nodes with a warm spare that is ready to take a member."""
+        return self._warm_spares.ready if self._warm_spares is not None else ()
+
+    @property
+    def _decider(self) -> Decider:
+        return Decider(self.job, self.fleet, self._writer)
+
+    @property
+    def _healer(self) -> Healer:
+        return Healer(self._decider, self._cwd)
+
+    @property
+    def _placer(self) -> Placer:
+        return Placer(self._healer, identity=self._identity, home=self.home)
+
+    @property
+    def _finisher(self) -> AttemptFinisher:
+        return AttemptFinisher(self._healer, self.store)
+
+    def record_data(self, outcome: DataOutcome) -> None:
+        """Put the outcome of data preparation on record."""
+        self.ledger.append(
+            DataReady,
+            manifest_key=outcome.manifest_key,
+            num_tokens=outcome.num_tokens,
+            skipped=outcome.skipped,
+            written_shards=outcome.written_shards,
+            damaged_shards=outcome.damaged_shards,
+            duration_s=outcome.duration_s,
+        )
+
+    def pending_end(self) -> AttemptResult | None:
+        """Return the result of the attempt that ended the run, whose end is not on record yet."""
+        view = self.refresh().unclosed_attempt
+        if view is None or view.ended is None:
+            return None
+        ended = view.ended
+        return AttemptResult(EndKind(ended.outcome), *view.key, ended.to_step, notes=ended.notes)
+
+    def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
+        """Find the placement of the next attempt: the living placement, or a new one.
+
+        Raises:
+            EngineError: no placement is possible, and the ladder stops the run.
+        """
+        return self._placer.place(stop_wanted=self._or_cancelled(stop_wanted))
+
+    def _or_cancelled(self, stop_wanted: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a predicate: the caller wants a stop, or the run's store has a request."""
+        polled_s, is_cancelled = float("-inf"), False
+
+        def is_wanted() -> bool:
+            nonlocal polled_s, is_cancelled
+            if not is_cancelled and time.monotonic() - polled_s > CANCEL_POLL_S:
+                polled_s = time.monotonic()
+                with suppress(StorageError):  # polled again soon
+                    is_cancelled = is_cancel_wanted(self.store, self.job.run_id)
+            return is_cancelled or stop_wanted()
+
+        return is_wanted
+
+    def wants_checks(self, placement: Placement) -> bool:
+        """Whether a placement is checked: nothing has been started on it yet."""
+        return self.job.preflight.nodes and not self.refresh().attempts_in(placement.number)
+
+    def check(self, placement: Placement) -> CheckVerdict:
+        """Check the nodes before a first step.
+
+        Nodes that fail are refused: place() again finds others.
+
+        Raises:
+            EngineError: before the first attempt, something is wrong that no node is to blame for.
+        """
+        return self._placer.check(placement)
+
+    def attempt(
+        self,
+        placement: Placement,
+        *,
+        data_manifest_key: str | None,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> AttemptResult:
+        """Start the next attempt, or adopt the living attempt, and watch it to its end."""
+        start_compiler()  # or the recovery from the first fault would wait for it
+        stop_wanted = self._or_cancelled(stop_wanted)
+        view = self.refresh().open_attempt
+        if view is None:
+            view = self._writer.begin_attempt(placement.number)
+        starter = self._starter(view, placement, data_manifest_key)
+        watch = self._watch(starter, stop_wanted, on_progress)
+        if starter.has_started():
+            return self._finisher.conclude(view, watch.run(), stop_wanted)
+        # First: a process of an earlier attempt that lives on can commit nothing from here on.
+        self._writer.fence(placement, view.key)
+        try:
+            starter.start()
+        except (EngineError, AgentUnreachable) as error:
+            return self._finisher.conclude(view, watch.wind_up(refusal=str(error)), stop_wanted)
+        return self._finisher.conclude(view, watch.run(), stop_wanted)
+
+    def _starter(
+        self, view: AttemptView, placement: Placement, data_manifest_key: str | None
+    ) -> AttemptStarter:
+        return AttemptStarter(
+            self.job,
+            self.fleet,
+            self._writer,
+            self.store,
+            view,
+            placement,
+            cwd=self._cwd,
+            secrets=self._secrets,
+            data_manifest_key=data_manifest_key,
+        )
+
+    def _watch(
+        self,
+        starter: AttemptStarter,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> AttemptWatch:
+        """Put the watchers of an attempt together."""
+        job, view = self.job, starter.view
+        stall = StallCheck(job, view.started.at_s)
+        health = AttemptHealth(job.watch, view, stall)
+        replacer = NodeReplacer(self._decider, self._placer, starter, health)
+        self._warm_spares = self._warm_spares or WarmSpares(
+            job, self.fleet, self._placer, history=lambda: self.history, clock=time.monotonic
+        )
+        spares, writer = self._warm_spares, self._writer
+        recorder = _AttemptRecorder(
+            writer, view, health, self.fleet, self.store, job.run_id, spares, on_progress
+        )
+        return AttemptWatch(
+            self.fleet,
+            job,
+            started_s=view.started.at_s,
+            stop_wanted=stop_wanted,
+            on_progress=recorder.record,
+            watchers=(
+                # First: the replacer may take new checkpoints out of the progress.
+                PeriodicRestart(job.restart.every_s, view.started.at_s),
+                replacer,
+                stall,
+                SlowNodeCheck(replacer),
+            ),
+        )
+
+    def end(self, outcome: str, message: str) -> None:
+        """Put the end of the run on record and take its containers down.
+
+        Raises:
+            RunConflict: another supervisor has taken the run; nothing was done.
+            EngineError: the containers cannot be taken down; its text begins with `message`.
+        """
+        self.ledger.renew()  # fails where another has the run, before its containers are touched
+        self._keep_fault()
+        try:
+            self._await_logs()
+            self.fleet.cancel(self.job.engine.grace_s)
+        except (EngineError, AgentUnreachable) as error:
+            text = f"{message}; the containers cannot be taken down: {error}"
+            raise EngineError(text) from error
+        view = self.refresh().open_attempt
+        if view is not None:
+            self._writer.missed_checkpoints(view)
+            self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
+        # Not before the processes are gone, or they would train on for a moment.
+        clear_requests(self.checkpoints.store, self.job.run_id)
+        # Last: where a supervisor dies above, the next does all of it again.
+        self.ledger.append(
+            RunEnded,
+            outcome=outcome,
+            message=message,
+            target_step=self.job.target_step,
+            command=self.job.worker.command,
+        )
+        self.ledger.release()
+
+    def _keep_fault(self) -> None:
+        """Record the fault of an attempt that has failed already, and was not concluded yet."""
+        view = self.refresh().open_attempt
+        if view is None:
+            return
+        watch = AttemptWatch(
+            self.fleet,
+            self.job,
+            started_s=view.started.at_s,
+            stop_wanted=lambda: True,
+            on_progress=lambda _progress: None,
+        )
+        try:
+            end = watch.end_of_failure()
+            if end is not None:
+                self._finisher.record_end(view, end)
+        except (EngineError, AgentUnreachable):
+            return  # its containers are gone, and the evidence with them
+
+    def _await_logs(self) -> None:
+        """Give the nodes the time to put the logs of the last attempt into the store."""
+        attempts = self.refresh().attempts
+        if attempts and attempts[-1].ended is not None:
+            last = attempts[-1]
+            await_collected(lambda: self.fleet.collect_logs(*last.key), timeout_s=LOGS_WAIT_S)
+
+    def wait_to_restart(self, placement: Placement, stop_wanted: Callable[[], bool]) -> None:
+        """Wait before a restart in place, as the policy has it; a request to stop ends the wait."""
+        history = self.refresh()
+        if history.open_attempt is not None or not history.attempts_in(placement.number):
+            return
+        until_s = time.monotonic() + self.job.restart.delay_s
+        while time.monotonic() < until_s and not stop_wanted():
+            time.sleep(min(1.0, until_s - time.monotonic()))
+
+    def stopped(self) -> AttemptResult:
+        """Return the result where a stop was requested between two attempts."""
+        view = self.history.attempts[-1]
+        assert view.ended is not None  # noqa: S101 the caller saw it end
+        return AttemptResult(EndKind.STOPPED, *view.key, view.ended.to_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _AttemptRecorder:
+    """Puts every poll of one attempt on record.
+
+    Attributes:
+        store: takes the stacks of hangs.
+        spares: warm containers, which are kept while the attempt trains.
+        on_progress: called last, with the events that were not on record before.
+    """
+
+    writer: LedgerWriter
+    view: AttemptView
+    health: AttemptHealth
+    fleet: Fleet
+    store: ObjectStore
+    run_id: str
+    spares: WarmSpares
+    on_progress: Callable[[Progress], None]
+
+    def record(self, progress: Progress) -> None:
+        """Record the progress since the last poll."""
+        # A supervisor that adopts an attempt reads its log from the beginning.
+        recorded = self.writer.progress(self.view, progress)
+        alerts = self.health.update(progress, self.writer.history)
+        if any(isinstance(a, AlertRaised) and a.point is AlertKind.HANG for a in alerts):
+            self._report_hang(progress)
+        progress.events = [*recorded, *self.writer.record_events(self.view, alerts)]
+        self.spares.update(trains=progress.trains)
+        self.on_progress(progress)
+
+    def _report_hang(self, progress: Progress) -> None:
+        """Save the stacks of a hang that ends nothing; when it is over they are lost."""
+        statuses = progress.snapshot.agents.values()
+        stacks, ranks = self.fleet.stacks(), tuple(progress_of(statuses))
+        try:
+            _log.info(save_hang_report(self.store, self.run_id, self.view.key, stacks, ranks))
+        except StorageError as error:
+            _log.warning("the stacks of the ranks in the hang could not be saved: %s", error)
+
+
+def _folder_of_workers(job: Job, caller: Path) -> str:
+    """Return the folder that workers start in; "." elsewhere: the folder of their image."""
+    if not job.engine.on_this_machine:
+        return job.worker.cwd or "."
+    return str((Path(job.worker.cwd) if job.worker.cwd else caller).resolve())

@@ -1,0 +1,289 @@
+"""The start of an attempt's processes, and the checkpoint that a command goes on from.
+
+That checkpoint is chosen here once for all nodes, so that no node begins anew beside others that
+resume. Times are seconds, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import SecretStr
+
+from perdure.storage.errors import StorageError
+from perdure.storage.file_sets import read_set
+from perdure.storage.objects import ObjectStore
+from perdure.training.commands.checkpoint_store import (
+    Save,
+    Stored,
+    needs_others,
+    prefix_of,
+    stored_saves,
+)
+from perdure.training.config.job import Job
+from perdure.training.engines.base import Placement
+from perdure.training.engines.fleet import Fleet
+from perdure.training.environment import variables_of
+from perdure.training.errors import EngineError
+from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.history import RunHistory
+from perdure.training.recovery.rungs import Rung
+from perdure.training.supervisor.finishing import recoveries_of
+from perdure.training.supervisor.ledger_writer import LedgerWriter
+from perdure.training.wire.agent import AgentState, SavedCheckpoint, SavedQuery, StartOrder
+
+PATH_ENV = "PERDURE_CHECKPOINT"
+STEP_ENV = "PERDURE_CHECKPOINT_STEP"
+
+REJOIN_S = 120.0  # of ranks without a coordinator: until its node is seen to be lost, and after
+# Recoveries in a start order. Recoveries without progress are few in a row, and no more with the
+# same code matter within a day.
+MAX_PAST = 50
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStarter:
+    """Starts the processes of one attempt.
+
+    Attributes:
+        cwd: folder that they start in.
+        secrets: reads values of the job's env_from; may raise EngineError.
+        data_manifest_key: of the token shards; None: the job has no data.
+    """
+
+    job: Job
+    fleet: Fleet
+    writer: LedgerWriter
+    store: ObjectStore
+    view: AttemptView
+    placement: Placement
+    cwd: str
+    secrets: Callable[[], Mapping[str, SecretStr]]
+    data_manifest_key: str | None
+
+    @property
+    def replaces_nodes(self) -> bool:
+        """Whether a node can be replaced while the processes of the others live on."""
+        is_on = self.job.restart.node_replace and not self.job.worker.is_command
+        return is_on and Rung.NODE_REPLACE in self.fleet.capabilities
+
+    def has_started(self) -> bool:
+        """Whether every agent has begun the attempt: it is adopted, not started again."""
+        if any(span.ended is None and span.began.moved for span in self.view.recoveries):
+            return True  # a node that is new to it may not have begun yet
+        agents = self.fleet.poll().agents.values()
+        return bool(agents) and all(
+            (status.placement, status.attempt) == self.view.key
+            and status.state is not AgentState.IDLE
+            for status in agents
+        )
+
+    def start(self) -> None:
+        """Start the attempt on every node.
+
+        Raises:
+            EngineError: a command's checkpoints or secrets cannot be read, or a node refuses.
+            AgentUnreachable: a node does not answer.
+        """
+        self.fleet.start(self.order(self._newest_save()))
+
+    def _newest_save(self) -> SavedCheckpoint | None:
+        """Find the checkpoint that a command is started again from; never on its first start."""
+        history = self.writer.history
+        if len(history.attempts) < 2:
+            return None
+        finder = CheckpointFinder(self.job, self.fleet, self.store)
+        saved = finder.find_newest(history, cwd=self.cwd, variables=variables_of(self.job))
+        if saved is not None and saved.step > history.committed_step:
+            # Its node was lost before it could report the checkpoint.
+            self.writer.checkpoint(history.attempts[-2], saved.step, saved)
+        return saved
+
+    def order(self, saved: SavedCheckpoint | None = None) -> StartOrder:
+        """Build the order to start, also for a member that joins later.
+
+        Args:
+            saved: the checkpoint that a command goes on from.
+        """
+        job, history = self.job, self.writer.history
+        resumed = Resumption.of(job, saved)
+        return StartOrder(
+            placement=self.view.started.placement,
+            attempt=self.view.started.attempt,
+            num_nodes=len(self.placement.members),
+            slots_per_node=job.engine.slots_per_node,
+            hosts=(),  # this and the rendezvous are filled in by the fleet
+            master_addr="",
+            master_port=0,
+            # None: a session, which the node agent forks.
+            command=(*(job.worker.command or ()), *resumed.args),
+            is_command=job.worker.is_command,
+            is_launcher=job.worker.is_launcher,
+            cwd=self.cwd,
+            grace_s=job.engine.grace_s,
+            failover_grace_s=job.restart.failover_grace_s,
+            log_path=job.log_path,
+            variables={**variables_of(job), **dict(resumed.variables)},
+            job=self._job_of_workers().model_dump_json(),
+            data_manifest_key=self.data_manifest_key,
+            past=tuple(recoveries_of(job, history)[-MAX_PAST:]),
+            rejoin_s=REJOIN_S if self.replaces_nodes else 0.0,
+            secrets=dict(self.secrets()),
+            resume_step=saved.step if saved is not None else None,
+            resume_attempt=saved.saved_in if saved is not None else None,
+            created_s=history.created_s,
+        )
+
+    def _job_of_workers(self) -> Job:
+        """Return the job with the failure rate that this run has shown."""
+        job = self.job
+        if job.checkpoint.mtbf_s is None:
+            return job
+        measured = {"mtbf_s": self.writer.history.mtbf_s(job.checkpoint.mtbf_s)}
+        return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=measured)})
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The additions to a command that goes on from a checkpoint.
+
+    Attributes:
+        args: behind its own.
+        variables: beside its own.
+    """
+
+    args: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, job: Job, saved: SavedCheckpoint | None) -> Self:
+        """Fill the checkpoint into the job's section `resume`; None: the command starts anew."""
+        if saved is None:
+            return cls()
+        variables = {PATH_ENV: saved.path, STEP_ENV: str(saved.step)}
+        spec = job.worker.resume
+        if spec is None:
+            return cls(variables=tuple(variables.items()))
+        added = {
+            name: string.Template(text).safe_substitute(variables)
+            for name, text in spec.env.items()
+        }
+        return cls(spec.args, tuple({**added, **variables}.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFinder:
+    """Finds the checkpoint that a command goes on from, on its nodes and in the run's store."""
+
+    job: Job
+    fleet: Fleet
+    store: ObjectStore
+
+    def find_newest(
+        self, history: RunHistory, *, cwd: str, variables: dict[str, str]
+    ) -> SavedCheckpoint | None:
+        """Find the newest complete checkpoint that every node can have.
+
+        A checkpoint that was written before the run was created is not the run's. Without uploads
+        the nodes share their storage and all see the same. Each node must have, or get, its own
+        part of a checkpoint in parts, and all parts must be of the same save.
+
+        Raises:
+            EngineError: nodes or store do not say what they have.
+        """
+        spec = self.job.worker.checkpoints
+        if spec is None:
+            return None
+        query = SavedQuery(
+            spec=spec,
+            cwd=cwd,
+            variables=variables,
+            run_id=self.job.run_id,
+            since_s=history.created_s,
+            until_s=_ended_s(history),
+            is_in_parts=self.job.saves_in_parts,
+        )
+        by_node = self.fleet.saved(query)
+        candidates = [checkpoint for saved in by_node.values() for checkpoint in saved]
+        try:
+            if self.job.saves_in_parts:
+                return self._newest_in_parts(candidates)
+            if spec.upload:
+                stored = self._stored()
+                steps = {checkpoint.step for checkpoint in stored}
+                candidates = [
+                    *(c for c in candidates if c.step in steps or _is_on_all(by_node, c.step)),
+                    *stored,
+                ]
+        except StorageError as error:
+            raise EngineError(f"the checkpoints of the command in the store: {error}") from error
+        return max(candidates, key=lambda saved: (saved.step, saved.written_s), default=None)
+
+    def _stored(self) -> list[SavedCheckpoint]:
+        """List the checkpoints of the store; the path is that on the node that uploaded it."""
+        saves = stored_saves(self.store, self.job.run_id)
+        checkpoints = (self._read_stored(save, members[0]) for save, members in saves.items())
+        return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
+
+    def _read_stored(self, save: Save, member: int) -> SavedCheckpoint | None:
+        file_set = read_set(self.store, prefix_of(self.job.run_id, save, member))
+        if file_set is None:
+            return None
+        return SavedCheckpoint(
+            step=save.step,
+            path=file_set.path,
+            size_bytes=file_set.size_bytes,
+            written_s=file_set.written_s,
+            saved_in=save.attempt,
+        )
+
+    def _newest_in_parts(self, on_nodes: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+        """Find the newest save whose parts all nodes have or can get; return member 0's part."""
+        num_members, run_id = self.job.engine.nodes, self.job.run_id
+        stored = stored_saves(self.store, run_id)
+        for save in reversed(_within_reach(on_nodes, stored, num_members)):
+            by = stored.get(save, [])
+            parts = (read_set(self.store, prefix_of(run_id, save, member)) for member in by)
+            lacks = set(range(num_members)) - set(by)
+            # Where members read the parts of others, too, a part on its node alone is no use.
+            if lacks and any(part is None or needs_others(part) for part in parts):
+                continue
+            first_parts = (part for part in on_nodes if _save_of(part) == save and part.member == 0)
+            first_part = next(first_parts, None) or self._read_stored(save, 0)
+            if first_part is not None:
+                return first_part
+        return None
+
+
+def _within_reach(
+    on_nodes: Iterable[SavedCheckpoint], stored: Stored, num_members: int
+) -> list[Save]:
+    """List saves whose part every member has on its node or in the store; the oldest first."""
+    members = {save: set(by) for save, by in stored.items()}
+    for part in on_nodes:
+        save = _save_of(part)
+        if save is not None and part.member is not None:
+            members.setdefault(save, set()).add(part.member)
+    return sorted(save for save, by in members.items() if by >= set(range(num_members)))
+
+
+def _save_of(part: SavedCheckpoint) -> Save | None:
+    return Save(part.step, part.saved_in) if part.saved_in is not None else None
+
+
+def _is_on_all(by_node: Mapping[str, Sequence[SavedCheckpoint]], step: int) -> bool:
+    return all(any(checkpoint.step == step for checkpoint in saved) for saved in by_node.values())
+
+
+def _ended_s(history: RunHistory) -> float:
+    """Return when the last attempt that is over ended; the earliest sign of it counts."""
+    ended = [view.ended for view in history.attempts if view.ended is not None]
+    if not ended:
+        return history.created_s
+    last = ended[-1]
+    fault_s = last.fault.at_s if last.fault is not None else None
+    signs = (last.at_s, last.noticed_s, last.lived_s, fault_s)
+    return min(sign for sign in signs if sign is not None)
