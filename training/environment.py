@@ -80,8 +80,8 @@ def variables_of(job: Job) -> dict[str, str]:
 def interface_variables(host: str) -> dict[str, str]:
     """Choose variables that keep a node's process groups on its address's network.
 
-    Without them gloo listens wherever the name of the machine leads to. What the platform or the
-    job sets comes before them.
+    Without them gloo listens on the address behind the name of the machine. Variables of the
+    platform or the job come before them.
 
     Args:
         host: address of the node by the engine.

@@ -314,7 +314,7 @@ def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Att
             )
         else:
             timeline.add(Layer.PHASE, owner, before_s, attempt.began_s)
-            _add_between(timeline, attempt, until_s)
+            _add_between(timeline, attempt, attempt.began_s, attempt.stepped_s, until_s)
             if history.is_command and attempt.noticed_s is None:
                 timeline.add(Layer.PHASE, Owner.COMMAND, attempt.stepped_s, until_s)
         before_s, owner = until_s, attempt.recovery
@@ -339,24 +339,24 @@ def _add_without_steps(
         timeline.add(Layer.PHASE, Owner.COMMAND, attempt.view.started.at_s, symptom_s)
 
 
-def _add_between(timeline: Timeline, attempt: _Attempt, until_s: float) -> None:
+def _add_between(
+    timeline: Timeline, attempt: _Attempt, began_s: float, stepped_s: float, until_s: float
+) -> None:
     """Add the time from the first step of an attempt to the notice of its end."""
-    assert attempt.began_s is not None  # noqa: S101 asked of attempts with steps
-    assert attempt.stepped_s is not None  # noqa: S101 likewise
-    recorded_s = attempt.steps[-1].at_s if attempt.steps else attempt.began_s
-    timeline.add(Layer.PHASE, Owner.SAVE, attempt.began_s, recorded_s)
+    recorded_s = attempt.steps[-1].at_s if attempt.steps else began_s
+    timeline.add(Layer.PHASE, Owner.SAVE, began_s, recorded_s)
     # Records of steps that no checkpoint covers are lost with the attempt, as the steps are.
-    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, attempt.stepped_s)
+    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, stepped_s)
     if attempt.noticed_s is None:
         return
     if not attempt.failed:
-        timeline.add(Layer.PHASE, Owner.ENDING, attempt.stepped_s, until_s)
+        timeline.add(Layer.PHASE, Owner.ENDING, stepped_s, until_s)
         return
     fault = attempt.view.ended.fault if attempt.view.ended is not None else None
-    cut_s = attempt.stepped_s
+    cut_s = stepped_s
     if fault is not None and fault.at_s < until_s:
-        cut_s = max(cut_s, min(fault.at_s, attempt.stepped_s + attempt.usual_s))
-    timeline.add(Layer.PHASE, Owner.REDONE, attempt.stepped_s, cut_s)
+        cut_s = max(cut_s, min(fault.at_s, stepped_s + attempt.usual_s))
+    timeline.add(Layer.PHASE, Owner.REDONE, stepped_s, cut_s)
     timeline.add(Layer.PHASE, Owner.DETECTION, cut_s, until_s)
 
 
