@@ -14,7 +14,14 @@ from perdure.tasks.drill import clear, new_home, play, publish_table, undisturbe
 from perdure.tasks.hooks import take_drills_down
 from perdure.tasks.job_parameter import JobParameter
 from perdure.tasks.states import data_of
-from perdure.training.drill.runner import ALL, able, chosen, drills_on, parallel_kind, why_not
+from perdure.training.drill.runner import (
+    ALL,
+    find_obstacle,
+    make_runner,
+    parallel_kind,
+    select_drills,
+    select_runnable,
+)
 
 
 @flow(
@@ -34,14 +41,14 @@ def drill(
         job: job that lends its engine and store, and is not run; none: this machine.
         parallelism: ddp, hsdp or fsdp2; none: the job's, else ddp.
     """
-    selected, kind = chosen(name), parallel_kind(parallelism, job)
-    drills = able(selected, job)
+    selected, kind = select_drills(name), parallel_kind(parallelism, job)
+    drills = select_runnable(selected, job)
     for case in selected:
         if case not in drills:
-            get_run_logger().warning("%s is left out: %s", case.name, why_not(case, job))
+            get_run_logger().warning("%s is left out: %s", case.name, find_obstacle(case, job))
     credentials = credentials_of(job.storage) if job is not None else None
     home = new_home(flow_run.id, flow_run.run_count)
-    runner = drills_on(job, drills, kind, home=home, credentials=credentials)
+    runner = make_runner(job, drills, kind, home=home, credentials=credentials)
     where = ", ".join(runner.places)
     get_run_logger().info("logs and ledgers, until all was as expected: %s", where)
     undisturbed(runner)

@@ -30,11 +30,11 @@ from perdure.training.drill.device_report import count_devices
 from perdure.training.drill.evaluation import DrillOutcome
 from perdure.training.drill.runner import (
     DrillRunner,
-    able,
-    chosen,
-    drills_on,
+    find_obstacle,
+    make_runner,
     parallel_kind,
-    why_not,
+    select_drills,
+    select_runnable,
 )
 from perdure.training.drill.table import DRILLS, Drill
 from perdure.training.errors import InputError
@@ -76,15 +76,16 @@ def drill(
     if name == LIST:
         _list(job, as_json=as_json)
         return
-    asked, kind = chosen(name), parallel_kind(parallelism, job)
+    asked, kind = select_drills(name), parallel_kind(parallelism, job)
     num_devices = count_devices() if job is None else 0
-    drills = able(asked, job, num_devices=num_devices)
+    drills = select_runnable(asked, job, num_devices=num_devices)
     for candidate in asked:
         if candidate not in drills:
-            warn(f"{candidate.name} is skipped: {why_not(candidate, job, num_devices=num_devices)}")
+            obstacle = find_obstacle(candidate, job, num_devices=num_devices)
+            warn(f"{candidate.name} is skipped: {obstacle}")
     credentials = credentials_of(job) if job is not None else None
     folder = _make_folder(home)
-    runner = drills_on(job, drills, kind, home=folder, credentials=credentials)
+    runner = make_runner(job, drills, kind, home=folder, credentials=credentials)
     is_fine = False
     try:
         outcomes = run_drills(runner, drills)
@@ -110,7 +111,7 @@ def _list(job: Job | None, *, as_json: bool) -> None:
             "drill": candidate.name,
             "injected": candidate.injected,
             "expected": " ".join(candidate.expected.rungs) or "-",
-            "can run": why_not(candidate, job) or "yes",
+            "can run": find_obstacle(candidate, job) or "yes",
         }
         for candidate in DRILLS
     ]

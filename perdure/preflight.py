@@ -31,11 +31,10 @@ from perdure.training.drill.device_report import (
     DeviceReport,
     count_devices,
     try_devices,
-    with_drills,
 )
 from perdure.training.drill.driver import Secrets
 from perdure.training.drill.reentry import check_reentry
-from perdure.training.drill.runner import DrillRunner, why_not
+from perdure.training.drill.runner import DrillRunner, find_obstacle
 from perdure.training.drill.table import DRILLS
 from perdure.training.engines.registry import platform_checks
 from perdure.training.errors import InputError
@@ -210,13 +209,13 @@ def _check_devices(report_file: Path, *, as_json: bool) -> None:
 
 
 def _drilled(report: DeviceReport, count: int) -> DeviceReport:
-    reasons = {drill.name: why_not(drill, None, num_devices=count) for drill in DRILLS}
+    reasons = {drill.name: find_obstacle(drill, None, num_devices=count) for drill in DRILLS}
     left_out = {name: reason for name, reason in reasons.items() if reason}
     drills = [drill for drill in DRILLS if drill.name not in left_out]
     if not drills or not report.is_fine:
-        return with_drills(report, (), left_out)
+        return report.with_drills((), left_out)
     home = Path(tempfile.mkdtemp(prefix="perdure-device-")).resolve()
-    report = with_drills(report, run_drills(DrillRunner(home, ParallelKind.DDP), drills), left_out)
+    report = report.with_drills(run_drills(DrillRunner(home, ParallelKind.DDP), drills), left_out)
     if report.is_fine:
         shutil.rmtree(home, ignore_errors=True)
     else:

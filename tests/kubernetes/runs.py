@@ -106,7 +106,7 @@ class ClusterRuns:
         outcome = driver.run(job, hook=doing.look)
         doing.finish()
         self._print_times(job, outcome.history, doing.done_s)
-        return Played(outcome, self.left_over(job))
+        return Played(outcome, self.leftovers(job))
 
     def _print_times(self, job: Job, history: RunHistory, done_s: Sequence[float]) -> None:
         """For docs/kubernetes.md: to the first step, and from each deed to a step after it."""
@@ -152,7 +152,7 @@ class ClusterRuns:
     def played(self, job: Job) -> Played:
         """What is left of a run that others have supervised."""
         return Played(
-            RunDriver(self.home, credentials=KEYS).outcome(job, "completed"), self.left_over(job)
+            RunDriver(self.home, credentials=KEYS).outcome(job, "completed"), self.leftovers(job)
         )
 
     def undisturbed(self, job: Job) -> RunOutcome:
@@ -177,7 +177,7 @@ class ClusterRuns:
         newest = max(found, key=lambda pod: int(pod["metadata"]["labels"][objects.SCHEDULE_CNT]))
         return str(newest["metadata"]["name"])
 
-    def left_over(self, job: Job) -> list[str]:
+    def leftovers(self, job: Job) -> list[str]:
         """Names of what the run still has in the cluster."""
         kinds = "pods,secrets,configmaps,podgroups"
         found = self.cluster.get(
@@ -194,7 +194,7 @@ class Played:
     """A run that is over, and what is left of it in the cluster."""
 
     outcome: RunOutcome
-    left_over: list[str]
+    leftovers: list[str]
 
     @property
     def history(self) -> RunHistory:

@@ -120,7 +120,7 @@ def test_a_right_that_lacks_is_named(
     assert "list nodes" in notes
     assert "list events" in notes
     (room,) = seen(found, "nodes", SKIPPED)
-    assert room == "may not be looked at: how many have room is not known"
+    assert room == "this process may not read them: how many have room is unknown"
     assert "may not get ConfigMaps mindx-dl-deviceinfo-*" in seen(found, "mindcluster", SKIPPED)[0]
 
 

@@ -16,9 +16,9 @@ from perdure.training.config.drill import Kill, Victim
 from perdure.training.config.job import Job, parse_job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, kill_hook
-from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.evaluation import differences, list_recoveries
 from perdure.training.drill.job import drill_job
-from perdure.training.drill.runner import chosen, drills_on, target_sections
+from perdure.training.drill.runner import make_runner, select_drills, target_sections
 from perdure.training.drill.table import DRILLS
 from perdure.training.engines.kubernetes.objects import RUN
 from perdure.training.errors import EngineError
@@ -99,13 +99,15 @@ def played(
     injector = KillInjector(kills)
     outcome = RunDriver(tmp_path, limit_s=1200).run(own, hook=kill_hook(injector))
     assert outcome.ended == "completed"
-    assert outcome.left_over == ()
+    assert outcome.leftovers == ()
     assert len(injector.fired_s) == len(kills), "every kill really hit"
     return outcome.history, dict(outcome.curve)
 
 
 def test_whatever_is_killed_from_outside_of_a_pod_the_curve_stays(job, tmp_path):
-    drills_on(job, chosen("replace-rank"), ParallelKind.DDP, home=tmp_path)  # writes the corpus
+    make_runner(
+        job, select_drills("replace-rank"), ParallelKind.DDP, home=tmp_path
+    )  # writes the corpus
     _, undisturbed = played(job, tmp_path, "whole")
     kills = (
         Kill(victim=Victim.RANK, index=3, step=5),
@@ -116,7 +118,7 @@ def test_whatever_is_killed_from_outside_of_a_pod_the_curve_stays(job, tmp_path)
     )
     history, curve = played(job, tmp_path, "killed", *kills)
     assert differences(curve, undisturbed) == []
-    rungs = [one.rung for one in recovered(history)]
+    rungs = [one.rung for one in list_recoveries(history)]
     assert rungs == [
         *(Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART),
         *(Rung.NODE_REPLACE, Rung.NODE_REPLACE),
@@ -126,7 +128,7 @@ def test_whatever_is_killed_from_outside_of_a_pod_the_curve_stays(job, tmp_path)
 
 
 def test_the_agents_of_a_run_that_is_no_drill_refuse_to_kill(job, tmp_path):
-    drills_on(job, chosen("replace-rank"), ParallelKind.DDP, home=tmp_path)
+    make_runner(job, select_drills("replace-rank"), ParallelKind.DDP, home=tmp_path)
     refused: list[str] = []
     had: list[str] = []
 
@@ -145,7 +147,7 @@ def test_the_agents_of_a_run_that_is_no_drill_refuse_to_kill(job, tmp_path):
     assert outcome.ended == "completed"
     assert len(refused) == 1
     assert "the run is no drill" in refused[0]
-    assert recovered(outcome.history) == []
+    assert list_recoveries(outcome.history) == []
     # Of each pod its configuration, and one with the keys of the store.
     assert sorted(had) == ["configmaps", *["pods"] * 2, *["secrets"] * 3]
-    assert outcome.left_over == (), "nothing of it, now that it is over"
+    assert outcome.leftovers == (), "nothing of it, now that it is over"

@@ -61,7 +61,7 @@ def test_status_logs_and_a_pause_work_through_the_port_forward(runs, tmp_path):
     played = runs.played(job)
     assert len(played.outcome.curve) == STEPS
     assert played.answers == []
-    assert played.left_over == []
+    assert played.leftovers == []
 
 
 @pytest.mark.long
@@ -79,5 +79,5 @@ def test_a_run_is_cancelled_with_the_store_alone_and_without_its_prefect_server(
     history = runs.history(job)
     assert history.ended is not None
     assert (history.ended.outcome, history.attempts[-1].fault) == ("cancelled", None)
-    assert runs.left_over(job) == []
+    assert runs.leftovers(job) == []
     assert "has ended already: cancelled" in perdure(runs, file, "cancel")

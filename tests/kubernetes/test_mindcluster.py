@@ -13,7 +13,7 @@ from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, NodeOutput
 from perdure.training.engines.base import ANY_NODE
 from perdure.training.engines.kubernetes.api import connect
-from perdure.training.engines.kubernetes.fault_feed import FaultFeed, taken_out
+from perdure.training.engines.kubernetes.fault_feed import FaultFeed, exclusions
 from perdure.training.engines.registry import platform_checks
 from perdure.training.errors import NoCapacity
 from perdure.training.recovery.faults import FaultClass
@@ -146,8 +146,8 @@ def test_without_the_right_to_read_the_reports_one_line_says_so(
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig_of(cluster, namespace, tmp_path)))
     feed = FaultFeed(connect(context=None, namespace=namespace))
     with caplog.at_level(logging.INFO, logger="perdure.engine"):
-        assert not taken_out(feed.of_cluster(["n1", "n2"]))
-        assert not taken_out(feed.of_run(["n1", "n2"]))
+        assert not exclusions(feed.of_cluster(["n1", "n2"]))
+        assert not exclusions(feed.of_run(["n1", "n2"]))
     (line,) = (record for record in caplog.records if record.name == "perdure.engine")
     assert line.levelno == logging.INFO
     assert "not all of MindCluster's reports are there" in line.getMessage()

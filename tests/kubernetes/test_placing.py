@@ -25,7 +25,7 @@ def refused(runs: ClusterRuns, name: str, **engine: Any) -> str:
     job = runs.job(name, steps=5, engine=engine)
     played = runs.run(job)
     assert played.history.attempts == []
-    assert played.left_over == []
+    assert played.leftovers == []
     return played.outcome.ended
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from perdure.training.drill.driver import RunOutcome
 from perdure.training.drill.evaluation import differences
-from perdure.training.engines.kubernetes.pods import NO_NODE
+from perdure.training.engines.kubernetes.nodes import NO_NODE
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
@@ -39,7 +39,7 @@ def assert_as_undisturbed(played: Played, undisturbed: RunOutcome) -> None:
     assert (played.outcome.ended, undisturbed.ended) == ("completed", "completed")
     assert differences(played.outcome.curve, undisturbed.curve) == []
     assert played.outcome.state == undisturbed.state
-    assert played.left_over == []
+    assert played.leftovers == []
 
 
 def ranks_on(lab: Lab, node: str) -> list[str]:
@@ -87,7 +87,7 @@ def test_the_member_of_a_lost_node_takes_the_pod_that_stands_by(runs, lab):
 
     def await_one(run: RunSupervisor) -> None:
         wait_for(lambda: run.warm_spares, timeout_s=START_S, period_s=0.5, what="one stands by")
-        seen["before"] = list(run.fleet.standing_by.contacts())
+        seen["before"] = list(run.fleet.spare_containers.contacts())
 
     def look_at(run: RunSupervisor) -> None:
         seen["after"] = [runs.pod(run.job, 1)]

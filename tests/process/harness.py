@@ -64,7 +64,7 @@ def assert_as_undisturbed(played: RunOutcome, undisturbed: RunOutcome, *, steps:
     assert list(played.curve) == list(range(1, steps + 1))
     assert differences(played.curve, undisturbed.curve) == []
     assert played.state == undisturbed.state
-    assert played.left_over == ()
+    assert played.leftovers == ()
 
 
 @dataclass

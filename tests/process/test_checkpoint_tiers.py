@@ -86,7 +86,7 @@ def drive(home) -> Callable[..., Driven]:
         injector = KillInjector(kills)
         played = RunDriver(home).run(job, hook=kill_hook(injector))
         assert played.ended == "completed"
-        assert played.left_over == ()
+        assert played.leftovers == ()
         assert len(injector.fired_s) == len(kills), "every fault really fired"
         return Driven(home, job, played.history, played.curve)
 

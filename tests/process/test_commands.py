@@ -124,7 +124,7 @@ def assert_rank_1_is_named(played: Played) -> None:
     assert fault.evidence.startswith("rank 1 on node-0: stopped by a signal (state T)")
     assert not_none(hung.decision).rung is Rung.HANG_RESTART
     assert not_none(again.ended).fault is None
-    assert played.outcome.left_over == ()
+    assert played.outcome.leftovers == ()
 
 
 @pytest.mark.long
@@ -199,7 +199,7 @@ def test_a_killed_rank_of_a_command_that_is_started_once_per_device_is_named(hom
     names = {Path(one.key).name for one in open_store(job.storage).list("runs/per-device/logs/")}
     for rank in range(4):
         assert any(name.startswith(f"rank-{rank:05d}.stdout") for name in names)
-    assert outcome.left_over == ()
+    assert outcome.leftovers == ()
 
 
 # Loads its own checkpoint, whose writing was cut short.

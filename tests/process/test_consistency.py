@@ -8,7 +8,7 @@ import pytest
 
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
@@ -69,7 +69,7 @@ def test_a_flipped_bit_is_found_on_its_rank_and_mended_by_a_replica(play, home, 
     name = f"flipped-{part}"
     played = play(name, wrap="ddp", FLIP=f"{part}:{rank}:{AT_STEP}")
     assert (home / f"mark-{name}").exists()
-    (recovery,) = recovered(played.history)
+    (recovery,) = list_recoveries(played.history)
     assert recovery.rung is Rung.STEP_RETRY
     (view,) = played.history.attempts
     fault = view.recoveries[0].began.fault

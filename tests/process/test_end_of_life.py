@@ -22,7 +22,7 @@ from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.job import Job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.recovery.rungs import Rung
@@ -92,7 +92,9 @@ def test_every_death_came_and_ended_the_processes(bereaved):
     assert {n: len(times) for n, times in bereaved.played.fired_s.items()} == dict.fromkeys(
         range(len(FAULTS)), 1
     )
-    assert [one.rung for one in recovered(bereaved.played.history)] == [Rung.IN_PLACE_RESTART] * 4
+    assert [one.rung for one in list_recoveries(bereaved.played.history)] == [
+        Rung.IN_PLACE_RESTART
+    ] * 4
     assert [view.recoveries for view in bereaved.attempts] == [[]] * 5
 
 
@@ -110,7 +112,7 @@ def test_one_survivor_of_each_group_saves_and_the_next_attempt_goes_on_exactly_t
     assert (saved.step, saved.ranks, saved.why) == (step - 1, savers, "")
     assert bereaved.has_committed(step - 1)
     assert bereaved.attempts[number + 1].from_step == step - 1
-    assert recovered(bereaved.played.history)[number].steps_lost == 0
+    assert list_recoveries(bereaved.played.history)[number].steps_lost == 0
 
 
 def test_a_group_without_a_survivor_is_named_and_nothing_is_written(bereaved):

@@ -92,7 +92,7 @@ def test_a_script_that_ends_before_its_torchrun_in_the_background_is_its_users_t
     assert "torch.distributed.run" in fault.evidence
     assert fault.evidence.endswith("was still running")
     assert "`wait`" in fault.action
-    assert played.left_over == ()
+    assert played.leftovers == ()
 
 
 @pytest.mark.long
@@ -124,7 +124,7 @@ def test_a_crash_behind_a_pipe_does_not_leave_the_other_nodes_waiting(tmp_path, 
     played = RunDriver(tmp_path).run(command_job(tmp_path, "one-of-two", script, engine=engine))
     (fault,) = faults_of(played)
     assert (fault.fault_class, fault.node) == ("user_code_error", "node-1")
-    assert played.left_over == ()
+    assert played.leftovers == ()
 
 
 @pytest.mark.long
@@ -133,7 +133,7 @@ def test_a_command_that_is_stopped_on_request_has_not_completed_by_exiting_with_
     played = RunDriver(tmp_path, limit_s=20).run(command_job(tmp_path, "stopped", script))
     assert (tmp_path / "asked").exists()
     assert played.ended == "not ended after 20 s"
-    assert played.left_over == ()
+    assert played.leftovers == ()
 
 
 HEARTBEATS = """
@@ -180,7 +180,7 @@ def test_a_recipe_that_ends_before_its_loop_is_a_fault(home, name, faults, env, 
     (fault,) = faults_of(played)
     assert fault.fault_class == "user_code_error"
     assert words in fault.evidence
-    assert played.left_over == ()
+    assert played.leftovers == ()
 
 
 TORCHRUN = """

@@ -139,7 +139,7 @@ def test_a_run_that_hangs_four_times_comes_out_like_one_that_did_not(hung, undis
     assert played.ended == "completed"
     assert len(played.history.attempts) == 5
     assert played.curve == undisturbed.curve
-    assert played.left_over == ()
+    assert played.leftovers == ()
 
 
 def test_a_stopped_process_is_found_and_named(bench, hung):
@@ -289,4 +289,4 @@ def test_a_hang_that_is_only_reported_ends_nothing_and_is_over_when_the_rank_goe
     assert "waiting in allreduce" in report.splitlines()[0]
     assert report.count("stacks of rank ") == 4
     assert played.curve == undisturbed.curve
-    assert played.left_over == ()
+    assert played.leftovers == ()

@@ -11,7 +11,7 @@ import pytest
 from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.recovery.rungs import Rung
 from tests.process.harness import REPO, assert_as_undisturbed
@@ -84,7 +84,7 @@ def test_a_rank_of_a_split_model_gets_its_state_from_its_replica(
     name = request.node.callspec.id.replace(", the ", "-").replace(" ", "-").replace("'", "")
     played = play(home, f"broken-{name}", recipe, env, parallelism, faults)
     assert [len(played.fired_s[number]) for number in range(len(faults))] == [1] * len(faults)
-    rungs = [one.rung for one in recovered(played.history)]
+    rungs = [one.rung for one in list_recoveries(played.history)]
     assert rungs[:2] == [Rung.PROCESS_REPLACE, Rung.STEP_RETRY]
     # The last two kills leave no rank with the part: all go back to the last checkpoint.
     first, second = played.history.attempts

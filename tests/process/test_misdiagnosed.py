@@ -42,7 +42,7 @@ def kill(rank: int, point: DrillPoint = DrillPoint.BACKWARD) -> DrillFault:
 def failed(played: RunOutcome) -> tuple[AttemptView, Fault]:
     """The only attempt that failed, and why."""
     assert played.ended == "completed"
-    assert played.left_over == ()
+    assert played.leftovers == ()
     view, _ = played.history.attempts
     assert view.ended is not None
     assert view.ended.fault is not None

@@ -10,7 +10,7 @@ from perdure.storage.address import open_store
 from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.journal.steps import read_kept_steps
 from perdure.training.recovery.rungs import Rung
@@ -73,7 +73,7 @@ def test_two_optimizers_and_batches_with_names_come_through_faults_bit_for_bit(h
     played = play(home, f"broken-{kind}", kind, faults)
     assert [len(played.fired_s[number]) for number in range(len(faults))] == [1] * len(faults)
     first, second = played.history.attempts
-    assert [one.rung for one in recovered(played.history)][: len(rungs)] == rungs
+    assert [one.rung for one in list_recoveries(played.history)][: len(rungs)] == rungs
     assert first.decision is not None
     assert first.decision.rung is IN_PLACE
     assert second.from_step == 24

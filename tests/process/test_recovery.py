@@ -20,7 +20,7 @@ from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.model import ParallelKind
 from perdure.training.coordinator.history_writer import HISTORY_FILE
 from perdure.training.drill.driver import Pauser, RunDriver, RunHook, RunOutcome
-from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.evaluation import differences, list_recoveries
 from perdure.training.drill.job import NUM_RANKS, drill_job
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.recovery import replay
@@ -230,7 +230,7 @@ def test_a_fault_is_recovered_from_by_the_cheapest_rung_that_answers_it(bench, k
     for one in fault.made:
         assert len(played.fired_s[made.index(one)]) == one.times
     from_s, until_s = _span_s(played, kind, fault)
-    recoveries = [r for r in recovered(played.history) if from_s <= r.noticed_at_s < until_s]
+    recoveries = [r for r in list_recoveries(played.history) if from_s <= r.noticed_at_s < until_s]
     assert tuple(one.rung for one in recoveries) == fault.rungs
     replaced = {
         rank
@@ -287,8 +287,8 @@ def test_a_death_while_an_abnormal_step_is_accepted_changes_nothing_of_it(bench)
     alone = bench.play("accepted", DDP, faults=twice)
     disturbed = bench.play("accepted-cut", DDP, faults=(*twice, *cut))
     assert [len(disturbed.fired_s[number]) for number in range(2)] == [2, 1]
-    assert [one.rung for one in recovered(alone.history)] == [*RETRY, *RETRY]
-    assert [one.rung for one in recovered(disturbed.history)] == [*RETRY, *RETRY, *REPLACE]
+    assert [one.rung for one in list_recoveries(alone.history)] == [*RETRY, *RETRY]
+    assert [one.rung for one in list_recoveries(disturbed.history)] == [*RETRY, *RETRY, *REPLACE]
     assert differences(disturbed.curve, alone.curve) == []
     assert disturbed.state == alone.state
 

@@ -13,7 +13,7 @@ from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
 from perdure.training.config.job import Job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.evaluation import differences, list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.journal.events import BatchSkipped
 from perdure.training.journal.steps import read_kept_steps
@@ -124,7 +124,7 @@ def test_a_rank_that_is_replaced_in_the_middle_of_a_stretch_goes_on_with_the_bat
     job = job_of(home, name, kind, faults=faults)
     played = RunDriver(home).run(job)
     assert [len(played.fired_s[number]) for number in range(3)] == [3, 1, 1]
-    assert [one.rung for one in recovered(played.history)] == [Rung.PROCESS_REPLACE] * 2
+    assert [one.rung for one in list_recoveries(played.history)] == [Rung.PROCESS_REPLACE] * 2
     first = BATCH * (AT_STEP - 1)
     assert [one.start for one in on_record(job)] == [first, first + BATCH]
     without = job_of(home, f"{name}-without", kind, omitted=on_record(job))

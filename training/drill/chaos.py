@@ -1,11 +1,11 @@
-"""Runs with random faults must equal undisturbed runs: `python -m perdure.training.drill.chaos`.
+"""Break runs at random and compare them: `python -m perdure.training.drill.chaos`.
 
-A fault of a campaign that did not fire counts as a failure unless there is a reason why it could
-not fire; the reason is printed.
+Each run must equal the undisturbed run. A fault of a campaign that did not fire is a failure too,
+unless the program can print a reason why it could not.
 
-A campaign that fails is written to a file, and can be shrunk to the fewest faults that still
-fail. Exit codes: 0 all runs equal the undisturbed one, 1 one does not, 2 the input is wrong.
-Times are seconds.
+The program writes a campaign that fails to a file, and can shrink it to the fewest faults that
+still fail. Exit codes: 0 all runs equal the undisturbed run, 1 a run does not, 2 the input is
+wrong. Times are seconds.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from pathlib import Path
 
 from perdure.storage.errors import StorageError
 from perdure.training.config.model import ParallelKind
-from perdure.training.drill.campaign import Campaign, draw, read_campaign, unfired, write_campaign
+from perdure.training.drill.campaign import Campaign
 from perdure.training.drill.device_report import count_devices
 from perdure.training.drill.driver import RunDriver, RunOutcome, kill_hook
-from perdure.training.drill.evaluation import recovered, run_problems
+from perdure.training.drill.evaluation import find_deviations, list_recoveries
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.drill.runner import KINDS, parallel_kind
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.injection.outside import KillInjector
 from perdure.training.supervisor.watch import EndKind
 
-LIMIT_S = 900.0  # of one start of a run
+LIMIT_S = 900.0  # for each start of a run
 NUM_FAULTS = 50
-TRIES = 2  # of a part of a campaign: a kill from outside does not hit the same moment again
+TRIES = 2  # for a part of a campaign: a kill from outside never hits the same moment twice
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one campaign.
+    """The result of a campaign.
 
     Attributes:
-        fired: faults and kills that really happened.
+        fired: number of faults and kills that really happened.
         rungs: number of recoveries, by rung.
-        rung_s: how long they took together, likewise.
+        rung_s: total time of the recoveries, by rung.
         took_s: from the start of the run to its end.
-        excused: faults that could not fire, and why.
+        excused: faults that could not fire, with the reasons.
         problems: deviations from the undisturbed run, and faults that should have fired.
     """
 
@@ -64,7 +64,7 @@ class Chaos:
     """Runs campaigns below a folder.
 
     Attributes:
-        home: Perdure's folder for their runs.
+        home: Perdure's folder for the runs.
     """
 
     home: Path
@@ -72,15 +72,15 @@ class Chaos:
     _count: int = 0
 
     def run(self, campaign: Campaign) -> Result:
-        """Run a campaign, and before it the same job without a fault if that was not run yet.
+        """Run a campaign, preceded by the same job without a fault, once.
 
         Raises:
             PerdureError: a run could not be started.
-            StorageError: likewise.
+            StorageError: the store failed.
         """
         undisturbed = self._without_faults(campaign)
         self._count += 1
-        faults = [one.model_dump() for one in campaign.faults]
+        faults = [fault.model_dump() for fault in campaign.faults]
         drill = {"drill": {"faults": faults, "kills": bool(campaign.kills)}}
         job = drill_job(
             self.home,
@@ -95,16 +95,16 @@ class Chaos:
         outcome = driver.run(job, hook=kill_hook(injector), starts=campaign.starts)
         return _result(campaign, outcome, undisturbed, injector, took_s=time.monotonic() - began_s)
 
-    def shortest(self, campaign: Campaign) -> Campaign:
-        """The fewest faults of a failing campaign that still fail."""
+    def shorten(self, campaign: Campaign) -> Campaign:
+        """Shorten a failing campaign to the fewest faults that still fail."""
 
-        def fails(chosen: Sequence[int]) -> bool:
-            part = campaign.only(chosen)
+        def fails(indices: Sequence[int]) -> bool:
+            part = campaign.select(indices)
             is_bad = any(self.run(part).problems for _ in range(TRIES))
             print(f"{part.size} faults: {'fails' if is_bad else 'equal'}", flush=True)
             return is_bad
 
-        return campaign.only(shrink(range(campaign.size), fails))
+        return campaign.select(shrink(range(campaign.size), fails))
 
     def _without_faults(self, campaign: Campaign) -> RunOutcome:
         key = (campaign.parallelism, campaign.steps)
@@ -130,39 +130,45 @@ def _result(
     *,
     took_s: float,
 ) -> Result:
-    recoveries = recovered(outcome.history)
+    recoveries = list_recoveries(outcome.history)
     rung_s: dict[str, float] = defaultdict(float)
-    for one in recoveries:
-        rung_s[one.rung.value] += (one.trains_at_s or one.noticed_at_s) - one.noticed_at_s
-    silent = unfired(
-        campaign,
+    for recovery in recoveries:
+        rung_s[recovery.rung.value] += (
+            recovery.trains_at_s or recovery.noticed_at_s
+        ) - recovery.noticed_at_s
+    silent = campaign.find_unfired(
         outcome.history,
         fired=outcome.fired_s,
         killed=injector.fired_s,
         num_due=injector.num_due,
     )
-    problems = list(run_problems(outcome, undisturbed))
+    problems = list(find_deviations(outcome, undisturbed))
     if undisturbed.ended != EndKind.COMPLETED:
         problems.insert(0, f"the undisturbed run ended: {undisturbed.ended}")
     return Result(
         fired=sum(len(times) for times in outcome.fired_s.values()) + len(injector.fired_s),
-        rungs=Counter(one.rung.value for one in recoveries),
+        rungs=Counter(recovery.rung.value for recovery in recoveries),
         rung_s=rung_s,
         took_s=took_s,
-        excused=tuple(f"{one.what}: {one.reason}" for one in silent if one.reason),
-        problems=(*problems, *(f"did not fire: {one.what}" for one in silent if not one.reason)),
+        excused=tuple(
+            f"{missing.description}: {missing.reason}" for missing in silent if missing.reason
+        ),
+        problems=(
+            *problems,
+            *(f"did not fire: {missing.description}" for missing in silent if not missing.reason),
+        ),
     )
 
 
 def shrink(items: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:
-    """A part of `items` that fails, and does not without any one of its items: delta debugging.
+    """Find a part of `items` that fails, and does not without any of its items: delta debugging.
 
     Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (IEEE TSE 28,
-    2002): drops one of ever smaller pieces, as long as what remains fails.
+    2002): drops ever smaller pieces, as long as the remainder fails.
 
     Args:
-        items: that fail together.
-        fails: whether a part of them, in their order, still does; calls are costly.
+        items: they fail together.
+        fails: whether a part of them, in their order, still fails; calls are costly.
     """
     left = list(items)
     if fails([]):
@@ -174,9 +180,11 @@ def shrink(items: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list
         if smaller is not None:
             left, num_pieces = smaller, 2
             continue
-        others = (_without(pieces, number) for number in range(len(pieces)))
-        # Of two pieces, each is what remains without the other.
-        smaller = next((one for one in others if num_pieces > 2 and fails(one)), None)
+        complements = (_without(pieces, number) for number in range(len(pieces)))
+        # With two pieces, each is the complement of the other.
+        smaller = next(
+            (complement for complement in complements if num_pieces > 2 and fails(complement)), None
+        )
         if smaller is not None:
             left, num_pieces = smaller, max(num_pieces - 1, 2)
         elif num_pieces >= len(left):
@@ -197,9 +205,9 @@ def _without(pieces: list[list[int]], number: int) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaigns of the command line. Returns the exit code."""
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        return _run(_campaigns(given), out=given.out, shrinks=given.shrink)
+        return _run(_campaigns(options), out=options.out, shrinks=options.shrink)
     except InputError as error:
         print(f"chaos: {error}", file=sys.stderr)
         return 2
@@ -208,12 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _campaigns(given: argparse.Namespace) -> list[Campaign]:
-    if given.campaign is not None:
-        return [read_campaign(given.campaign)]
-    kind, is_of_gloo = parallel_kind(given.parallelism), count_devices() == 0
+def _campaigns(options: argparse.Namespace) -> list[Campaign]:
+    if options.campaign is not None:
+        return [Campaign.read(options.campaign)]
+    kind, is_of_gloo = parallel_kind(options.parallelism), count_devices() == 0
     return [
-        draw(seed, num_faults=given.faults, kind=kind, is_of_gloo=is_of_gloo) for seed in given.seed
+        Campaign.draw(seed, num_faults=options.faults, kind=kind, is_of_gloo=is_of_gloo)
+        for seed in options.seed
     ]
 
 
@@ -235,7 +244,7 @@ def _run(campaigns: Sequence[Campaign], *, out: Path, shrinks: bool) -> int:
     try:
         return _run_below(home, campaigns, out=out, shrinks=shrinks)
     except (KeyboardInterrupt, SystemExit):
-        shutil.rmtree(home, ignore_errors=True)  # its run was taken down
+        shutil.rmtree(home, ignore_errors=True)  # its run has ended
         raise
 
 
@@ -245,15 +254,15 @@ def _run_below(home: Path, campaigns: Sequence[Campaign], *, out: Path, shrinks:
     for campaign in campaigns:
         result = chaos.run(campaign)
         print(_line(campaign, result), flush=True)
-        for one in result.excused:
-            print(f"  could not fire: {one}", flush=True)
+        for excuse in result.excused:
+            print(f"  could not fire: {excuse}", flush=True)
         if not result.problems:
             continue
         num_bad += 1
         if shrinks:
-            campaign = chaos.shortest(campaign)  # noqa: PLW2901 the one to keep
+            campaign = chaos.shorten(campaign)  # noqa: PLW2901 the shorter campaign is written
         path = out / f"chaos-{campaign.parallelism}-{campaign.seed}.json"
-        write_campaign(path, campaign)
+        campaign.write(path)
         print(
             f"to run it again: python -m perdure.training.drill.chaos --campaign {path}", flush=True
         )

@@ -1,6 +1,6 @@
 """The report of `perdure preflight --device`: every device of a machine, tried, and drilled.
 
-It holds versions, checks, and exceptions word for word, and nothing of whoever runs it. Times are
+It holds versions, checks, and exceptions word for word, and nothing about the user. Times are
 seconds.
 """
 
@@ -34,7 +34,7 @@ _PROGRAM = (sys.executable, "-m", "perdure.training.drill.device_trial")
 
 
 class TrialTask(FrozenModel):
-    """What a process is to try: its device by its rank. The first one serves the others' store."""
+    """The task of a process: its device, by its rank. The first process serves the store."""
 
     rank: int
     size: int
@@ -43,16 +43,16 @@ class TrialTask(FrozenModel):
     burn_in_s: float
 
 
-class Observed(FrozenModel):
-    """An exception that was provoked.
+class ProvokedError(FrozenModel):
+    """An exception that a trial provoked.
 
     Attributes:
-        provoked_by: what was done.
-        type: of the exception.
-        text: all of it.
+        provoked_by: the action that provoked it.
+        type: qualified name of the exception's class.
+        text: the whole message.
         is_fault: whether a worker takes it for a fault that it outlives.
-        kind: as which it would report it; None: for a result of another fault.
-        fault_class: of the diagnosis; None: it knows no such line.
+        kind: the kind of fault that a worker would report; None: it is the result of another fault.
+        fault_class: the class by the diagnosis; None: no rule matches.
     """
 
     provoked_by: str
@@ -64,26 +64,26 @@ class Observed(FrozenModel):
 
 
 class Trial(FrozenModel):
-    """What one device has shown."""
+    """The results of a device."""
 
     rank: int
     device: str
     name: str
     checks: tuple[Check, ...]
-    exceptions: tuple[Observed, ...]
+    exceptions: tuple[ProvokedError, ...]
 
 
 class DeviceReport(FrozenModel):
-    """What the devices of a machine have shown.
+    """The results of a machine's devices.
 
     Attributes:
-        perdure: its version.
+        perdure: Perdure's version.
         machine: operating system and processor.
-        versions: of torch, torch_npu, CANN and drivers, and whether they fit.
-        trials: one for each device.
+        versions: versions of torch, torch_npu, CANN and drivers, and whether they fit.
+        trials: a trial for each device.
         unanswered: a check for each process that gave no answer.
-        drills: their outcomes.
-        left_out: drills that could not be run, with the reason.
+        drills: outcomes of the drills.
+        left_out: drills that could not run, with the reasons.
     """
 
     perdure: str
@@ -96,10 +96,10 @@ class DeviceReport(FrozenModel):
 
     @property
     def checks(self) -> list[tuple[str, Check]]:
-        """All checks, each with the device that it is of."""
-        own = [(trial.device, check) for trial in self.trials for check in trial.checks]
-        others = [("", check) for check in (*self.versions, *self.unanswered)]
-        return [*others, *own]
+        """All checks, each with its device."""
+        by_device = [(trial.device, check) for trial in self.trials for check in trial.checks]
+        general = [("", check) for check in (*self.versions, *self.unanswered)]
+        return [*general, *by_device]
 
     @property
     def is_fine(self) -> bool:
@@ -107,13 +107,22 @@ class DeviceReport(FrozenModel):
         failed = any(check.outcome is CheckOutcome.FAILED for _, check in self.checks)
         return not failed and all(drill["as_expected"] for drill in self.drills)
 
+    def with_drills(
+        self, outcomes: Sequence[DrillOutcome], left_out: dict[str, str]
+    ) -> DeviceReport:
+        """The report with the outcomes of drills."""
+        rows = tuple(
+            {**asdict(outcome), "as_expected": outcome.as_expected} for outcome in outcomes
+        )
+        return self.model_copy(update={"drills": rows, "left_out": left_out})
+
     def write(self, path: Path) -> None:
-        """Write it, as JSON."""
+        """Write the report as JSON."""
         write_whole(path, self.model_dump_json(indent=2))
 
 
 def count_devices() -> int:
-    """How many accelerators a process on this machine sees.
+    """Count the accelerators that a process on this machine sees.
 
     Raises:
         InputError: their library does not load.
@@ -134,12 +143,12 @@ def count_devices() -> int:
 def try_devices(
     count: int, *, burn_in_s: float = BURN_IN_S, limit_s: float = LIMIT_S
 ) -> DeviceReport:
-    """Try the first devices of this machine, each in a process of its own, all at once.
+    """Try the first devices of this machine, each in a separate process, all at once.
 
     Args:
-        count: of devices.
-        burn_in_s: how long each multiplies.
-        limit_s: for all of it; a process that is late is ended.
+        count: number of devices.
+        burn_in_s: how long each device multiplies matrices.
+        limit_s: limit for all processes; those that are late are killed.
     """
     port = free_port(HOST)
     tasks = [
@@ -153,17 +162,9 @@ def try_devices(
         perdure=version("perdure"),
         machine=f"{platform.system()} {platform.release()} {platform.machine()}",
         versions=check_versions(read_installed()),
-        trials=tuple(one for one in answers if isinstance(one, Trial)),
-        unanswered=tuple(one for one in answers if isinstance(one, Check)),
+        trials=tuple(answer for answer in answers if isinstance(answer, Trial)),
+        unanswered=tuple(answer for answer in answers if isinstance(answer, Check)),
     )
-
-
-def with_drills(
-    report: DeviceReport, outcomes: Sequence[DrillOutcome], left_out: dict[str, str]
-) -> DeviceReport:
-    """The report with what the drills have shown."""
-    rows = tuple({**asdict(one), "as_expected": one.as_expected} for one in outcomes)
-    return report.model_copy(update={"drills": rows, "left_out": left_out})
 
 
 def _start(task: TrialTask) -> subprocess.Popen[bytes]:
@@ -178,19 +179,19 @@ def _start(task: TrialTask) -> subprocess.Popen[bytes]:
 
 
 def _answer(rank: int, process: subprocess.Popen[bytes], until_s: float) -> Trial | Check:
-    """What a process found, or how it ended without."""
+    """Read the results of a process, or how it ended without any."""
     try:
-        found, log = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
+        output, log = process.communicate(timeout=max(0.1, until_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         _, log = process.communicate()
         return _unanswered(rank, "no answer in time", log)
     if process.returncode != 0:
         return _unanswered(rank, f"ended with {process.returncode}", log)
-    return Trial.model_validate_json(found.strip().splitlines()[-1])
+    return Trial.model_validate_json(output.strip().splitlines()[-1])
 
 
 def _unanswered(rank: int, why: str, log: bytes) -> Check:
     tail = "\n".join(log.decode(errors="replace").splitlines()[-20:])
-    seen = f"device {rank}: {why}\n{tail}"
-    return Check(name="trial", outcome=CheckOutcome.FAILED, seen=seen)
+    finding = f"device {rank}: {why}\n{tail}"
+    return Check(name="trial", outcome=CheckOutcome.FAILED, seen=finding)

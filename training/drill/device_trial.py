@@ -1,8 +1,8 @@
-"""One device does what recovery asks of devices: a program, a task on stdin, a `Trial` on stdout.
+"""Try all that recovery demands of a device: a program with a task on stdin, a `Trial` on stdout.
 
-Errors are provoked and not imitated: memory that is not there, work that is stopped under a thread
-that waits for it, a collective that some ranks never enter. What the device's library raises is
-kept word for word, with the class that Perdure gives it. Times are seconds.
+It provokes errors instead of imitating them: memory that is not there, work that stops under a
+thread that waits for it, a collective that some ranks never enter. It keeps the exceptions of the
+device's library word for word, with the class that Perdure gives them. Times are seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from perdure.training.device import (
     pick_device,
 )
 from perdure.training.diagnosis.recognise import recognise
-from perdure.training.drill.device_report import Observed, Trial, TrialTask
+from perdure.training.drill.device_report import ProvokedError, Trial, TrialTask
 from perdure.training.node_checks import burn_in
 from perdure.training.runtime.errors import classify
 from perdure.training.runtime.process_group.generations import Generations, StoreClient
@@ -39,58 +39,58 @@ from perdure.training.wire.rendezvous import serve_store
 
 MATRIX = {"cpu": 256}
 DEVICE_MATRIX = 2048
-WORK_S = 2.0  # that is queued, and stopped after half of it
+WORK_S = 2.0  # of queued work, stopped after half of it
 WAIT_S = 1.0  # in a collective that not all ranks enter
 NUM_GENERATIONS = 3
 OP_TIMEOUT_S = 120.0
 
 
-class _Trying:
-    """The trials of one device, in order; a failed one is a failed check."""
+class _DeviceTrials:
+    """The trials of a device, in order; a failed trial is a failed check."""
 
     def __init__(self, task: TrialTask, device: torch.device) -> None:
         self.task, self.device = task, device
         self.healing: Healing = healing_of(device)
         self.checks: list[Check] = []
-        self.exceptions: list[Observed] = []
+        self.exceptions: list[ProvokedError] = []
         self._store: TCPStore | None = None
 
     def observe(self, provoked_by: str, error: BaseException, *, is_interrupted: bool) -> None:
-        """Keep an exception as it came."""
-        found = classify(error, is_interrupted=is_interrupted)
+        """Add an exception to the report, word for word."""
+        fault = classify(error, is_interrupted=is_interrupted)
         lines = (recognise(line, "") for line in str(error).splitlines())
-        known = next((one for one in lines if one is not None), None)
+        recognition = next((match for match in lines if match is not None), None)
         self.exceptions.append(
-            Observed(
+            ProvokedError(
                 provoked_by=provoked_by,
                 type=f"{type(error).__module__}.{type(error).__qualname__}",
                 text=str(error),
-                is_fault=found is not None,
-                kind=found.kind if found is not None else None,
-                fault_class=known.fault_class if known is not None else None,
+                is_fault=fault is not None,
+                kind=fault.kind if fault is not None else None,
+                fault_class=recognition.fault_class if recognition is not None else None,
             )
         )
 
     def do(self, name: str, trial: Callable[[], str | None]) -> None:
-        """Try something; None means that it does not apply on this device."""
+        """Run a trial. It returns its finding; None: it does not apply to this device."""
         began_s = time.monotonic()
         try:
-            seen = trial()
-        except Exception as error:  # noqa: BLE001 whatever it is, the report has it
-            outcome, seen = CheckOutcome.FAILED, "".join(traceback.format_exception(error))
+            finding = trial()
+        except Exception as error:  # noqa: BLE001 the report has any error
+            outcome, finding = CheckOutcome.FAILED, "".join(traceback.format_exception(error))
         else:
-            outcome = CheckOutcome.OK if seen is not None else CheckOutcome.SKIPPED
-            seen = seen or f"does not apply to {self.device.type}"
+            outcome = CheckOutcome.OK if finding is not None else CheckOutcome.SKIPPED
+            finding = finding or f"does not apply to {self.device.type}"
         took_s = time.monotonic() - began_s
-        self.checks.append(Check(name=name, outcome=outcome, seen=seen, seconds=took_s))
+        self.checks.append(Check(name=name, outcome=outcome, seen=finding, seconds=took_s))
 
     def memory(self) -> str | None:
-        """Whether the device says how much memory it has."""
-        found = memory_of(self.device)
-        return f"{found[0]} bytes free of {found[1]}" if found is not None else None
+        """Ask the device how much memory it has."""
+        sizes = memory_of(self.device)
+        return f"{sizes[0]} bytes free of {sizes[1]}" if sizes is not None else None
 
     def random_numbers(self) -> str | None:
-        """Whether the state of its random numbers can be set back."""
+        """Restore the state of the random numbers, and compare the numbers that follow."""
         module = torch.get_device_module(self.device)
         if self.device.type == "cpu":
             return None
@@ -99,22 +99,22 @@ class _Trying:
         module.set_rng_state(state, self.device)
         if not torch.equal(first, torch.rand(1000, device=self.device).cpu()):
             raise RuntimeError("random numbers differ after their state was set back")
-        return "the same again"
+        return "the same numbers again"
 
     def out_of_memory(self) -> str | None:
-        """What is raised when memory is asked for that is not there."""
-        found = memory_of(self.device)
-        if found is None:
+        """Allocate more memory than there is, for the exception."""
+        sizes = memory_of(self.device)
+        if sizes is None:
             return None
         try:
-            torch.empty(2 * found[1], dtype=torch.uint8, device=self.device)
+            torch.empty(2 * sizes[1], dtype=torch.uint8, device=self.device)
         except RuntimeError as error:
             self.observe("more memory than there is", error, is_interrupted=False)
             return type(error).__name__
         raise RuntimeError("twice the device's memory was allocated")
 
     def stopped(self) -> str | None:
-        """What a thread gets that waits for work which is stopped, and whether work goes on."""
+        """Stop work under a thread that waits for it, for the exception; then work again."""
         if self.device.type != "npu":
             return None
         queue = self._work()
@@ -123,14 +123,14 @@ class _Trying:
             queue()
         except RuntimeError as error:
             self.observe("stop_device under work", error, is_interrupted=True)
-            seen = type(error).__name__
+            error_type = type(error).__name__
         else:
             raise RuntimeError("work that was stopped came to its end")
         self.healing.clean((), is_damaged=False)
-        return f"{seen}, then {self._works()}"
+        return f"{error_type}, then {self._works()}"
 
     def _work(self) -> Callable[[], None]:
-        """Products for `WORK_S`, and waiting for them."""
+        """Prepare matrix products for `WORK_S`. Returns a function that runs them and waits."""
         size = MATRIX.get(self.device.type, DEVICE_MATRIX)
         matrix = torch.ones(size, size, device=self.device)
         (matrix @ matrix).sum().item()
@@ -152,7 +152,7 @@ class _Trying:
         return check.seen
 
     def generations(self) -> str | None:
-        """Whether a collective that some never enter ends with its generation, again and again."""
+        """End collectives that a rank never enters with their generation, again and again."""
         if self.task.size == 1:
             return None
         if self.task.rank == 0:
@@ -162,18 +162,18 @@ class _Trying:
         return f"{NUM_GENERATIONS} generations, up after {', '.join(f'{s:.2f} s' for s in took_s)}"
 
     def _generation(self, generations: Generations, number: int) -> float:
-        """Enter one, sum, and wait in vain for its last rank. Seconds until the sum was there."""
+        """Enter a generation, sum, and wait in vain for its last rank. Returns the sum's time."""
         began_s = time.monotonic()
         generations.announce(number)
         generations.enter(number)
         if number > 1:
             self.healing.clean((), is_damaged=False)
         generations.release_retired()
-        own = torch.full((1,), self.task.rank + 1.0, device=self.device)
-        dist.all_reduce(own)
+        total = torch.full((1,), self.task.rank + 1.0, device=self.device)
+        dist.all_reduce(total)
         size = self.task.size
-        if own.item() != size * (size + 1) / 2:
-            raise RuntimeError(f"the sum over {size} ranks is {own.item()}")
+        if total.item() != size * (size + 1) / 2:
+            raise RuntimeError(f"the sum over {size} ranks is {total.item()}")
         took_s = time.monotonic() - began_s
         if number < NUM_GENERATIONS:
             self._wait_in_vain(generations, number + 1)
@@ -206,10 +206,10 @@ def _join(task: TrialTask, device: torch.device, healing: Healing) -> Generation
     return generations
 
 
-def trial_of(task: TrialTask) -> Trial:
-    """Try one device."""
+def try_device(task: TrialTask) -> Trial:
+    """Run all trials of a device."""
     device = pick_device(task.rank)
-    trying = _Trying(task, device)
+    trying = _DeviceTrials(task, device)
     for name, trial in _trials(trying):
         trying.do(name, trial)
     burnt = burn_in.check_device(device, task.burn_in_s)
@@ -222,7 +222,7 @@ def trial_of(task: TrialTask) -> Trial:
     )
 
 
-def _trials(trying: _Trying) -> Iterator[tuple[str, Callable[[], str | None]]]:
+def _trials(trying: _DeviceTrials) -> Iterator[tuple[str, Callable[[], str | None]]]:
     yield "device_memory", trying.memory
     yield "random_numbers", trying.random_numbers
     yield "out_of_memory", trying.out_of_memory
@@ -232,14 +232,14 @@ def _trials(trying: _Trying) -> Iterator[tuple[str, Callable[[], str | None]]]:
 
 def main() -> None:
     """Read the task, try, print."""
-    if sys.argv[1:] == ["--count"]:  # a process of its own, so that its caller loads no driver
+    if sys.argv[1:] == ["--count"]:  # a separate process, so that its caller loads no driver
         sys.stdout.write(f"{local_devices()}\n")
         return
     task = TrialTask.model_validate_json(sys.stdin.buffer.read())
-    answer = trial_of(task).model_dump_json()
+    answer = try_device(task).model_dump_json()
     sys.stdout.write(answer + "\n")
     sys.stdout.flush()
-    os._exit(0)  # what was provoked may keep a library from ending
+    os._exit(0)  # provoked errors may keep a library from ending
 
 
 if __name__ == "__main__":

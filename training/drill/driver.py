@@ -1,7 +1,8 @@
-"""A run from its start to its end, supervised without Prefect, and what is done to it meanwhile.
+"""A run from its start to its end, supervised without Prefect, with hooks that disturb it.
 
-A hook is called after every poll of the supervisor, with the newest step: it kills processes, or
-has the run pause and continue. Times are seconds since the epoch, steps completed optimizer steps.
+The driver calls a hook after every poll of the supervisor, with the newest step: it kills
+processes, or pauses the run and resumes it. Times are seconds since the epoch, steps completed
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import SecretStr
 from perdure.storage.address import Credentials
 from perdure.storage.errors import StorageError
 from perdure.training.config.job import Job
-from perdure.training.drill.termination import terminated_as_exception
+from perdure.training.drill.termination import raise_on_termination
 from perdure.training.errors import EngineError
 from perdure.training.injection.inside import fired_at_s
 from perdure.training.injection.outside import KillInjector
@@ -34,10 +35,8 @@ from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.wire.requests import write_control
 
 LOG = logging.getLogger(__name__)
-LIMIT_S = 300.0  # of one start of a run; a drill that hangs is a drill that failed
-
-SPARES_S = 60.0  # for containers to stand by; on a busy machine their imports take ten
-PAUSED_FOR_S = 0.5  # a rank that trains on in between would be noticed
+LIMIT_S = 300.0  # for each start of a run; a drill that hangs has failed
+PAUSED_FOR_S = 0.5  # long enough to notice a rank that trains on
 
 Curve = Mapping[int, tuple[float, float]]
 Secrets = Callable[[], Mapping[str, SecretStr]]
@@ -46,22 +45,22 @@ RunHook = Callable[[RunSupervisor, Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What remains of a run that is over.
+    """The remains of a run that is over.
 
     Attributes:
-        history: its ledger.
+        history: the run's ledger.
         curve: loss and gradient norm of every step that was kept.
         state: checksums of the last checkpoint's files, by their rank.
         fired_s: when each fault of the job fired, by its index.
-        left_over: names of processes or objects that outlived it.
-        ended: how, in a word or two.
+        leftovers: names of processes or objects that outlived the run.
+        ended: how the run ended, in a word or two.
     """
 
     history: RunHistory
     curve: Curve
     state: Mapping[str, str]
     fired_s: Mapping[int, list[float]]
-    left_over: tuple[str, ...]
+    leftovers: tuple[str, ...]
     ended: str
 
 
@@ -70,8 +69,8 @@ class RunDriver:
     """Runs jobs below one folder, without Prefect.
 
     Attributes:
-        home: Perdure's folder for them.
-        limit_s: of one start of a run.
+        home: Perdure's folder for the runs.
+        limit_s: for each start of a run.
         credentials: keys of the runs' store; None: boto3's default chain.
         secrets: reads the values of a job's env_from that are in Prefect blocks.
     """
@@ -85,17 +84,17 @@ class RunDriver:
         """Run a job to its end.
 
         Args:
-            job: that has not been run below this folder.
-            hook: called after every poll of the run; None: nothing is.
-            starts: how often it is started at most, while it has not reached its target.
+            job: must not have been run below this folder.
+            hook: called after every poll of the run; None: no hook.
+            starts: limit for starts of the run, while it has not reached its target.
 
         Raises:
-            PerdureError: it could not be run.
-            StorageError: likewise.
+            PerdureError: the run could not start.
+            StorageError: the store failed.
         """
         ended = ""
         os.environ.setdefault(CHECK_INVARIANTS_ENV, "1")  # a drill that hides a defect is none
-        with terminated_as_exception():
+        with raise_on_termination():
             for _ in range(starts):
                 ended = self._start(job, hook)
                 if ended == EndKind.COMPLETED:
@@ -103,7 +102,7 @@ class RunDriver:
         return self.outcome(job, ended)
 
     def _start(self, job: Job, hook: RunHook | None) -> str:
-        """Start it once. Returns how it ended."""
+        """Start the run once. Returns how it ended."""
         run = self._run(job)
         run.take()
         until_s = time.monotonic() + self.limit_s
@@ -114,9 +113,9 @@ class RunDriver:
         on_progress = {} if hook is None else {"on_progress": partial(hook, run)}
         try:
             end = run_to_completion(RunSteps(run, is_late, **on_progress), log=LOG)
-        # Ctrl-C, SIGTERM and Prefect's cancellation, too: no process is to be left.
+        # Ctrl-C, SIGTERM and Prefect's cancellation must leave no process, either.
         except BaseException:
-            with suppress(EngineError):  # what came first is of use
+            with suppress(EngineError):  # the first error is the useful one
                 run.end("failed", "interrupted")
             raise
         match end.outcome:
@@ -133,37 +132,37 @@ class RunDriver:
         )
 
     def outcome(self, job: Job, ended: str) -> RunOutcome:
-        """What remains of a run, however it was supervised.
+        """Collect the remains of a run, however it was supervised.
 
         Args:
-            job: of the run.
-            ended: how.
+            job: the run's job.
+            ended: how the run ended.
         """
         run = self._run(job)
-        kept = read_kept_steps(run.store, job.run_id)
+        records = read_kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)
-            # By rank: attempt and generation in a file's name do not belong to the state.
+            # A file's name has its attempt and generation, which do not belong to the state.
             files = sorted(manifest.shards.items())
-            shards = {f"rank{rank}": one.xxh3_128 for rank, (_, one) in enumerate(files)}
+            shards = {f"rank{rank}": shard.xxh3_128 for rank, (_, shard) in enumerate(files)}
         except StorageError:
             shards = {}  # the last step was not reached
         return RunOutcome(
             history=run.refresh(),
             curve={
-                step: (one.loss, one.grad_norm)
-                for step, one in kept.items()
-                if one.loss is not None and one.grad_norm is not None
+                step: (record.loss, record.grad_norm)
+                for step, record in records.items()
+                if record.loss is not None and record.grad_norm is not None
             },
             state=shards,
             fired_s=fired_at_s(run.store, job.run_id),
-            left_over=tuple(run.list_leftovers()),
+            leftovers=tuple(run.list_leftovers()),
             ended=ended,
         )
 
 
 def kill_hook(injector: KillInjector) -> RunHook:
-    """A hook that lets an injector kill what is due."""
+    """Make a hook that lets an injector kill the victims that are due."""
 
     def inject(run: RunSupervisor, progress: Progress) -> None:
         if progress.last is not None:
@@ -178,8 +177,8 @@ class Pauser:
     """A hook that pauses a run at a step, checks that every rank stays there, and resumes it.
 
     Attributes:
-        at_step: completed step from which on the pause is requested.
-        num_ranks: of the run.
+        at_step: completed step at which the hook requests the pause.
+        num_ranks: number of the run's ranks.
         requested_s: when the pause was requested.
         paused_at: the steps of all ranks, for every poll that found all of them paused.
         resumed_s: when the run was resumed.
@@ -193,7 +192,7 @@ class Pauser:
     _paused_s: float | None = None
 
     def __call__(self, run: RunSupervisor, progress: Progress) -> None:
-        """Do what is due."""
+        """Request the pause, check it, or resume the run."""
         now_s = time.time()
         if self.requested_s is None:
             if progress.last is not None and progress.last.step >= self.at_step:
@@ -212,37 +211,10 @@ class Pauser:
             self.resumed_s = now_s
 
 
-@dataclass(slots=True)
-class SpareAwaiter:
-    """A hook that has a run pause until containers stand by, all that it wants.
-
-    So that a fault of one of the next steps finds them.
-
-    Attributes:
-        limit_s: of the pause; a fault may have come first, and taken them.
-    """
-
-    limit_s: float = SPARES_S
-    _since_s: float | None = None
-    _is_over: bool = False
-
-    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
-        """Do what is due."""
-        if self._is_over or progress.last is None:
-            return
-        now_s = time.monotonic()
-        if self._since_s is None:
-            write_control(run.store, run.job.run_id, pause=True)
-            self._since_s = now_s
-            return
-        is_ready = len(run.warm_spares) == run.job.engine.num_warm_spares
-        if is_ready or now_s - self._since_s > self.limit_s:
-            write_control(run.store, run.job.run_id, pause=False)
-            self._is_over = True
-
-
 def _paused_steps(progress: Progress) -> tuple[int, ...]:
-    """Completed steps of the paused ranks."""
-    workers = [one for agent in progress.snapshot.agents.values() for one in agent.workers]
+    """List the completed steps of the paused ranks."""
+    workers = [worker for agent in progress.snapshot.agents.values() for worker in agent.workers]
     paused = Phase.PAUSED.name.lower()
-    return tuple(one.step for one in workers if one.phase == paused and one.step is not None)
+    return tuple(
+        worker.step for worker in workers if worker.phase == paused and worker.step is not None
+    )

@@ -1,4 +1,4 @@
-"""Whether a drill went as expected: its ledger and its curve beside those of a run without faults.
+"""The evaluation of a drill: its ledger and its curve beside those of a run without faults.
 
 Pure. Times are seconds, since the epoch where a name ends in `_at_s`; steps are completed
 optimizer steps.
@@ -19,10 +19,11 @@ from perdure.training.supervisor.watch import EndKind
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """One recovery after which training continued.
+class DrillRecovery:
+    """A recovery after which training continued.
 
     Attributes:
+        rung: the recovery action.
         noticed_at_s: when the fault was noticed.
         trains_at_s: when training continued, None when it did not.
         steps_lost: completed steps that were executed again.
@@ -36,19 +37,19 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class DrillOutcome:
-    """The result of one drill.
+    """The result of a drill.
 
     Attributes:
-        name: of the drill.
-        parallelism: of the job.
-        injected: description for reports.
-        fired: how many faults really happened.
-        rungs: that recovered the run, in order.
+        name: the drill's name on the command line.
+        parallelism: kind of the job's parallelism.
+        injected: the faults in words, for reports.
+        fired: number of faults that really happened.
+        rungs: recovery actions, in order.
         detected_s: from the first fault to its notice.
         recovered_s: from the first fault to the end of the last recovery.
         steps_lost: completed steps that were executed again.
         curve_equal: loss and gradient norm equal those of the undisturbed run in every digit.
-        differs_from: step from which on they may differ, None: never.
+        differs_from: step from which on they may differ; None: never.
         left_over: number of processes or objects that outlived the run.
         problems: deviations from what was expected.
     """
@@ -68,12 +69,12 @@ class DrillOutcome:
 
     @property
     def as_expected(self) -> bool:
-        """Whether everything was."""
+        """Whether the drill had no problem."""
         return not self.problems
 
     @property
     def row(self) -> dict[str, str]:
-        """The row of a table, by its headings."""
+        """The outcome as the row of a table, by headings."""
         return {
             "drill": self.name,
             "injected": self.injected,
@@ -88,7 +89,7 @@ class DrillOutcome:
 
     @property
     def line(self) -> str:
-        """One line, without the name."""
+        """The outcome in a line, without the name."""
         if not self.as_expected:
             return "; ".join(self.problems)
         return (
@@ -104,46 +105,50 @@ class DrillOutcome:
         return "yes" if self.differs_from is None else f"up to step {self.differs_from - 1}"
 
 
-def recovered(history: RunHistory) -> list[Recovered]:
-    """The recoveries after which training continued, in order; after a stop, the user's restart."""
-    found: list[Recovered] = []
+def list_recoveries(history: RunHistory) -> list[DrillRecovery]:
+    """List recoveries after which training continued; after a stop, the user's restart."""
+    recoveries: list[DrillRecovery] = []
     attempts = history.attempts
     for number, view in enumerate(attempts, start=1):
-        after = attempts[number] if number < len(attempts) else None
+        next_attempt = attempts[number] if number < len(attempts) else None
         for recovery in view.recoveries:
             if recovery.ended is not None and recovery.ended.succeeded:
                 began, ended = recovery.began, recovery.ended
-                found.append(
-                    Recovered(began.decision.rung, began.fault.at_s, ended.at_s, ended.steps_lost)
+                recoveries.append(
+                    DrillRecovery(
+                        began.decision.rung, began.fault.at_s, ended.at_s, ended.steps_lost
+                    )
                 )
         if view.decision is not None and view.ended is not None and view.ended.fault is not None:
             noticed_at_s, reached = view.ended.fault.at_s, view.ended.to_step or 0
-            found.append(_by_attempt(view.decision.rung, noticed_at_s, reached, after))
-    return found
+            recoveries.append(
+                _restart_recovery(view.decision.rung, noticed_at_s, reached, next_attempt)
+            )
+    return recoveries
 
 
-def _by_attempt(
-    rung: Rung, noticed_at_s: float, reached: int, after: AttemptView | None
-) -> Recovered:
-    if after is None:
-        return Recovered(rung, noticed_at_s, None, 0)
-    trains_at_s = after.first_step.stepped_s if after.first_step is not None else None
-    return Recovered(rung, noticed_at_s, trains_at_s, max(0, reached - after.from_step))
+def _restart_recovery(
+    rung: Rung, noticed_at_s: float, reached: int, next_attempt: AttemptView | None
+) -> DrillRecovery:
+    if next_attempt is None:
+        return DrillRecovery(rung, noticed_at_s, None, 0)
+    trains_at_s = next_attempt.first_step.stepped_s if next_attempt.first_step is not None else None
+    return DrillRecovery(rung, noticed_at_s, trains_at_s, max(0, reached - next_attempt.from_step))
 
 
-def differences(curve: Curve, undisturbed: Curve, *, before: int | None = None) -> list[int]:
-    """Steps whose numbers differ from those of the undisturbed run, or that only one of them has.
+def differences(curve: Curve, undisturbed: Curve, *, end_step: int | None = None) -> list[int]:
+    """List the steps whose numbers differ between two runs, or that only one of them has.
 
     Args:
-        curve: of the run.
-        undisturbed: of the run that it is compared with.
-        before: the first step that is not compared, None: all are.
+        curve: the disturbed run's.
+        undisturbed: the undisturbed run's.
+        end_step: the first step that is not compared; None: all steps are compared.
     """
     steps = sorted({*curve, *undisturbed})
     return [
         step
         for step in steps
-        if (before is None or step < before) and curve.get(step) != undisturbed.get(step)
+        if (end_step is None or step < end_step) and curve.get(step) != undisturbed.get(step)
     ]
 
 
@@ -156,22 +161,14 @@ def judge(
     expected: Expected,
     pauser: Pauser | None,
 ) -> DrillOutcome:
-    """The result of a drill.
-
-    Args:
-        drill: as in the table.
-        outcome: what remains of its run.
-        undisturbed: what remains of the run without faults.
-        job: of `outcome`.
-        expected: of the drill with this parallelism.
-        pauser: the hook that paused the run, if one did.
-    """
-    recoveries = recovered(outcome.history)
+    """Compare a drill with the run without faults and with its expected result."""
+    recoveries = list_recoveries(outcome.history)
     fired = [at_s for times in outcome.fired_s.values() for at_s in times]
-    noticed = min((one.noticed_at_s for one in recoveries), default=None)
-    trains = max((one.trains_at_s or 0.0 for one in recoveries), default=None)
     if pauser is not None and pauser.requested_s is not None:
         fired, noticed, trains = [pauser.requested_s], *_pause_times(outcome.history)
+    else:
+        noticed = min((recovery.noticed_at_s for recovery in recoveries), default=None)
+        trains = max((recovery.trains_at_s or 0.0 for recovery in recoveries), default=None)
     first = min(fired, default=None)
     if first is not None and noticed is not None:
         noticed = max(first, noticed)  # torch elastic records an exception's whole second
@@ -180,50 +177,50 @@ def judge(
         parallelism=job.parallelism.kind.value,
         injected=drill.injected,
         fired=len(fired),
-        rungs=tuple(one.rung for one in recoveries),
+        rungs=tuple(recovery.rung for recovery in recoveries),
         detected_s=_between(first, noticed),
         recovered_s=_between(first, trains),
-        steps_lost=sum(one.steps_lost for one in recoveries),
-        curve_equal=not differences(outcome.curve, undisturbed.curve, before=drill.differs_from),
+        steps_lost=sum(recovery.steps_lost for recovery in recoveries),
+        curve_equal=not differences(outcome.curve, undisturbed.curve, end_step=drill.differs_from),
         differs_from=drill.differs_from,
-        left_over=len(outcome.left_over),
+        left_over=len(outcome.leftovers),
         problems=(
-            *run_problems(outcome, undisturbed, differs_from=drill.differs_from),
+            *find_deviations(outcome, undisturbed, differs_from=drill.differs_from),
             *_ladder_problems(outcome.history, recoveries, expected),
             *_injection_problems(job, outcome),
-            *(_pause_problems(outcome.history, pauser) if pauser is not None else ()),
+            *_pause_problems(outcome.history, pauser),
         ),
     )
 
 
-def run_problems(
+def find_deviations(
     outcome: RunOutcome, undisturbed: RunOutcome, *, differs_from: int | None = None
 ) -> Iterator[str]:
-    """Where a run deviates from the undisturbed one.
+    """Describe how a run deviates from the undisturbed run.
 
     Args:
-        outcome: what remains of it.
-        undisturbed: what remains of the run that it is compared with.
-        differs_from: step from which on it may differ, None: never.
+        outcome: the remains of the run.
+        undisturbed: the remains of the undisturbed run.
+        differs_from: step from which on the curves may differ; None: never.
     """
     if outcome.ended != EndKind.COMPLETED:
         yield f"the run ended: {outcome.ended}"
-    differing = differences(outcome.curve, undisturbed.curve, before=differs_from)
+    differing = differences(outcome.curve, undisturbed.curve, end_step=differs_from)
     if differing:
         yield f"the curve differs at {len(differing)} steps, first at step {differing[0]}"
     elif differs_from is None and outcome.state != undisturbed.state:
         yield "the curve is equal, the final state is not"
-    if outcome.left_over:
-        yield f"left over: {', '.join(outcome.left_over)}"
+    if outcome.leftovers:
+        yield f"left over: {', '.join(outcome.leftovers)}"
 
 
 def _ladder_problems(
-    history: RunHistory, recoveries: Sequence[Recovered], expected: Expected
+    history: RunHistory, recoveries: Sequence[DrillRecovery], expected: Expected
 ) -> Iterator[str]:
-    rungs = tuple(one.rung for one in recoveries)
+    rungs = tuple(recovery.rung for recovery in recoveries)
     if rungs != expected.rungs:
         yield f"recovered by {_names(rungs)}, expected {_names(expected.rungs)}"
-    lost = sum(one.steps_lost for one in recoveries)
+    lost = sum(recovery.steps_lost for recovery in recoveries)
     if lost > expected.steps_lost:
         yield f"{lost} completed steps lost, expected at most {expected.steps_lost}"
     places = [view.restored for view in history.attempts if view.restored is not None]
@@ -245,7 +242,9 @@ def _injection_problems(job: Job, outcome: RunOutcome) -> Iterator[str]:
         yield f"{fired} of {planned} faults happened"
 
 
-def _pause_problems(history: RunHistory, pauser: Pauser) -> Iterator[str]:
+def _pause_problems(history: RunHistory, pauser: Pauser | None) -> Iterator[str]:
+    if pauser is None:
+        return
     pauses = [pause for view in history.attempts for pause in view.pauses]
     ended = [pause.ended.step if pause.ended is not None else None for pause in pauses]
     if len(pauses) != 1 or ended != [pauses[0].began.step]:
@@ -258,7 +257,7 @@ def _pause_problems(history: RunHistory, pauser: Pauser) -> Iterator[str]:
 
 
 def _pause_times(history: RunHistory) -> tuple[float | None, float | None]:
-    """When the ranks paused and when they continued."""
+    """Read when the ranks paused and when they continued."""
     pauses = [pause for view in history.attempts for pause in view.pauses]
     if not pauses:
         return None, None

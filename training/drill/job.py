@@ -1,7 +1,8 @@
-"""The job that drills run: a small decoder, a corpus of its own, four ranks on two nodes or more.
+"""The job that drills run: a small decoder, a small corpus, four ranks on two nodes or more.
 
-Small enough for any machine, and with everything that could go wrong unnoticed: dropout, gradients
-accumulated over micro-batches, a learning rate that changes, an epoch that ends within the run.
+It is small enough for any machine and has all that a recovery could silently get wrong: dropout,
+gradients accumulated over micro-batches, a learning rate that changes, an epoch that ends within
+the run.
 """
 
 from __future__ import annotations
@@ -19,13 +20,27 @@ PACE_ENV = "DRILL_PACE_S"  # seconds added to every step
 SAVE_EVERY_STEPS = 10
 HANG_TIMEOUT_S = 4.0
 NO_CHANGES: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+_MODEL: Mapping[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "seq_len": 32,
+    "dropout": 0.1,
+}
+_ENGINE: Mapping[str, Any] = {
+    "nodes": 2,
+    "slots_per_node": NUM_RANKS // 2,
+    "spares": 2,
+    "warm_spares": 0,  # most drills lose no node, and a container costs a second of a core
+    "grace_s": 10,
+}
 _NUM_FILES = 6
 _LINES = 60
 _TEXT = "the quick brown fox jumps over the lazy dog, again and again and again"
 
 
 def write_corpus(home: Path, num_ranks: int = NUM_RANKS) -> Path:
-    """Write the corpus below a folder, once. Its lines grow with the number of ranks."""
+    """Write the corpus below a folder, once. Its size grows with the number of ranks."""
     folder = home / "corpus"
     folder.mkdir(parents=True, exist_ok=True)
     lines = _LINES * max(1, num_ranks // NUM_RANKS)
@@ -46,23 +61,15 @@ def drill_job(
     changes: Mapping[str, Any],
     target: Mapping[str, Mapping[str, Any]] = NO_CHANGES,
 ) -> Job:
-    """A job on this machine, or where `target` puts it.
+    """Compose a job for this machine, or for the place of `target`.
 
-    Args:
-        home: folder of the drill; store and corpus lie below it.
-        run_id: of the run.
-        kind: of parallelism; hsdp has two replicas.
-        steps: target step.
-        pace_s: seconds added to every step.
-        changes: fields of sections that differ, by section.
-        target: the same, of where it runs.
+    Store and corpus lie below `home`, `pace_s` is added to every step, and the fields of `target`
+    and then of `changes` replace those of the job's sections.
 
     Raises:
-        InputError: the job is not valid.
+        InputError: the job is invalid.
     """
-    parallelism: dict[str, Any] = {"kind": kind}
-    if kind is ParallelKind.HSDP:
-        parallelism["replicas"] = 2
+    parallelism = {"kind": kind} | ({"replicas": 2} if kind is ParallelKind.HSDP else {})
     document: dict[str, Any] = {
         "run_id": run_id,
         "storage": {"address": f"file://{home / 'store'}"},
@@ -70,25 +77,13 @@ def drill_job(
         "seed": 11,
         "worker": {"recipe": "perdure.training.drill.recipe:main"},
         "data": {"sources": [str(home / "corpus")], "shard_size_bytes": 8192, "num_workers": 0},
-        "model": {
-            "num_layers": 2,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "seq_len": 32,
-            "dropout": 0.1,
-        },
+        "model": _MODEL,
         "parallelism": parallelism,
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
         "restart": {"pod_retries": 1},
-        "preflight": {"nodes": False},  # they would find nothing on this machine
-        "engine": {
-            "nodes": 2,
-            "slots_per_node": NUM_RANKS // 2,
-            "spares": 2,
-            "warm_spares": 0,  # most drills lose no node, and a container costs a second of a core
-            "grace_s": 10,
-        },
+        "preflight": {"nodes": False},  # the checks have nothing to find on this machine
+        "engine": _ENGINE,
         "env": {PACE_ENV: f"{pace_s:g}"},
     }
     document = _changed(_changed(document, target), changes)
@@ -98,6 +93,6 @@ def drill_job(
 
 
 def _changed(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A job's document with some fields of its sections replaced."""
+    """Replace some fields in the sections of a job's document."""
     changed = {name: {**document.get(name, {}), **fields} for name, fields in changes.items()}
     return {**document, **changed}

@@ -1,6 +1,6 @@
 """The reference program, slowed down so that faults from outside hit it on any machine.
 
-The pauses do not change the numbers.
+Its pauses do not change the numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Can the program be started again? It is, for a few steps, before a run depends on it.
+"""The re-entry check: the program starts twice for a few steps, before a run depends on restarts.
 
-A session's program runs twice from the beginning on a scratch run of its own, and has to give the
-same losses in every digit. Of a command nothing is known but its processes: it is started, ended
-by SIGTERM as a restart would, and started again as the second start of its container; it writes
-where it always writes. Times are seconds.
+A session's program runs twice from the beginning on a scratch run, and has to give the same losses
+in every digit. A command shows nothing but its processes: the check starts it, ends it by SIGTERM
+as a restart would, and starts it again as the second start of its container; it writes its output
+where it always does. Times are seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from perdure.training.commands.arguments import fill_in, for_arguments
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import values_on_node
 from perdure.training.drill.driver import RunDriver, Secrets
-from perdure.training.drill.termination import terminated_as_exception
+from perdure.training.drill.termination import raise_on_termination
 from perdure.training.environment import variables_of, worker_path
 from perdure.training.errors import EngineError, PerdureError
 from perdure.training.masking import SECRETS_ENV, mask_text, secret_values
@@ -39,17 +39,17 @@ STORE_FOLDER = "store"
 
 
 def check_reentry(job: Job, *, lasting_s: float, secrets: Secrets = dict) -> Check:
-    """Start the program twice.
+    """Start the program of a job twice.
 
     Args:
-        job: whose program is meant.
+        job: the job to check.
         lasting_s: how long a command runs each time.
         secrets: reads the values of the job's env_from that are in Prefect blocks; called at each
             start, may raise EngineError.
     """
     began_s = time.monotonic()
     with (
-        terminated_as_exception(),
+        raise_on_termination(),
         tempfile.TemporaryDirectory(prefix="perdure-reentry-") as folder,
     ):
         if job.worker.is_command:
@@ -60,12 +60,12 @@ def check_reentry(job: Job, *, lasting_s: float, secrets: Secrets = dict) -> Che
 
 
 def scratch_job(job: Job, folder: Path, number: int) -> Job:
-    """The job for a few steps, in a scratch store."""
+    """Shorten a job to a few steps in a scratch store."""
     changes = {
         "run_id": f"reentry-{number}",
         "steps": STEPS,
         "storage": {"address": f"file://{folder / STORE_FOLDER}"},
-        # A job refuses a warm-up of more than its steps.
+        # A warm-up must not be longer than the job.
         "optimizer": job.optimizer.model_dump() | {"warmup_steps": 0},
         "engine": job.engine.model_dump() | {"spares": 0},
         "preflight": {"nodes": False},
@@ -91,8 +91,8 @@ def _check_session(job: Job, folder: Path, secrets: Secrets) -> Check:
         curves.append(curve)
     for step, loss in curves[0].items():
         if curves[1][step] != loss:
-            seen = f"step {step}: loss {loss!r}, and {curves[1][step]!r} when started again"
-            return _failed(seen, allowed)
+            finding = f"step {step}: loss {loss!r}, and {curves[1][step]!r} when started again"
+            return _failed(finding, allowed)
     losses = ", ".join(f"{loss:.6f}" for loss in curves[0].values())
     return Check(
         name=NAME, outcome=CheckOutcome.OK, seen=f"losses {losses}, twice", allowed=allowed
@@ -105,20 +105,19 @@ def _check_command(job: Job, folder: Path, lasting_s: float, secrets: Secrets) -
         try:
             variables = _variables(job, folder, number, secrets())
             code, line = _start(job, variables, folder / f"start-{number}.log", lasting_s)
-        except (EngineError, ValueError) as error:  # a secret is not here
+        except (EngineError, ValueError) as error:  # a secret is missing
             return _failed(str(error), allowed)
         if code not in (None, 0):
             return _failed(f"start {number} ended with exit code {code}: {line}", allowed)
-    seen = f"started twice, {lasting_s:g} s each time, or to its end"
-    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
+    finding = f"started twice, {lasting_s:g} s each time, or to its end"
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=finding, allowed=allowed)
 
 
 def _start(
     job: Job, variables: Mapping[str, str], log: Path, lasting_s: float
 ) -> tuple[int | None, str]:
-    """Run the command for a while. Its exit code, None when it was still running; its last line."""
-    assert job.worker.command is not None  # noqa: S101 checked by the caller
-    command = fill_in(job.worker.command, for_arguments(variables))
+    """Run the command for a while. Returns its exit code, None: it still ran, and its last line."""
+    command = fill_in(job.worker.command or (), for_arguments(variables))
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -128,10 +127,10 @@ def _start(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # end_session() ends what it has started, too
+                start_new_session=True,  # end_session() ends its child processes, too
             )
         except OSError as error:
-            return 127, str(error)  # as a shell has it
+            return 127, str(error)  # a shell's exit code for it
         try:
             code: int | None = process.wait(lasting_s)
         except subprocess.TimeoutExpired:
@@ -155,7 +154,7 @@ def _await(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def _variables(
     job: Job, folder: Path, number: int, delivered: Mapping[str, SecretStr]
 ) -> dict[str, str]:
-    """What an agent would set in the only container of the job."""
+    """Compose the variables that an agent would set in the job's only container."""
     config = AgentConfig(
         run_id=job.run_id,
         node="node-0",
@@ -170,12 +169,12 @@ def _variables(
     )
     of_blocks = {name: value.get_secret_value() for name, value in delivered.items()}
     secrets = values_on_node(job.env_from, delivered=of_blocks, environment=os.environ)
-    own = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
+    job_variables = {**variables_of(job), **secrets, SECRETS_ENV: ",".join(secrets)}
     order = StartOrder(
         placement=1,
         attempt=number,
         num_nodes=1,
-        # Of a command that is started once per device this is the only one.
+        # A command that starts once per device starts once here.
         slots_per_node=job.engine.slots_per_node if job.worker.is_launcher else 1,
         hosts=(LOOPBACK,),
         master_addr=LOOPBACK,
@@ -186,14 +185,13 @@ def _variables(
         cwd=str(Path(job.worker.cwd or ".").resolve()),
         grace_s=job.engine.grace_s,
         log_path=None,
-        variables=own,
+        variables=job_variables,
         job="{}",
         data_manifest_key=None,
     )
-    platform = platform_variables(config, order, folder, number)
-    place = rank_variables(config, order, 0, 0)
-    return {**os.environ, **own, **platform, **place, "PATH": worker_path()}
+    agent = platform_variables(config, order, folder, number) | rank_variables(config, order, 0, 0)
+    return {**os.environ, **job_variables, **agent, "PATH": worker_path()}
 
 
-def _failed(seen: str, allowed: str) -> Check:
-    return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=seen, allowed=allowed)
+def _failed(finding: str, allowed: str) -> Check:
+    return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=finding, allowed=allowed)

@@ -1,13 +1,14 @@
-"""Drills, one after the other, each compared with the same job without a fault.
+"""The runner of drills, which compares each with the same job without a fault.
 
-They run on this machine, or on the engine of a job with its store. Of that job they take where and
-how its processes run; model, data and policies are the drills' own, so that the same is expected
-of them everywhere. Times are seconds.
+Drills run on this machine, or on the engine and the store of a job. They take from that job where
+and how its processes run, but not model, data or policies, so that the same result is expected
+everywhere. Times are seconds.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,54 +19,57 @@ from perdure.storage.errors import StorageError
 from perdure.training.config.drill import DrillFault, DrillPoint
 from perdure.training.config.job import Job
 from perdure.training.config.model import ParallelKind
-from perdure.training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome, SpareAwaiter
+from perdure.training.drill.driver import LIMIT_S, Pauser, RunDriver, RunOutcome
 from perdure.training.drill.evaluation import DrillOutcome, judge
 from perdure.training.drill.job import NO_CHANGES, NUM_RANKS, drill_job, write_corpus
 from perdure.training.drill.table import DRILLS, STEPS, Drill
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.preflight.job import check_job
 from perdure.training.recovery.rungs import ISOLATES
-from perdure.training.supervisor.watch import EndKind
+from perdure.training.supervisor.run_supervisor import RunSupervisor
+from perdure.training.supervisor.watch import EndKind, Progress
+from perdure.training.wire.requests import write_control
 
 ALL = "all"
 MIN_NODES = 2
+SPARES_S = 60.0  # for spares to be ready; on a busy machine their imports take ten seconds
 KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)
 
 
-def chosen(name: str) -> tuple[Drill, ...]:
-    """The drills of a name on the command line.
+def select_drills(name: str) -> tuple[Drill, ...]:
+    """Select drills by their name on the command line.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is no such drill.
     """
     if name == ALL:
         return DRILLS
-    found = tuple(drill for drill in DRILLS if drill.name == name)
-    if not found:
-        known = ", ".join(drill.name for drill in DRILLS)
-        raise InputError("name", f"{name!r}: no such drill; there are {ALL}, {known}")
-    return found
+    matches = tuple(drill for drill in DRILLS if drill.name == name)
+    if not matches:
+        names = ", ".join(drill.name for drill in DRILLS)
+        raise InputError("name", f"{name!r}: no such drill; there are {ALL}, {names}")
+    return matches
 
 
 def parallel_kind(name: str | None, job: Job | None = None) -> ParallelKind:
-    """The kind of parallelism of a name on the command line.
+    """Parse the kind of parallelism on the command line.
 
     Args:
-        name: as it was given; None: that of the job where drills have it, else ddp.
-        job: whose nodes are drilled, if any.
+        name: the argument; None: the job's kind where drills have it, else ddp.
+        job: the job on whose nodes drills run, if any.
 
     Raises:
         InputError: drills have no such kind.
     """
     if name is None:
-        own = job.parallelism.kind if job is not None else ParallelKind.DDP
-        return own if own in KINDS else ParallelKind.DDP
+        job_kind = job.parallelism.kind if job is not None else ParallelKind.DDP
+        return job_kind if job_kind in KINDS else ParallelKind.DDP
     if name not in KINDS:
         raise InputError("parallelism", f"{name!r}: must be one of {', '.join(KINDS)}")
     return ParallelKind(name)
 
 
-def drills_on(
+def make_runner(
     job: Job | None,
     drills: Sequence[Drill],
     kind: ParallelKind,
@@ -73,22 +77,22 @@ def drills_on(
     home: Path,
     credentials: Credentials | None = None,
 ) -> DrillRunner:
-    """What runs drills on the nodes of a job, which are checked; None: on this machine.
+    """Make a runner of drills on the nodes of a job, after checking that job.
 
     Args:
-        job: whose engine, store and environment they take.
-        drills: to be run.
-        kind: of parallelism.
+        job: gives engine, store and environment; None: drills run on this machine.
+        drills: the drills to run.
+        kind: the drills' parallelism.
         home: folder that nothing else has used.
         credentials: keys of the job's store; None: boto3's default chain.
 
     Raises:
-        InputError: they cannot be run there, and `home` is gone.
+        InputError: the drills cannot run there; `home` is deleted then.
     """
     if job is None:
         return DrillRunner(home, kind)
     try:
-        able(drills, job)
+        select_runnable(drills, job)
         runner = DrillRunner(home, kind, target_sections(job, home.name, kind), credentials)
         undisturbed = runner.job(None)
         write_corpus(home, undisturbed.world_size)
@@ -100,13 +104,40 @@ def drills_on(
 
 
 @dataclass(slots=True)
+class _SpareAwaiter:
+    """A hook that pauses a run until all its spares are ready, so that the next fault finds them.
+
+    Attributes:
+        limit_s: of the pause; a fault may have come first, and used them up.
+    """
+
+    limit_s: float = SPARES_S
+    _since_s: float | None = None
+    _is_over: bool = False
+
+    def __call__(self, run: RunSupervisor, progress: Progress) -> None:
+        """Pause the run, or resume it."""
+        if self._is_over or progress.last is None:
+            return
+        now_s = time.monotonic()
+        if self._since_s is None:
+            write_control(run.store, run.job.run_id, pause=True)
+            self._since_s = now_s
+            return
+        is_ready = len(run.warm_spares) == run.job.engine.num_warm_spares
+        if is_ready or now_s - self._since_s > self.limit_s:
+            write_control(run.store, run.job.run_id, pause=False)
+            self._is_over = True
+
+
+@dataclass(slots=True)
 class DrillRunner:
     """Runs drills below a folder.
 
     Attributes:
-        home: Perdure's folder for their runs.
-        kind: of parallelism.
-        target: where they run, as `target_sections` has it; by default on this machine.
+        home: Perdure's folder for the runs.
+        kind: the drills' parallelism.
+        target: sections of the job where drills run (`target_sections`); empty: this machine.
         credentials: keys of the target's store.
     """
 
@@ -117,20 +148,20 @@ class DrillRunner:
     _undisturbed: RunOutcome | None = field(default=None, init=False)
 
     def run(self, drill: Drill) -> DrillOutcome:
-        """Run one drill, and before the first one the undisturbed run.
+        """Run a drill, and the undisturbed run before the first drill.
 
         Raises:
             PerdureError: the undisturbed run did not reach its end.
-            StorageError: it could not be started.
+            StorageError: the undisturbed run could not start.
         """
         undisturbed = self.undisturbed()
         job = self.job(drill)
         pauser = Pauser(drill.pauses_at, job.world_size) if drill.pauses_at is not None else None
-        hook = SpareAwaiter() if job.engine.warm_spares else pauser
+        hook = _SpareAwaiter() if job.engine.warm_spares else pauser
         try:
             outcome = self._driver(job).run(job, hook=hook, starts=drill.starts)
         except (PerdureError, StorageError) as error:
-            # The results of the other drills are kept.
+            # The other drills still have results.
             return DrillOutcome(
                 drill.name,
                 self.kind.value,
@@ -144,11 +175,11 @@ class DrillRunner:
         return judge(drill, outcome, undisturbed, job=job, expected=expected, pauser=pauser)
 
     def undisturbed(self) -> RunOutcome:
-        """The run without a fault, made once.
+        """Run the job without a fault, once. Returns its remains.
 
         Raises:
-            PerdureError: it did not reach its end.
-            StorageError: it could not be started.
+            PerdureError: the run did not reach its end.
+            StorageError: the run could not start.
         """
         if self._undisturbed is None:
             job = self.job(None)
@@ -163,12 +194,12 @@ class DrillRunner:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """Where logs and ledgers of the runs are: a folder, and the address in a job's store."""
+        """The places of the runs' logs and ledgers: a folder, and an address in the job's store."""
         address = (self.job(None).storage.address,) if self.target else ()
         return (str(self.home), *address)
 
     def clear(self) -> None:
-        """Delete everything they left, also in a job's store.
+        """Delete all files of the runs, also in the job's store.
 
         Raises:
             StorageError: the store refuses.
@@ -179,15 +210,15 @@ class DrillRunner:
 
     def _driver(self, job: Job) -> RunDriver:
         limit_s = LIMIT_S
-        if self.target:  # its nodes start slowly: before the first fault, and after it
+        if self.target:  # its nodes start slowly, before the first fault and after it
             limit_s += 2 * job.restart.start_timeout_s
         return RunDriver(self.home, limit_s, self.credentials)
 
     def job(self, drill: Drill | None) -> Job:
-        """The job that a drill runs; None: the one without a fault.
+        """Compose the job of a drill; None: the job without a fault.
 
         Raises:
-            InputError: it cannot be run on this target.
+            InputError: the target cannot run it.
         """
         if drill is None:
             return self._job("undisturbed")
@@ -203,14 +234,14 @@ class DrillRunner:
     def _spread(
         self, drill: Drill, num_nodes: int
     ) -> tuple[Mapping[str, Mapping[str, Any]], tuple[DrillFault, ...]]:
-        """The changes and faults of a drill whose faults are on nodes of their own."""
+        """Compose the changes and faults of a drill that has each fault on a different node."""
         slots = NUM_RANKS // num_nodes
         if self.target:
             slots, engine = self.job(None).engine.slots_per_node, {}
         else:
             engine = {"nodes": num_nodes, "slots_per_node": slots}
         changes = {**drill.changes, "engine": {**drill.changes.get("engine", {}), **engine}}
-        faults = (one.model_copy(update={"rank": one.rank * slots}) for one in drill.faults)
+        faults = (fault.model_copy(update={"rank": fault.rank * slots}) for fault in drill.faults)
         return changes, tuple(faults)
 
     def _job(
@@ -232,12 +263,12 @@ class DrillRunner:
 
 
 def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, Mapping[str, Any]]:
-    """What the jobs of drills take from a job, by section.
+    """Select the fields that drills take from a job, by section.
 
     Args:
-        job: whose engine, store and environment are meant.
-        folder: below the address of its store, for the drills alone.
-        kind: of parallelism of the drills.
+        job: gives engine, store and environment.
+        folder: folder below the address of the job's store, for the drills alone.
+        kind: the drills' parallelism.
     """
     address = f"{job.storage.address.rstrip('/')}/{folder}"
     is_own = kind is ParallelKind.HSDP and kind is job.parallelism.kind
@@ -245,25 +276,25 @@ def target_sections(job: Job, folder: str, kind: ParallelKind) -> Mapping[str, M
         "parallelism": {"replicas": job.parallelism.replicas} if is_own else {},
         "storage": {**job.storage.model_dump(), "address": address},
         "engine": {**job.engine.model_dump(), "warm_spares": 0},
-        # Each drill decides about operator retry by itself.
+        # Each drill sets operator retry itself.
         "comm": {**job.comm.model_dump(exclude_unset=True), "link_retry": False},
         "preflight": job.preflight.model_dump(),
         "restart": {"start_timeout_s": job.restart.start_timeout_s},
         "worker": {"cwd": job.worker.cwd},
-        "env": job.env,  # and no env_from: the drills' own program needs no secret
+        "env": job.env,  # without env_from: the drills' program needs no secret
     }
 
 
-def why_not(drill: Drill, job: Job | None, *, num_devices: int = 0) -> str:
-    """Why a drill cannot run on the nodes of a job, "" when it can; None: on this machine.
+def find_obstacle(drill: Drill, job: Job | None, *, num_devices: int = 0) -> str:
+    """Explain why a drill cannot run on the nodes of a job; "" when it can.
 
     Args:
-        drill: that is asked about.
-        job: whose nodes are meant.
+        drill: the drill to run.
+        job: the job on whose nodes it runs; None: it runs on this machine.
         num_devices: accelerators of this machine; 0: its ranks compute on the CPU.
     """
     if job is None:
-        return _why_not_on_devices(drill, num_devices) if num_devices else ""
+        return _find_device_obstacle(drill, num_devices) if num_devices else ""
     engine = job.engine
     if engine.nodes < MIN_NODES or engine.world_size < NUM_RANKS:
         return (
@@ -274,12 +305,12 @@ def why_not(drill: Drill, job: Job | None, *, num_devices: int = 0) -> str:
         return f"engine.nodes={engine.nodes}: it needs {drill.num_nodes} nodes"
     left = sum(rung in ISOLATES for rung in drill.expected.rungs)
     if engine.spares < left:
-        what = "a node and needs another one" if left == 1 else f"{left} nodes and needs others"
-        return f"engine.spares={engine.spares}: it leaves {what}"
+        loss = "a node and needs another one" if left == 1 else f"{left} nodes and needs others"
+        return f"engine.spares={engine.spares}: it leaves {loss}"
     return ""
 
 
-def _why_not_on_devices(drill: Drill, num_devices: int) -> str:
+def _find_device_obstacle(drill: Drill, num_devices: int) -> str:
     if drill.is_of_gloo:
         return "it breaks connections of gloo, and devices have their own"
     if num_devices < NUM_RANKS:
@@ -287,25 +318,27 @@ def _why_not_on_devices(drill: Drill, num_devices: int) -> str:
     return ""
 
 
-def able(drills: Sequence[Drill], job: Job | None, *, num_devices: int = 0) -> tuple[Drill, ...]:
-    """Those of the drills that can run; the arguments are those of `why_not`.
+def select_runnable(
+    drills: Sequence[Drill], job: Job | None, *, num_devices: int = 0
+) -> tuple[Drill, ...]:
+    """Select the drills that can run; the arguments are those of `find_obstacle`.
 
     Raises:
-        InputError: none can.
+        InputError: no drill can run.
     """
-    reasons = [why_not(drill, job, num_devices=num_devices) for drill in drills]
-    found = tuple(drill for drill, reason in zip(drills, reasons, strict=True) if not reason)
-    if not found:
+    reasons = [find_obstacle(drill, job, num_devices=num_devices) for drill in drills]
+    possible = tuple(drill for drill, reason in zip(drills, reasons, strict=True) if not reason)
+    if not possible:
         raise InputError("name", f"{drills[0].name}: {reasons[0]}")
-    return found
+    return possible
 
 
 def _on_replicas(job: Job, faults: tuple[DrillFault, ...]) -> Iterator[DrillFault]:
-    """Each fault, and for every other rank with the same state during the recovery from it."""
+    """Yield each fault, and another in its recovery for every other rank with the same state."""
     for fault in faults:
         yield fault
         for group in job.layout.replica_groups():
-            others = [rank for rank in group if fault.rank in group and rank != fault.rank]
-            for rank in others:
-                # In the same step, one death would mostly prevent the other.
+            replicas = [rank for rank in group if fault.rank in group and rank != fault.rank]
+            for rank in replicas:
+                # In the same step, the first death would mostly prevent the second.
                 yield fault.model_copy(update={"rank": rank, "point": DrillPoint.RECOVERY})

@@ -1,4 +1,4 @@
-"""The drills: what is injected, and what is expected of the ladder. Data only.
+"""The table of drills: the faults, and the recoveries that the ladder must answer with. Data only.
 
 A further drill is a further row. Steps are completed optimizer steps, times seconds.
 """
@@ -14,11 +14,11 @@ from perdure.training.drill.job import HANG_TIMEOUT_S, SAVE_EVERY_STEPS
 from perdure.training.recovery.rungs import Rung
 
 STEPS = 40
-AT_STEP = 13  # in work when the fault comes
+AT_STEP = 13  # the step in work when the fault comes
 SNAPSHOT_EVERY_STEPS = 5
-PACE_S = 0.1  # added to every step where a hook has to see it or a save has to be over
+PACE_S = 0.1  # added to every step where a hook has to notice it or a save has to end first
 SLOW_PACE_S = 0.3  # where a hook has to pause the run before the fault
-_ABNORMAL = 1e3  # no step of the small model comes near
+_ABNORMAL = 1e3  # far above any step of the small model
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Expected:
     """The expected result of a drill.
 
     Attributes:
-        rungs: that recover the run, in order.
-        steps_lost: completed steps that are executed again, at most.
+        rungs: recovery actions, in order.
+        steps_lost: limit for completed steps that are executed again.
         last_save: step that the survivors save before their processes end.
-        num_fetched: shards that are read in the store to go on, at most; None: any number.
+        num_fetched: limit for shards that are read from the store; None: any number.
     """
 
     rungs: tuple[Rung, ...]
@@ -40,22 +40,22 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One drill.
+    """A row of the table.
 
     Attributes:
-        name: on the command line.
-        injected: description for reports.
-        expected: its result.
+        name: the drill's name on the command line.
+        injected: the faults in words, for reports.
+        expected: the expected result.
         faults: injected inside the worker processes.
         hits_replicas: each fault also hits every replica of its rank, during the recovery.
         pauses_at: completed step at which the run is paused, and resumed later.
         changes: fields of the job that differ, by section.
-        without_replicas: expected where no rank holds the state of another; None: the same.
+        without_replicas: expected where no rank holds the state of another; None: `expected`.
         differs_from: step from which on the curve may differ: an abnormal step was accepted.
         starts: how often the run is started; it ends in between.
-        num_nodes: that its ranks are on, each fault on the node with its number; None: as many as
-            there are.
-        is_of_gloo: what breaks, or mends itself, are gloo's connections: there are none on devices.
+        num_nodes: number of nodes that its ranks are on, with each fault on the node of its number;
+            None: the job's number.
+        is_of_gloo: whether it breaks connections of gloo, which devices do not have.
     """
 
     name: str
@@ -101,13 +101,13 @@ _TRE = {
     "abnormal_loss": _ABNORMAL,
     "abnormal_grad_norm": _ABNORMAL,
 }
-# One step before the fault is in the snapshot, or as many as lie between two of them.
+# The last snapshot is at least a step old, and at most as old as the distance of two.
 _TO_SNAPSHOT = SNAPSHOT_EVERY_STEPS - 1
-# In a slow store the only save before the fault may not be whole when the node goes.
+# In a slow store, the only save before the fault may be incomplete when the node is lost.
 _WITHOUT_A_NODE = AT_STEP - 1
 _RESCHEDULED = Expected((Rung.POD_RESCHEDULE,), steps_lost=_WITHOUT_A_NODE)
 _WARM = {"engine": {"warm_spares": 1}}
-# The copies of the only save have the time of seven steps to become whole.
+# The copies of the only save have seven steps to complete.
 _AFTER_THE_COPY = SAVE_EVERY_STEPS + 8
 _SINCE_THE_SAVE = _AFTER_THE_COPY - 1 - SAVE_EVERY_STEPS
 

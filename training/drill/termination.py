@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP as an exception: a driver that ends takes down what it started."""
+"""SIGTERM and SIGHUP as an exception, so that a driver that ends takes down its run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def terminated_as_exception() -> Iterator[None]:
-    """Have the first of these signals raise SystemExit in the main thread; more are ignored.
+def raise_on_termination() -> Iterator[None]:
+    """Raise SystemExit in the main thread at the first of these signals; ignore later ones.
 
-    A handler that is there already (Prefect's, a test's) is left alone, and so is an ignored
-    signal (nohup). In another thread than the main one nothing is changed: it cannot be.
+    It leaves existing handlers (Prefect's, a test's) and ignored signals (nohup) alone. Outside of
+    the main thread it changes nothing, because handlers can only be set there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [one for one in _SIGNALS if signal.getsignal(one) is signal.SIG_DFL]
-    for one in ours:
-        signal.signal(one, _terminated)
+    ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _terminated)
     try:
         yield
     finally:
-        for one in ours:
-            signal.signal(one, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _terminated(number: int, _frame: FrameType | None) -> NoReturn:
-    for one in _SIGNALS:
-        if signal.getsignal(one) is _terminated:
-            signal.signal(one, signal.SIG_IGN)  # nothing is to cut the taking down short
+    for handled in _SIGNALS:
+        if signal.getsignal(handled) is _terminated:
+            # A second signal must not interrupt the end of the run.
+            signal.signal(handled, signal.SIG_IGN)
     raise SystemExit(SHELL_SIGNAL_BASE + number)

@@ -1,8 +1,8 @@
-"""The seam between a run and whatever gives it containers.
+"""The interface between a run and the engine that gives it containers.
 
-An engine starts, replaces and ends containers, each with a node agent as its first process. It
-decides nothing, which is the ladder's business, and speaks to no agent, which is the fleet's
-(`fleet.py`). Times are seconds.
+An engine starts, replaces and ends containers, each with a node agent as its first process. The
+ladder makes the decisions, and the fleet (`fleet.py`) gives orders to the agents. Times are
+seconds.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from perdure.training.journal.records import Member
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import AgentConfig, AgentReply, AgentStatus, NodeLog
 
-ANY_NODE = ""  # of a member whose node the engine chooses
+ANY_NODE = ""  # for a member whose node the engine chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The gang of containers of a run.
 
-    Where the engine chooses nodes itself, the node of a member that is not there yet is the one
-    that it should have if it can, or ANY_NODE.
+    Where the engine chooses nodes itself, the node of a member without a container is the preferred
+    one, or ANY_NODE.
 
     Attributes:
+        number: counts the run's placements, from 1.
         members: in order of their index.
-        avoid: nodes that new containers must not be on.
-        last: nodes that they are on only where no other is left.
-        wait_s: for room, where an engine would wait longer by itself; None: as long as it does.
+        avoid: nodes that get no new containers.
+        last: nodes that get new containers only where no other node is free.
+        wait_s: limit for waiting for room; None: the engine's own limit.
     """
 
     number: int
@@ -48,6 +49,16 @@ class Placement:
         """Names of the nodes, in order of the members."""
         return tuple(member.node for member in self.members)
 
+    def with_nodes(self, nodes: Mapping[int, str]) -> Self:
+        """The placement with these members on these nodes."""
+        members = tuple(
+            member.model_copy(update={"node": nodes[member.index]})
+            if member.index in nodes
+            else member
+            for member in self.members
+        )
+        return replace(self, members=members)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -56,7 +67,7 @@ class Snapshot:
     Attributes:
         agents: status by member index, of the members that answered.
         lost: names of nodes whose container is gone.
-        unanswered: names of nodes that live but did not answer this time.
+        unanswered: names of nodes that live but did not answer this poll.
     """
 
     agents: dict[int, AgentStatus] = field(default_factory=dict)
@@ -65,19 +76,20 @@ class Snapshot:
 
     @property
     def is_over(self) -> bool:
-        """Whether no process of the attempt is left anywhere, as far as can be known."""
+        """Whether all processes of the attempt have ended, as far as can be known."""
         return not self.unanswered and all(status.is_over for status in self.agents.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ClockProbe:
-    """What a member answered when it was greeted.
+    """The address and the clock of a member, as it answered a greeting.
 
     Attributes:
-        host: where others reach it.
-        port: of it that is free.
+        node: the member's node.
+        host: the address for the other members.
+        port: a free port there.
         clock_s: how far its clock is ahead of the supervisor's.
-        doubt_s: by how much that may be wrong, half the time that the answer took.
+        doubt_s: the error of `clock_s`, at most: half the time that the answer took.
     """
 
     node: str
@@ -90,7 +102,7 @@ class ClockProbe:
     def of(
         cls, node: str, host: str, reply: AgentReply, *, sent_s: float, answered_s: float
     ) -> Self:
-        """A reply to a greeting that was sent and answered at these times."""
+        """Compute the probe from a greeting's reply and its times."""
         doubt_s = (answered_s - sent_s) / 2
         clock_s = (reply.at_s or 0.0) - sent_s - doubt_s
         return cls(node, host, reply.port or 0, clock_s, doubt_s)
@@ -98,17 +110,17 @@ class ClockProbe:
 
 @dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """How the agent in a container is reached.
+    """A container, with the way to the agent in it.
 
     Attributes:
-        node: that the container is on.
-        token: of its agent.
+        node: name of the container's node.
+        token: secret that callers of the agent must have.
         address: host and port for the supervisor; None: there is no agent, or it is gone.
-        host: where the other members reach it.
-        loss: how its container was lost or is being lost, as far as the engine knows.
-        node_problem: what the platform holds against its node; it may train all the same.
-        stood_by: whether it was started before its member needed it.
-        schedule_cnt: of its member with it, where it stood by.
+        host: address for the other members.
+        loss: how the container was lost or is being lost, as far as the engine knows.
+        node_problem: the platform's complaint about the node, which may train all the same.
+        was_spare: whether the container was started before its member needed it.
+        schedule_cnt: how many times its member was scheduled with it, for a former spare.
     """
 
     node: str
@@ -117,30 +129,29 @@ class AgentEndpoint:
     host: str
     loss: NodeLoss | None = None
     node_problem: str = ""
-    stood_by: bool = False
+    was_spare: bool = False
     schedule_cnt: int = 0
 
 
 class Engine(Protocol):
-    """Where containers come from.
+    """A source of containers.
 
-    It knows nothing of what goes on inside them: the agents are the fleet's business. Calls may
-    raise EngineError.
+    It does not look inside them: the fleet deals with the agents. Calls may raise EngineError.
     """
 
     @property
     def capabilities(self) -> frozenset[Rung]:
-        """Rungs this engine can carry out."""
+        """Rungs that this engine can carry out."""
         ...
 
     @property
     def sees_agents(self) -> bool:
-        """Whether the way to the agents works: if it does not, their silence says nothing."""
+        """Whether the agents can be reached; if not, their silence says nothing."""
         ...
 
     @property
     def poll_s(self) -> float:
-        """How often a look at all agents is worth what it takes."""
+        """How often polling all agents is worth its cost."""
         ...
 
     def nodes(self) -> Sequence[str] | None:
@@ -148,47 +159,47 @@ class Engine(Protocol):
         ...
 
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
-        """Start a container for every member; what the run has is ended by force first.
+        """End the run's containers by force, and start one for every member.
 
         Returns when every agent has an address.
 
         Args:
-            placement: of the members.
-            ready: names of containers that stand by; members take them where they fit.
+            placement: the members.
+            ready: names of spares; members take them where they fit.
 
         Raises:
-            NoCapacity: there is no room for all of them; none is left.
+            NoCapacity: there is no room for all members; the engine has ended every container.
         """
         ...
 
     def replace(
         self, placement: Placement, members: Collection[int], *, ready: Collection[str] = ()
     ) -> None:
-        """Likewise for these members; the others keep theirs."""
+        """Start new containers for these members as `submit` does; the others keep theirs."""
         ...
 
-    def stand_by(self, placement: Placement, node: str) -> None:
-        """Start a container that is to be some member's later; returns at once.
+    def start_spare(self, placement: Placement, node: str) -> None:
+        """Start a spare container that a member may take later; returns at once.
 
-        It is on no node of the placement, nor on one that it avoids, nor where another one of the
-        run stands by. Where a member needs that node before it is ready, it is ended.
+        It shares no node with a member or another spare, and avoids what the placement avoids. The
+        engine ends it where a member needs its node before it is ready.
 
         Args:
-            placement: that is there.
-            node: where it is; ANY_NODE where the engine chooses.
+            placement: the current members.
+            node: where it starts; ANY_NODE where the engine chooses.
         """
         ...
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
-        """The containers that no member has taken yet, by names of the engine's own."""
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
+        """The spares that no member has taken yet, by names that the engine gives them."""
         ...
 
-    def dismiss(self, names: Collection[str]) -> None:
-        """End some of them by force."""
+    def end_spares(self, names: Collection[str]) -> None:
+        """End spares by force."""
         ...
 
     def adopt(self, placement: Placement) -> frozenset[int]:
-        """Find the containers of a placement made earlier. Indices of the members that live."""
+        """Find the containers of an earlier placement. Returns the indices of living members."""
         ...
 
     def contacts(self) -> Mapping[int, AgentEndpoint]:
@@ -196,11 +207,11 @@ class Engine(Protocol):
         ...
 
     def inventory(self) -> Mapping[int, AgentEndpoint]:
-        """The containers that the run has, whoever made them and for whichever placement."""
+        """All containers of the run's members, also those of other supervisors and placements."""
         ...
 
     def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:
-        """What the platform reports of the placement's nodes, with their names.
+        """Read the platform's reports of the placement's nodes, with their names.
 
         Args:
             since_s: earlier reports are left out; seconds since the epoch.
@@ -208,25 +219,25 @@ class Engine(Protocol):
         ...
 
     def end(self) -> None:
-        """End every container of the run by force, wait until nothing is left."""
+        """End every container of the run by force, and wait until all have ended."""
         ...
 
-    def left_over(self) -> Sequence[str]:
-        """Names of what the run still has here: processes, or objects of the platform."""
+    def leftovers(self) -> Sequence[str]:
+        """Names of processes or objects that the run still has on the platform."""
         ...
 
 
 def agent_config(
     job: Job, member: Member, *, token: str, epoch: int, node_folder: str | None
 ) -> AgentConfig:
-    """What the agent in a member's container begins with, the same on every engine.
+    """Compose the configuration of the agent in a member's container, for every engine.
 
     Args:
-        job: of the run.
-        member: whose container it is; of index NO_MEMBER where it stands by for one.
-        token: that its callers must have; drawn anew for every container.
-        epoch: of the supervisor that starts it.
-        node_folder: on the node's disk, which outlives the container; None: there is none.
+        job: the run's job.
+        member: the container's member; a spare's has the index NO_MEMBER.
+        token: secret that the agent's callers must have, drawn anew for every container.
+        epoch: the epoch of the supervisor that starts it.
+        node_folder: folder on the node's disk, which outlives the container; None: there is none.
     """
     return AgentConfig(
         run_id=job.run_id,
@@ -250,17 +261,6 @@ def agent_config(
     )
 
 
-def bound(placement: Placement, contacts: Mapping[int, AgentEndpoint]) -> Placement:
-    """The placement with the nodes that its containers are on."""
-    members = tuple(
-        member.model_copy(update={"node": contacts[member.index].node})
-        if member.index in contacts
-        else member
-        for member in placement.members
-    )
-    return replace(placement, members=members)
-
-
 def plan(
     nodes: Sequence[str] | None,
     needed: int,
@@ -269,32 +269,32 @@ def plan(
     avoid: Collection[str],
     last: Collection[str] = (),
 ) -> Placement:
-    """A new job-level placement: former nodes where allowed, others in their order.
+    """Plan a new job-level placement: former nodes where allowed, others in their order.
 
     Args:
-        nodes: there are; None: the engine chooses.
+        nodes: names of all nodes; None: the engine chooses.
         needed: number of members.
-        previous: placement that it follows.
+        previous: placement that the new one follows.
         avoid: nodes that it must not use.
-        last: nodes that it uses only where no other is left.
+        last: nodes that it uses only where no other is free.
 
     Raises:
         NoCapacity: fewer than `needed` nodes remain.
     """
-    before = previous.members[:needed] if previous is not None else ()
-    kept = {member.index: member.node for member in before if member.node not in avoid}
+    former_members = previous.members[:needed] if previous is not None else ()
+    node_by_member = {m.index: m.node for m in former_members if m.node not in avoid}
     if nodes is not None:
-        free = _in_order(nodes, last, taken={*avoid, *kept.values()})
+        free = _free_nodes(nodes, last, exclude={*avoid, *node_by_member.values()})
         for index in range(needed):
-            if index not in kept:
-                kept[index] = _next(free, nodes, avoid)
-        _leave(kept, free, last)
-    counts = {member.index: member.schedule_cnt for member in before}
+            if index not in node_by_member:
+                node_by_member[index] = _take_first(free, nodes, avoid)
+        _improve(node_by_member, free, last)
+    counts = {m.index: m.schedule_cnt + 1 for m in former_members}
     members = [
-        Member(index=index, node=kept.get(index, ANY_NODE), schedule_cnt=counts.get(index, 0) + 1)
-        for index in range(needed)
+        Member(index=i, node=node_by_member.get(i, ANY_NODE), schedule_cnt=counts.get(i, 1))
+        for i in range(needed)
     ]
-    number = previous.number + 1 if previous is not None else 1
+    number = 1 if previous is None else previous.number + 1
     return Placement(number, tuple(members), tuple(avoid), tuple(last))
 
 
@@ -306,30 +306,30 @@ def plan_replacement(
     lost: Collection[str],
     last: Collection[str] = (),
 ) -> tuple[Placement, tuple[int, ...]]:
-    """A pod-level placement: members on `avoid` or `lost` nodes move, the others stay.
+    """Plan a pod-level placement: members on `avoid` or `lost` nodes move, the others stay.
 
     Args:
-        nodes: there are; None: the engine chooses.
-        previous: placement that it follows.
+        nodes: names of all nodes; None: the engine chooses.
+        previous: placement that the new one follows.
         avoid: nodes that it must not use.
         lost: nodes whose container is gone.
-        last: nodes that members move to only where no other is left.
+        last: nodes that members move to only where no other is free.
 
     Returns:
         The placement, and the indices of the members that get new containers.
 
     Raises:
-        NoCapacity: no spare node for one of them.
+        NoCapacity: there is no spare node for a member that moves.
     """
     moved = {m.index: m.node for m in previous.members if m.node in avoid or m.node in lost}
     if nodes is None:
         moved = {index: ANY_NODE if node in avoid else node for index, node in moved.items()}
     else:
-        free = _in_order(nodes, last, taken={*avoid, *previous.nodes})
+        free = _free_nodes(nodes, last, exclude={*avoid, *previous.nodes})
         for index, node in moved.items():
             if node in avoid:
-                moved[index] = _next(free, nodes, avoid)
-        _leave(moved, free, last)
+                moved[index] = _take_first(free, nodes, avoid)
+        _improve(moved, free, last)
     members = tuple(
         Member(index=m.index, node=moved[m.index], schedule_cnt=m.schedule_cnt + 1)
         if m.index in moved
@@ -340,23 +340,25 @@ def plan_replacement(
     return placement, tuple(moved)
 
 
-def _leave(chosen: dict[int, str], free: list[str], last: Collection[str]) -> None:
-    """Have members leave nodes that come last, where others are left.
+def _improve(node_by_member: dict[int, str], free: list[str], last: Collection[str]) -> None:
+    """Move members away from nodes that come last, where other nodes are free.
 
-    Called when every member has a node: one without comes before one that could have a better one.
+    Called when every member has a node: a member without one comes first.
     """
-    for index in sorted(chosen):
-        if chosen[index] in last and free and free[0] not in last:
-            chosen[index] = free.pop(0)
+    for index in sorted(node_by_member):
+        if node_by_member[index] in last and free and free[0] not in last:
+            node_by_member[index] = free.pop(0)
 
 
-def _in_order(nodes: Sequence[str], last: Collection[str], *, taken: Collection[str]) -> list[str]:
-    """Nodes that are free, in their order but for those that come last."""
-    free = [node for node in nodes if node not in taken]
+def _free_nodes(
+    nodes: Sequence[str], last: Collection[str], *, exclude: Collection[str]
+) -> list[str]:
+    """List the free nodes in their order, with those that come last at the end."""
+    free = [node for node in nodes if node not in exclude]
     return sorted(free, key=lambda node: node in last)
 
 
-def _next(free: list[str], nodes: Sequence[str], avoid: Collection[str]) -> str:
+def _take_first(free: list[str], nodes: Sequence[str], avoid: Collection[str]) -> str:
     if not free:
         isolated = ", ".join(node for node in nodes if node in avoid) or "none"
         raise NoCapacity(f"no healthy spare among {len(nodes)} nodes; isolated: {isolated}")

@@ -1,14 +1,15 @@
 """The embedded engine: nodes of this machine, each container an agent in its own session.
 
-A node is a name and a scratch folder; a container is an agent process with a folder of its own
-below it, so that losing a node, replacing a container and restarting in place differ really.
-The list of containers is on disk before they start: a supervisor that takes over finds them.
+A node is a name and a scratch folder. A container is an agent process with a folder below its
+node's, so that losing a node, replacing a container and restarting in place really differ. The
+engine writes the list of containers before they start: a supervisor that takes over finds them.
 Times are seconds.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -27,7 +28,6 @@ from perdure.training.agent.preparation import node_folder
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
-from perdure.training.engines.local_devices import devices_of_node
 from perdure.training.errors import EngineError
 from perdure.training.files import last_line, private_folder, write_whole
 from perdure.training.injection.victims import processes_of
@@ -36,16 +36,18 @@ from perdure.training.processes import MARKER, is_alive, kill_container
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import NO_MEMBER, AgentAddress, NodeLog
+from perdure.training.wire.node import VISIBLE
 
 LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
 _CONTAINERS_FILE = "containers.json"
-# A supervisor's own flow run, container or rank is not that of its workers.
+# The supervisor's flow run, container and rank are not those of its workers.
 _NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
+_DEVICE = re.compile(r"davinci([0-9]+)")
 
 
 class Container(FrozenModel):
-    """One container as it is remembered on disk; of NO_MEMBER while it stands by."""
+    """A container as the file of containers has it; `member` is NO_MEMBER for a spare."""
 
     member: int
     node: str
@@ -56,16 +58,16 @@ class Container(FrozenModel):
 
     @property
     def path(self) -> Path:
-        """Its folder."""
+        """The container's folder."""
         return Path(self.folder)
 
     @property
     def was_up(self) -> bool:
-        """Whether its agent has listened; it may have died since."""
+        """Whether the agent has ever listened; it may have died since."""
         return (self.path / ADDRESS_FILE).exists()
 
     def address(self) -> AgentAddress | None:
-        """Where its agent listens, None when there is none or it is dead."""
+        """Read where the agent listens; None where it is dead or has not listened yet."""
         try:
             text = (self.path / ADDRESS_FILE).read_text(encoding="utf-8")
             address = AgentAddress.model_validate_json(text)
@@ -74,39 +76,24 @@ class Container(FrozenModel):
         return address if is_alive(address.pid, address.process_started_s) else None
 
     def contact(self) -> AgentEndpoint:
-        """How its agent is reached."""
+        """Describe the container to the fleet."""
         address = self.address()
-        at = (address.host, address.port) if address is not None else None
         return AgentEndpoint(
             self.node,
             self.token,
-            at,
+            (address.host, address.port) if address is not None else None,
             LOOPBACK,
-            stood_by=self.stood_by,
+            was_spare=self.stood_by,
             schedule_cnt=self.schedule_cnt,
         )
 
 
 class Containers(FrozenModel):
-    """The containers of a placement, as remembered on disk."""
+    """The file of a run's containers."""
 
     placement: int
     containers: tuple[Container, ...]
     standing_by: tuple[Container, ...] = ()
-
-
-def read_containers(path: Path) -> Containers | None:
-    """The containers of a file, None when there is none.
-
-    Raises:
-        EngineError: the file is damaged.
-    """
-    try:
-        return Containers.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise EngineError(f"{path} is damaged: {error}") from error
 
 
 class LocalEngine:
@@ -127,9 +114,9 @@ class LocalEngine:
         self._created_s = created_s
         self._secrets_env = dict(secrets_env or {})
         self._containers: dict[int, Container] = {}
-        self._standing_by: dict[str, Container] = {}  # by node: each has one at most
-        self._placement = 0  # number of what is on disk
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # agents, by their folders
+        self._spares: dict[str, Container] = {}  # by node: each has at most one
+        self._placement = 0  # number of the placement on disk
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # agents, by folder
 
     @property
     def capabilities(self) -> frozenset[Rung]:
@@ -138,22 +125,22 @@ class LocalEngine:
 
     @property
     def sees_agents(self) -> bool:
-        """Whether they can be reached: they are on this machine."""
+        """True: the agents are on this machine."""
         return True
 
     @property
     def poll_s(self) -> float:
-        """A look costs next to nothing."""
+        """A short interval: a poll costs next to nothing."""
         return 0.2
 
     def nodes(self) -> Sequence[str]:
-        """node-0 up to the last spare, first those where a container stands by."""
+        """List node-0 up to the last spare node, first those with a spare container."""
         spec = self._job.engine
         names = [f"node-{index}" for index in range(spec.nodes + spec.spares)]
-        return sorted(names, key=lambda name: name not in self._standing_by)
+        return sorted(names, key=lambda name: name not in self._spares)
 
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
-        """Start a container for every member; the run's former containers are ended first."""
+        """End the run's containers, and start one for every member."""
         self._load()
         self._end(self._containers.values())
         self._containers = {}
@@ -166,46 +153,44 @@ class LocalEngine:
         self._end([c for i, c in self._containers.items() if i in members])
         self._launch(placement, members, ready)
 
-    def stand_by(self, placement: Placement, node: str) -> None:
-        """Start a container that is to be some member's later; returns at once."""
-        waiting = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
-        container = self._create(waiting, f"standby-{secrets.token_hex(4)}")
-        self._standing_by[node] = container
+    def start_spare(self, placement: Placement, node: str) -> None:
+        """Start a spare container; returns at once."""
+        nobody = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
+        container = self._create(nobody, f"standby-{secrets.token_hex(4)}")
+        self._spares[node] = container
         self._save(placement.number)
         self._spawn(container)
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
-        """The containers that no member has taken yet, by node."""
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
+        """The spares that no member has taken yet, by node."""
         self._reap()
-        return {node: self._with_loss(one) for node, one in self._standing_by.items()}
+        return {node: self._with_loss(container) for node, container in self._spares.items()}
 
     def _with_loss(self, container: Container) -> AgentEndpoint:
-        """How it is reached; of one that is not, whether it is still about to start."""
+        """Describe a spare to the fleet. Without an agent it is lost, unless it is starting."""
         contact = container.contact()
         is_starting = container.folder in self._processes and not container.was_up
         if contact.address is not None or is_starting:
             return contact
-        loss = NodeLoss(
-            container.node, FaultClass.CONTAINER_LOST, "AGENT_GONE", "its agent is gone"
-        )
-        return replace(contact, loss=loss)
+        node, text = container.node, "its agent is gone"
+        return replace(contact, loss=NodeLoss(node, FaultClass.CONTAINER_LOST, "AGENT_GONE", text))
 
-    def dismiss(self, names: Collection[str]) -> None:
-        """End some of them by force."""
-        ended = [self._standing_by.pop(name) for name in names if name in self._standing_by]
+    def end_spares(self, names: Collection[str]) -> None:
+        """End spares by force."""
+        ended = [self._spares.pop(name) for name in names if name in self._spares]
         if ended:
             self._end(ended)
             self._save(self._placement)
 
     def adopt(self, placement: Placement) -> frozenset[int]:
-        """Find the containers of a placement made earlier. Indices of the members that live."""
+        """Find the containers of an earlier placement. Returns the indices of living members."""
         if self._load() != placement.number:
             return frozenset()
         return frozenset(i for i, c in self._containers.items() if c.address() is not None)
 
     def contacts(self) -> Mapping[int, AgentEndpoint]:
         """The containers of the placement that was submitted or adopted last."""
-        self._reap()  # or an agent of ours that has ended would still be a process
+        self._reap()  # or an ended agent of this supervisor would still be a process
         return {index: container.contact() for index, container in self._containers.items()}
 
     def inventory(self) -> Mapping[int, AgentEndpoint]:
@@ -214,51 +199,51 @@ class LocalEngine:
         return self.contacts()
 
     def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:  # noqa: ARG002 the seam's
-        """None: there is no platform that would report of its nodes."""
+        """Return no reports: there is no platform below the nodes."""
         return []
 
     def end(self) -> None:
         """End every container of the run by force."""
         self._load()
-        self._end([*self._containers.values(), *self._standing_by.values()])
-        self._standing_by = {}
+        self._end([*self._containers.values(), *self._spares.values()])
+        self._spares = {}
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         """Names of the run's processes."""
         nodes = f"{self._root / 'nodes'}/"
-        return [process.name() for process in processes_of(lambda one: one.startswith(nodes))]
+        return [process.name() for process in processes_of(lambda marker: marker.startswith(nodes))]
 
     def _launch(
         self, placement: Placement, members: Collection[int], ready: Collection[str]
     ) -> None:
-        launched = [one for one in placement.members if one.index in members]
-        taken = {
-            one.index: one.node
-            for one in launched
-            if one.node in ready and one.node in self._standing_by
+        launched = [member for member in placement.members if member.index in members]
+        node_by_member = {
+            member.index: member.node
+            for member in launched
+            if member.node in ready and member.node in self._spares
         }
-        fresh = [one for one in launched if one.index not in taken]
-        # Where one stands by that is not ready, the node is needed for a new one.
-        self.dismiss([one.node for one in fresh])
+        fresh = [member for member in launched if member.index not in node_by_member]
+        # A new container needs the node of a spare that is not ready.
+        self.end_spares([member.node for member in fresh])
         for member in fresh:
             name = f"p{placement.number:04d}-m{member.index}-s{member.schedule_cnt}"
             self._containers[member.index] = self._create(member, name)
-        for index, node in taken.items():
-            self._containers[index] = self._standing_by.pop(node).model_copy(
+        for index, node in node_by_member.items():
+            self._containers[index] = self._spares.pop(node).model_copy(
                 update={
                     "member": index,
                     "schedule_cnt": placement.members[index].schedule_cnt,
                     "stood_by": True,
                 }
             )
-        # Before they start: the next supervisor has to find and end what this one leaves.
+        # Before they start: the next supervisor has to find and end these containers.
         self._save(placement.number)
-        begun = [self._containers[member.index] for member in fresh]
-        self._await_agents(begun, [self._spawn(container) for container in begun])
+        started = [self._containers[member.index] for member in fresh]
+        self._await_agents(started, [self._spawn(container) for container in started])
 
     def _create(self, member: Member, name: str) -> Container:
         folder = self._root / "nodes" / member.node / name
-        # Left by a supervisor that died between this line and the save below.
+        # An earlier supervisor left it, where it died between this line and `_save`.
         shutil.rmtree(folder, ignore_errors=True)
         private_folder(self._root)
         folder.mkdir(mode=0o700, parents=True)
@@ -277,15 +262,15 @@ class LocalEngine:
         )
 
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         number = int(container.node.rpartition("-")[2])
         devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
-        own = {MARKER: container.folder, **devices}
+        node_env = {MARKER: container.folder, **devices}
         with (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "perdure.training.agent", container.folder],
                 cwd=container.path,
-                env={**kept, **self._secrets_env, **own},
+                env={**inherited, **self._secrets_env, **node_env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -312,23 +297,63 @@ class LocalEngine:
         self._reap()
 
     def _reap(self) -> None:
-        self._processes = {f: one for f, one in self._processes.items() if one.poll() is None}
+        self._processes = {
+            f: process for f, process in self._processes.items() if process.poll() is None
+        }
 
     def _save(self, placement: int) -> None:
         self._placement = placement
         document = Containers(
             placement=placement,
             containers=tuple(c for _, c in sorted(self._containers.items())),
-            standing_by=tuple(c for _, c in sorted(self._standing_by.items())),
+            standing_by=tuple(c for _, c in sorted(self._spares.items())),
         )
         private_folder(self._root)
         write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
 
     def _load(self) -> int | None:
-        """Read the containers from disk. Returns their placement's number."""
-        if (document := read_containers(self._root / _CONTAINERS_FILE)) is None:
+        """Read the containers from disk. Returns their placement's number; None: there is no file.
+
+        Raises:
+            EngineError: the file is damaged.
+        """
+        path = self._root / _CONTAINERS_FILE
+        try:
+            document = Containers.model_validate_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
             return None
+        except ValidationError as error:
+            raise EngineError(f"{path} is damaged: {error}") from error
         self._containers = {c.member: c for c in document.containers}
-        self._standing_by = {c.node: c for c in document.standing_by}
+        self._spares = {c.node: c for c in document.standing_by}
         self._placement = document.placement
         return document.placement
+
+
+def devices_of_node(
+    number: int, slots: int, environment: Mapping[str, str], *, dev: Path = Path("/dev")
+) -> dict[str, str]:
+    """Set the variable that shows a node its NPUs, unless this machine has none.
+
+    Each node has its own, as real nodes do: torch_npu counts the devices of a process from 0,
+    whatever the variable names, so that local rank r of every node uses its device r. Where there
+    are fewer devices than all nodes and spares need, the last nodes share the first devices: a
+    spare does not use them before another node is gone.
+
+    Args:
+        number: number of the node, from 0.
+        slots: devices of each node.
+        environment: the supervisor's variables; ASCEND_RT_VISIBLE_DEVICES limits the devices.
+        dev: folder of the driver's device files.
+    """
+    visible = environment.get(VISIBLE)
+    if visible:
+        devices = [part.strip() for part in visible.split(",")]
+    else:
+        matches = (_DEVICE.fullmatch(file.name) for file in dev.iterdir())
+        devices = [str(index) for index in sorted(int(match[1]) for match in matches if match)]
+    num_nodes = len(devices) // slots
+    if num_nodes == 0:
+        return {VISIBLE: visible} if visible else {}
+    first = number % num_nodes * slots
+    return {VISIBLE: ",".join(devices[first : first + slots])}

@@ -1,4 +1,4 @@
-"""HCCL's rank table, hccl.json: which device of which server is which rank.
+"""HCCL's rank table, hccl.json: the server and the device of every rank.
 
 Forms v1.0 and v1.2 as in CANN's HCCL user guide (cluster_info_config), with the fields of
 MindCluster's hccl.json (hccl.json_file_description.md). All numbers in it are strings. The servers
@@ -18,7 +18,7 @@ from perdure.training.wire.node import DeviceAddress, NodeDevices
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One node of the job; its place in the sequence is its node rank."""
+    """A node of the job; its place in the sequence is its node rank."""
 
     name: str
     host: str
@@ -26,7 +26,7 @@ class Server:
 
 
 def rank_table(form: RankTableForm, servers: Sequence[Server]) -> str:
-    """The rank table of a job as text."""
+    """Write the rank table of a job as text."""
     entries, first_rank = [], 0
     for server in servers:
         entries.append((server, _entry(server, first_rank)))
@@ -56,11 +56,12 @@ def _entry(server: Server, first_rank: int) -> dict[str, Any]:
     return {
         "server_id": server.name,
         "host_ip": server.host,
-        "device": [_device(one, rank) for rank, one in devices],
+        "device": [_device(address, rank) for rank, address in devices],
     }
 
 
-def _device(one: DeviceAddress, rank: int) -> dict[str, str]:
-    place = {} if one.super_device_id is None else {"super_device_id": one.super_device_id}
-    known = {"device_id": str(one.device_id), "device_ip": one.device_ip}
-    return {**known, **place, "rank_id": str(rank)}
+def _device(address: DeviceAddress, rank: int) -> dict[str, str]:
+    device = {"device_id": str(address.device_id), "device_ip": address.device_ip}
+    if address.super_device_id is not None:
+        device["super_device_id"] = address.super_device_id
+    return {**device, "rank_id": str(rank)}

@@ -1,4 +1,4 @@
-"""Which engine gives a job its containers: one line for each `kind` of the job's engine section."""
+"""The engines, by the `kind` of a job's engine section: each has a line here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from perdure.training.errors import InputError
 from perdure.training.wire.node import Check
 
 
-def _kubernetes(job: Job, **given: Any) -> Engine:
-    # The client takes a second to import, and most processes speak to no cluster.
+def _kubernetes(job: Job, **options: Any) -> Engine:
+    # The client takes a second to import, and most processes use no cluster.
     from perdure.training.engines.kubernetes.engine import KubernetesEngine  # noqa: PLC0415
 
-    return KubernetesEngine(job, **given)
+    return KubernetesEngine(job, **options)
 
 
 def _cluster_checks(job: Job) -> Sequence[Check]:
-    from perdure.training.engines.kubernetes.cluster_checks import check_cluster  # noqa: PLC0415 likewise
+    from perdure.training.engines.kubernetes.cluster_checks import check_cluster  # noqa: PLC0415 same
 
     return check_cluster(job)
 
@@ -34,15 +34,15 @@ PLATFORM_CHECKS: Mapping[str, Callable[[Job], Sequence[Check]]] = {"kubernetes":
 def make_engine(
     job: Job, *, home: Path, epoch: int, secrets_env: Mapping[str, str], created_s: float
 ) -> Engine:
-    """The engine of a job.
+    """Make the engine of a job.
 
     Args:
         job: its engine section names the kind.
         home: Perdure's folder on this machine.
-        epoch: the supervisor's; agents obey the highest they have received.
+        epoch: the supervisor's; agents obey the highest that they have received.
         secrets_env: storage credentials for the agents' environment.
-        created_s: when the run was created, seconds since the epoch; nodes' disks keep what
-            belongs to this run alone, not to an earlier one of its name that was deleted.
+        created_s: when the run was created, seconds since the epoch; folders on nodes' disks have
+            it in their names, so that no run finds those of a deleted run of the same name.
 
     Raises:
         InputError: there is no engine of that kind.
@@ -54,7 +54,7 @@ def make_engine(
 
 
 def platform_checks(job: Job) -> Sequence[Check]:
-    """What a job lacks where its containers are to be, found out without starting one.
+    """Check the platform for a job without starting a container.
 
     Raises:
         InputError: a value of the engine section is wrong.
@@ -65,6 +65,6 @@ def platform_checks(job: Job) -> Sequence[Check]:
 def make_fleet(
     job: Job, *, home: Path, epoch: int, secrets_env: Mapping[str, str], created_s: float
 ) -> Fleet:
-    """The engine of a job with what speaks to the agents; the arguments of `make_engine`."""
+    """Make the fleet of a job on its engine; the arguments are those of `make_engine`."""
     engine = make_engine(job, home=home, epoch=epoch, secrets_env=secrets_env, created_s=created_s)
     return Fleet(engine, job, epoch=epoch)

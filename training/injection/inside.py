@@ -1,10 +1,10 @@
 """Faults injected inside a process of the run: real signals, real damage, real broken connections.
 
-What only the hardware can report is imitated: the text of the error is the one that torch_npu
-raises. An object in the run's store records each fault that fired, for the process that replaces
-a killed one, on this node or another; it is written before the fault, with its time. Nothing here
-loads torch: the readers of that record and the checkpoint server do without it. Times are seconds
-since the epoch.
+Errors that only the hardware can report are imitated, with the text that torch_npu raises. An
+object in the run's store records each fault that fired, for the process that replaces a killed
+process, on this node or another; it is written before the fault, with its time. Nothing here loads
+torch: the readers of that record and the checkpoint server do without it. Times are seconds since
+the epoch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
 
 from perdure.storage.objects import ObjectStore
-from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint
-from perdure.training.injection.victims import lose_this_node
-from perdure.training.processes import MARKER
+from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Victim
+from perdure.training.injection.victims import NODE_LOSS, parts_of
+from perdure.training.processes import MARKER, signal_all
 
 LOSS_FACTOR: Mapping[DrillKind, float] = {
     DrillKind.GRADIENT: 1e4,
@@ -29,16 +30,17 @@ LOSS_FACTOR: Mapping[DrillKind, float] = {
 REDUCTIONS = ("allreduce", "reduce_scatter")  # how the names of collectives begin
 # The point of a save at which the checkpoint server kills itself, as a power cut would.
 CHECKPOINT_SERVER_DIES_AT = "PERDURE_CHECKPOINT_SERVER_DIES_AT"
+LOSS_S = 30.0  # for the agent to lose the node, with the process that asked for it
 
 
 class WorkerInjector:
-    """The faults of one rank.
+    """The faults of a rank.
 
     Args:
-        faults: of the job.
-        rank: of this process.
-        store: of the run.
-        run_id: of the run.
+        faults: all faults of the job.
+        rank: the rank of this process.
+        store: keeps the record of faults that fired.
+        run_id: names the run in the store.
         damage_state: overwrites the rank's whole state.
         break_connections: breaks the rank's connections to the others.
     """
@@ -53,13 +55,13 @@ class WorkerInjector:
         damage_state: Callable[[], None],
         break_connections: Callable[[], None],
     ) -> None:
-        self._own = [(n, one) for n, one in enumerate(faults) if one.rank == rank]
+        self._faults = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
         self._store = store
         self._prefix = _fired_prefix(run_id)
         self._damage_state = damage_state
         self._break_connections = break_connections
         self._counts: Counter[int] = Counter()
-        if self._own:
+        if self._faults:
             self._counts.update(_fault_number(info.key) for info in store.list(self._prefix))
         self._backward_step: int | None = None
 
@@ -67,12 +69,12 @@ class WorkerInjector:
         """Inject the faults that are due at a point of a step.
 
         Args:
-            point: of the step.
-            step: the one in work; for `recovery`, the one that training continues with; of no
+            point: the point that the rank has reached.
+            step: the step in work; for `recovery`, the step that training continues with; without
                 meaning for `restore`.
 
         Raises:
-            RuntimeError: as the runtime would.
+            RuntimeError: an error as the runtime raises it.
         """
         self._backward_step = step if point == DrillPoint.BACKWARD else None
         for fault in self._due(point, step):
@@ -81,13 +83,13 @@ class WorkerInjector:
     def on_collective(self, operation: str) -> Callable[[], None]:
         """Prepare the faults that are due under a collective that is about to begin.
 
-        Recording a fault comes first: it takes longer than a small collective.
+        The record of a fault comes first: it takes longer than a small collective.
 
         Args:
-            operation: by its name.
+            operation: the name of the collective.
 
         Returns:
-            What injects them, to be called as soon as the collective runs.
+            A function that injects them, to be called as soon as the collective runs.
         """
         step = self._backward_step
         if step is None or not operation.startswith(REDUCTIONS):
@@ -101,16 +103,16 @@ class WorkerInjector:
         return inject
 
     def loss_factor(self, step: int) -> float:
-        """The factor for the loss of a step."""
-        for number, fault in self._own:
+        """Compute the factor for the loss of a step."""
+        for number, fault in self._faults:
             is_due = fault.kind in LOSS_FACTOR and fault.step == step
             if is_due and self._fires(number, fault):
                 return LOSS_FACTOR[fault.kind]
         return 1.0
 
     def _due(self, point: str, step: int) -> Iterator[DrillFault]:
-        """The faults due at a point, each recorded right before it is yielded."""
-        for number, fault in self._own:
+        """Yield the faults due at a point, each recorded just before."""
+        for number, fault in self._faults:
             is_here = fault.kind not in LOSS_FACTOR and fault.point == point
             if is_here and _is_due(fault, point, step) and self._fires(number, fault):
                 yield fault
@@ -141,7 +143,7 @@ class WorkerInjector:
             case DrillKind.EXCEPTION:
                 raise ValueError("a drill's error of the program")
             case DrillKind.GRADIENT | DrillKind.NOT_A_NUMBER:
-                pass  # loss_factor() has it
+                pass  # loss_factor() injects it
 
 
 def _is_due(fault: DrillFault, point: str, step: int) -> bool:
@@ -149,13 +151,25 @@ def _is_due(fault: DrillFault, point: str, step: int) -> bool:
         case DrillPoint.RESTORE:
             return True  # the step is not known yet
         case DrillPoint.RECOVERY:
-            return fault.step <= step  # in which step the next one comes is not known beforehand
+            return fault.step <= step  # the step of the next recovery is not known beforehand
         case _:
             return fault.step == step
 
 
+def lose_this_node(marker: str) -> NoReturn:
+    """Have the agent of this process's container lose the whole node, this process with it.
+
+    Raises:
+        RuntimeError: the agent did not, so that there was no fault.
+    """
+    agents = parts_of(Victim.AGENT, lambda candidate: candidate == marker)
+    signal_all(agents, NODE_LOSS)
+    time.sleep(LOSS_S)
+    raise RuntimeError(f"the node was not lost: {len(agents)} agents got the signal")
+
+
 def fired_at_s(store: ObjectStore, run_id: str) -> dict[int, list[float]]:
-    """When each fault of a job fired, by its index among them."""
+    """Read when each fault of a job fired, by its index among them."""
     fired: dict[int, list[float]] = {}
     for info in store.list(_fired_prefix(run_id)):
         at_s = float(json.loads(store.get(info.key))["at_s"])
@@ -164,7 +178,7 @@ def fired_at_s(store: ObjectStore, run_id: str) -> dict[int, list[float]]:
 
 
 def checkpoint_server_faults() -> Callable[[str], None]:
-    """What the checkpoint server calls with the name of each point of a save."""
+    """Make the function that the checkpoint server calls with the name of each point of a save."""
     last = os.environ.get(CHECKPOINT_SERVER_DIES_AT)
 
     def reached(point: str) -> None:
@@ -175,7 +189,7 @@ def checkpoint_server_faults() -> Callable[[str], None]:
 
 
 def _fired_prefix(run_id: str) -> str:
-    """Where the faults of a run are recorded in its store: an object each time, its time inside."""
+    """Prefix of the records of a run's faults: an object for each time, with the time in it."""
     return f"runs/{run_id}/drills/"
 
 

@@ -1,7 +1,7 @@
 """Become a lost node: `python -m perdure.training.injection.lost_node MARKER`, run by its agent.
 
-Kills everything in the container with that marker. The first process of a pod then stays, and
-answers nobody: to the cluster the pod runs, as one does whose node has just lost its power.
+The program kills all processes in the container with that marker. The first process of a pod then
+stays and answers nobody: to the cluster the pod runs, as if its node had just lost its power.
 """
 
 from __future__ import annotations

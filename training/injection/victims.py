@@ -1,42 +1,37 @@
-"""What is killed from outside, found and hit in the container that it runs in.
+"""The victims of a drill among the processes of a container.
 
-Processes are known by the marker in their environment, their name and their command line. A
-container's own processes do this to each other, so that it works wherever a container is; nobody
-but them could reach into a pod. Times are seconds.
+A process is recognized by the marker in its environment, its name and its command line. The
+processes of a container search for each other and kill each other, so that drills work wherever a
+container is: nothing outside could reach into a pod.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 
 from perdure.training.config.drill import Victim
 from perdure.training.processes import MARKER, signal_all
 
-# To an agent of a drill, from a worker of its container: the node is to be lost now. The kernel
-# drops a SIGKILL to a pod's first process that comes from within the pod.
+# A worker sends it to the agent of its container to lose the node, in a drill. The kernel drops a
+# SIGKILL to a pod's first process that comes from within the pod.
 NODE_LOSS = signal.SIGUSR2
-LOSS_S = 30.0
-KILLED = 128 + signal.SIGKILL  # exit code of what SIGKILL has ended, as a shell has it
+KILLED = 128 + signal.SIGKILL  # exit code of a killed process, as a shell reports it
 
-Belongs = Callable[[str], bool]  # whether the container with a marker is meant
+Belongs = Callable[[str], bool]  # whether a container is meant, by its marker
 
 
 def processes_of(belongs: Belongs) -> list[psutil.Process]:
-    """The living processes of containers."""
+    """List the living processes of containers."""
     return [process for process, _ in _environments(belongs)]
 
 
 def workers_of(rank: int, belongs: Belongs) -> list[psutil.Process]:
-    """The worker process of a rank; its helpers inherit the rank but not the session."""
-    # A forked one shows the environment of its fork server, and has the rank in its name.
+    """Find the worker process of a rank; its helpers inherit the rank but lead no session."""
+    # A forked worker shows the environment of its fork server, and has the rank in its name.
     return [
         process
         for process, environ in _environments(belongs)
@@ -46,7 +41,7 @@ def workers_of(rank: int, belongs: Belongs) -> list[psutil.Process]:
 
 
 def parts_of(part: Victim, belongs: Belongs) -> list[psutil.Process]:
-    """The processes of a kind that run beside the workers."""
+    """List the processes of a kind that run beside the workers."""
     return [process for process in processes_of(belongs) if _part_of(process) is part]
 
 
@@ -54,29 +49,6 @@ def kill(processes: Sequence[psutil.Process]) -> list[int]:
     """SIGKILL processes. Returns their pids."""
     signal_all(processes, signal.SIGKILL)
     return [process.pid for process in processes]
-
-
-def lose_this_node(marker: str) -> NoReturn:
-    """Have the agent of this process's container lose the whole node, this process with it.
-
-    Raises:
-        RuntimeError: it did not, and so there was no fault.
-    """
-    agents = parts_of(Victim.AGENT, lambda one: one == marker)
-    signal_all(agents, NODE_LOSS)
-    time.sleep(LOSS_S)
-    raise RuntimeError(f"the node was not lost: {len(agents)} agents were told to")
-
-
-def become_lost_node(marker: str) -> NoReturn:
-    """As an agent: be gone at once, and with it everything in its container.
-
-    The process becomes a program (`lost_node.py`) that does the rest: no thread of the agent sees
-    any of it, none of its connections stays open.
-    """
-    os.execv(  # noqa: S606 no shell is wanted
-        sys.executable, [sys.executable, "-m", "perdure.training.injection.lost_node", marker]
-    )
 
 
 def _environments(belongs: Belongs) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
@@ -107,7 +79,7 @@ def _part_of(process: psutil.Process) -> Victim | None:
         "perdure.training.agent": Victim.AGENT,
         "perdure.training.agent.checkpoint_server": Victim.CHECKPOINT_SERVER,
     }
-    # What is forked from a fork server has its command line, and a name of its own.
+    # A child of a fork server has the server's command line and a different name.
     if name.startswith("python"):
         modules["perdure.training.agent.fork_server"] = Victim.FORK_SERVER
     return next((part for module, part in modules.items() if module in command), None)

@@ -207,7 +207,7 @@ class Placer:
             members: with new containers; None: all. Another member may be about to move, and its
                 container is still on the old node.
         """
-        placed = self._fleet.bound(placement, members)
+        placed = self._fleet.resolve_nodes(placement, members)
         if placed.members != placement.members:
             # Of the same number: it takes the place of the record that had no nodes yet.
             previous = self._writer.refresh().placement
@@ -262,7 +262,7 @@ class Placer:
         """Whether a member could move to another node, as far as is known."""
         nodes = self._fleet.nodes()
         if nodes is None:
-            return bool(self._fleet.standing_by.ready())
+            return bool(self._fleet.spare_containers.ready())
         return bool(spares_of(nodes, self._writer.history))
 
     def refuse(self, node: str, why: str) -> None:
@@ -303,7 +303,7 @@ class Placer:
             self._record(current, sub_healthy)
         # Not there again, whatever its fault: nodes differ by name alone.
         current = replace(current, avoid=(*avoid, off), last=tuple(sub_healthy), wait_s=wait_s)
-        moved = self._fleet.misplaced(current) & set(members)
+        moved = self._fleet.misplaced_members(current) & set(members)
         # Processes left in the old containers wait for ranks that have ended, and can save nothing.
         grace_s = max(0.0, float(self._job.restart.failover_grace_s))
         self._fleet.replace(current, moved, grace_s=grace_s)
@@ -357,7 +357,7 @@ class Placer:
         order = self.check_order()
         if first is not None:
             order = order.model_copy(update={"gang_host": first.host, "gang_port": first.port})
-        was_checked = self._fleet.standing_by.was_checked
+        was_checked = self._fleet.spare_containers.was_checked
         return {
             i: order.model_copy(
                 update={"is_new": i not in staying and not (i > 0 and was_checked(i))}

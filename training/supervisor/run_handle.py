@@ -64,7 +64,7 @@ class RunHandle:
 
     def list_leftovers(self) -> Sequence[str]:
         """List by name what the run still has where its containers were."""
-        return self._make_fleet(self.refresh().epoch).left_over()
+        return self._make_fleet(self.refresh().epoch).leftovers()
 
     def observer(self) -> AttemptObserver | None:
         """Return an observer of the open attempt; None where there is none."""

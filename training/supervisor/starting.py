@@ -206,7 +206,7 @@ class CheckpointFinder:
             until_s=_ended_s(history),
             is_in_parts=self.job.saves_in_parts,
         )
-        by_node = self.fleet.saved(query)
+        by_node = self.fleet.list_saved(query)
         candidates = [checkpoint for saved in by_node.values() for checkpoint in saved]
         try:
             if self.job.saves_in_parts:

@@ -13,8 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from perdure.training.config.job import Job
+from perdure.training.engines.agent_calls import SILENT_AGENT_S
 from perdure.training.engines.base import ANY_NODE, AgentEndpoint, Placement
-from perdure.training.engines.fleet import SILENT_AGENT_S, Fleet
+from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.node_checks.verdict import verdict_of
@@ -80,7 +81,7 @@ class WarmSpares:
         # On this machine the node of a spare trains, too, and its devices are in use.
         self._checks = job.preflight.nodes and not job.engine.on_this_machine
         self._is_command = job.worker.is_command  # then there is nothing to import
-        self._fleet, self._standing_by = fleet, fleet.standing_by
+        self._fleet, self._spare_containers = fleet, fleet.spare_containers
         self._placer = placer
         self._history = history
         self._clock = clock
@@ -92,7 +93,7 @@ class WarmSpares:
     @property
     def ready(self) -> Sequence[str]:
         """Nodes of the spares that have imported everything."""
-        contacts = self._standing_by.contacts()
+        contacts = self._spare_containers.contacts()
         return [
             contacts[n].node for n, spare in self._spares.items() if spare.is_warm and n in contacts
         ]
@@ -109,12 +110,12 @@ class WarmSpares:
             return
         is_late, self._next_s = now_s - self._next_s > ASK_S, now_s + POLL_S
         try:
-            contacts = self._standing_by.contacts()
+            contacts = self._spare_containers.contacts()
             self._spares = {
                 name: self._spares.get(name) or _Spare(since_s=now_s) for name in contacts
             }
             for number, (name, contact) in enumerate(contacts.items()):
-                if is_late or not self._standing_by.sees_agents:
+                if is_late or not self._spare_containers.sees_agents:
                     self._spares[name].up_s = None  # nobody could have heard it
                 self._update(name, contact, number, now_s)
             if trains and len(self._spares) < self._wanted and now_s >= self._start_s:
@@ -132,7 +133,7 @@ class WarmSpares:
         node = self._free_node(placement)
         if node is None:
             return
-        self._standing_by.start(placement, node)
+        self._spare_containers.start(placement, node)
         self._start_s = now_s + POLL_S
 
     def _free_node(self, placement: Placement) -> str | None:
@@ -140,7 +141,7 @@ class WarmSpares:
         nodes = self._fleet.nodes()
         if nodes is None:
             return ANY_NODE
-        used = {contact.node for contact in self._standing_by.contacts().values()}
+        used = {contact.node for contact in self._spare_containers.contacts().values()}
         used |= {*placement.nodes, *placement.avoid}
         free = sorted((node for node in nodes if node not in used), key=placement.last.__contains__)
         return free[0] if free else None
@@ -188,14 +189,14 @@ class WarmSpares:
             order = self._placer.check_order()
             timeout_s = order.timeout_s + CHECK_MARGIN_S
         spare.asked_s = now_s
-        spare.request = order, self._standing_by.ask(name, order, timeout_s=timeout_s)
+        spare.request = order, self._spare_containers.ask(name, order, timeout_s=timeout_s)
 
     def _take_answer(
         self, name: str, contact: AgentEndpoint, order: Order, answer: Future[TimedLine]
     ) -> None:
         spare, now_s = self._spares[name], self._clock()
         try:
-            reply = self._standing_by.reply(name, order, answer)
+            reply = self._spare_containers.reply(name, order, answer)
         except (AgentUnreachable, EngineError) as error:
             silent_s = now_s - spare.up_s if spare.up_s is not None else 0.0
             if silent_s > SILENT_AGENT_S or isinstance(order, CheckOrder):
@@ -220,13 +221,13 @@ class WarmSpares:
             self._placer.refuse(contact.node, why)
             return
         self._spares[name].checked_s = now_s
-        self._standing_by.note_checked(name)
+        self._spare_containers.note_checked(name)
         for text in verdict.common:
             _log.warning("checks on %s found for its warm spare: %s", contact.node, text)
 
     def _end(self, name: str, contact: AgentEndpoint, why: str, now_s: float) -> None:
         self._spares.pop(name)
-        self._standing_by.end([name])
+        self._spare_containers.end([name])
         node = contact.node or "a node that is not known yet"
         self._put_off(f"warm spare on {node} is ended: {why}", now_s)
 

@@ -14,7 +14,7 @@ from typing import Any
 from perdure.training.config.job import Job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.drill.job import drill_job, write_corpus
 from tests.recipes import device_fault
 
@@ -106,5 +106,5 @@ def summary(outcome: RunOutcome) -> str:
                 f"{fault.fault_class} code={fault.code} rank={fault.rank} -> {rung}: "
                 f"{fault.evidence}"
             )
-    lines.append(f"rungs: {[one.rung.value for one in recovered(outcome.history)]}")
+    lines.append(f"rungs: {[one.rung.value for one in list_recoveries(outcome.history)]}")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.training.drill.evaluation import recovered
+from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.recovery.rungs import Rung
 from tests.ascend import hccl_ranks
 from tests.ascend.product import runs
@@ -66,7 +66,7 @@ def calls_of_job(
     told = runs.summary(outcome)
     assert fault is None or (home / f"of-{num_ranks}" / f"{name}.fired").exists()
     assert outcome.ended == "completed", told
-    rungs = [one.rung for one in recovered(outcome.history)]
+    rungs = [one.rung for one in list_recoveries(outcome.history)]
     assert rungs == ([] if fault is None else [Rung.STEP_RETRY]), told
     counts = per_rank(folder)
     assert len(counts) == num_ranks

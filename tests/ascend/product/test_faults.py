@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from perdure.training.drill.evaluation import differences, recovered
+from perdure.training.drill.evaluation import differences, list_recoveries
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from tests.ascend.product import runs
@@ -77,9 +77,9 @@ def test_a_fault_of_a_device_is_recovered_with_the_curve_unchanged(home, undistu
     assert outcome.ended == "completed", told
     assert case.text in told
     assert case.fault_class in told
-    assert tuple(one.rung for one in recovered(outcome.history)) == case.rungs, told
+    assert tuple(one.rung for one in list_recoveries(outcome.history)) == case.rungs, told
     assert differences(outcome.curve, undisturbed.curve) == [], told
-    assert outcome.left_over == ()
+    assert outcome.leftovers == ()
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_an_operation_that_hccl_repeats_by_itself_costs_nothing(home, undisturbe
     outcome = runs.run(home, "op-retry", fault=runs.DeviceFault("retry"), changes=changes)
     told = runs.summary(outcome)
     assert (home / "op-retry.fired").exists()
-    assert recovered(outcome.history) == [], told
+    assert list_recoveries(outcome.history) == [], told
     assert differences(outcome.curve, undisturbed.curve) == [], told
 
 
@@ -98,5 +98,5 @@ def test_a_stream_that_never_ends_is_a_hang(home, undisturbed):
     outcome = runs.run(home, "hang", fault=runs.DeviceFault("hang"), changes=changes)
     told = runs.summary(outcome)
     assert FaultClass.HANG in told
-    assert [one.rung for one in recovered(outcome.history)] == [Rung.HANG_RESTART], told
+    assert [one.rung for one in list_recoveries(outcome.history)] == [Rung.HANG_RESTART], told
     assert differences(outcome.curve, undisturbed.curve) == [], told

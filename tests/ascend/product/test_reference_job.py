@@ -14,7 +14,7 @@ def test_four_ranks_on_two_nodes_have_the_loss_curve_of_the_cpu(home, undisturbe
     assert undisturbed.ended == "completed", runs.summary(undisturbed)
     assert len(on_cpu.curve) == runs.STEPS
     assert differences(undisturbed.curve, on_cpu.curve) == []
-    assert undisturbed.left_over == ()
+    assert undisturbed.leftovers == ()
 
 
 @pytest.mark.long

@@ -121,7 +121,7 @@ def test_a_pod_whose_node_is_lost_runs_on_and_answers_nobody(pod, by):
     environment = {**os.environ, MARKER: str(pod)}
     if by == "a worker":
         # SIGKILL from within would not reach the first process.
-        module = "perdure.training.injection.victims"
+        module = "perdure.training.injection.inside"
         helper = f"from {module} import lose_this_node; lose_this_node({str(pod)!r})"
     worker = subprocess.Popen([*inside, sys.executable, "-c", helper], env=environment)
     if by == "an order":

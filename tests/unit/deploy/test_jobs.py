@@ -14,6 +14,7 @@ from perdure.training.engines.kubernetes import objects
 from perdure.training.journal.records import Member
 from tests.kubernetes.schema import unknown_fields
 from tests.unit.deploy.conftest import KUBERNETES, ROOT, documents_of
+from tests.values import not_none
 
 SAMPLES = [KUBERNETES / "job.yaml", KUBERNETES / "overlays/ascend/job.yaml"]
 OWNER = objects.Owner("perdure-run", "0-0-0")
@@ -40,7 +41,7 @@ def test_the_pods_of_a_sample_have_no_field_that_the_api_server_would_drop(path)
 
 def test_the_pod_group_of_the_sample_for_ascend_is_one_of_volcano():
     job, spec = job_in(SAMPLES[1])
-    group = objects.pod_group(job, spec, OWNER)
+    group = objects.pod_group(job, spec, not_none(spec.volcano), OWNER)
     assert unknown_fields(group) == []
     (queue,) = (one for one in documents_of("overlays/ascend") if one["kind"] == "Queue")
     assert group["spec"]["queue"] == queue["metadata"]["name"]

@@ -11,10 +11,6 @@ from perdure.training.drill.campaign import (
     POINTS,
     SAVE_EVERY_STEPS,
     Campaign,
-    draw,
-    read_campaign,
-    unfired,
-    write_campaign,
 )
 from perdure.training.drill.job import NUM_RANKS, drill_job
 from perdure.training.errors import InputError
@@ -28,16 +24,16 @@ KINDS = (ParallelKind.DDP, ParallelKind.HSDP, ParallelKind.FSDP2)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_draws_the_same_campaign_and_another_seed_another(kind):
-    assert draw(7, num_faults=50, kind=kind) == draw(7, num_faults=50, kind=kind)
-    assert draw(7, num_faults=50, kind=kind) != draw(8, num_faults=50, kind=kind)
+    assert Campaign.draw(7, num_faults=50, kind=kind) == Campaign.draw(7, num_faults=50, kind=kind)
+    assert Campaign.draw(7, num_faults=50, kind=kind) != Campaign.draw(8, num_faults=50, kind=kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_campaign_is_a_job_that_is_broken_as_often_as_asked(tmp_path, seed, kind):
-    campaign = draw(seed, num_faults=50, kind=kind)
+    campaign = Campaign.draw(seed, num_faults=50, kind=kind)
     assert campaign.size == 50
-    faults = {"drill": {"faults": [one.model_dump() for one in campaign.faults]}}
+    faults = {"drill": {"faults": [fault.model_dump() for fault in campaign.faults]}}
     job = drill_job(
         tmp_path,
         "chaos",
@@ -55,7 +51,7 @@ def test_every_campaign_is_a_job_that_is_broken_as_often_as_asked(tmp_path, seed
 
 
 def test_twenty_seeds_break_everything_that_can_be_broken():
-    drawn = [draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
+    drawn = [Campaign.draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
     faults = [fault for campaign in drawn for fault in campaign.faults]
     assert {fault.kind for fault in faults} == set(DrillKind)
     assert {fault.point for fault in faults} == set(DrillPoint) - {DrillPoint.RESTORE}
@@ -64,7 +60,8 @@ def test_twenty_seeds_break_everything_that_can_be_broken():
 
 def test_on_devices_nothing_is_drawn_that_only_gloo_has():
     drawn = [
-        draw(seed, num_faults=50, kind=ParallelKind.DDP, is_of_gloo=False) for seed in range(20)
+        Campaign.draw(seed, num_faults=50, kind=ParallelKind.DDP, is_of_gloo=False)
+        for seed in range(20)
     ]
     faults = [fault for campaign in drawn for fault in campaign.faults]
     assert {fault.kind for fault in faults} == set(DrillKind) - {DrillKind.LINK}
@@ -74,12 +71,17 @@ def test_on_devices_nothing_is_drawn_that_only_gloo_has():
 
 
 def test_every_other_seed_has_operator_retry_on():
-    drawn = [draw(seed, num_faults=3, kind=ParallelKind.HSDP) for seed in (1, 2, 3, 4)]
-    assert [one.overrides["comm"]["link_retry"] for one in drawn] == [False, True, False, True]
+    drawn = [Campaign.draw(seed, num_faults=3, kind=ParallelKind.HSDP) for seed in (1, 2, 3, 4)]
+    assert [campaign.overrides["comm"]["link_retry"] for campaign in drawn] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_an_abnormal_step_fires_once_because_the_second_time_is_accepted():
-    drawn = [draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
+    drawn = [Campaign.draw(seed, num_faults=50, kind=ParallelKind.DDP) for seed in range(20)]
     gradients = [
         fault for campaign in drawn for fault in campaign.faults if fault.kind is DrillKind.GRADIENT
     ]
@@ -95,7 +97,7 @@ def test_a_part_of_a_campaign_has_only_the_chosen_faults():
             Kill(victim=Victim.CHECKPOINT_SERVER, step=8),
         ),
     )
-    part = whole.only([0, 2, 4])
+    part = whole.select([0, 2, 4])
     assert [fault.rank for fault in part.faults] == [0, 2]
     assert [kill.victim for kill in part.kills] == [Victim.CHECKPOINT_SERVER]
 
@@ -106,9 +108,9 @@ def test_the_run_is_started_again_after_each_error_of_the_program():
 
 
 def test_a_campaign_is_read_back_as_it_was_written(tmp_path):
-    campaign = draw(3, num_faults=20, kind=ParallelKind.HSDP)
-    write_campaign(tmp_path / "kept" / "one.json", campaign)
-    assert read_campaign(tmp_path / "kept" / "one.json") == campaign
+    campaign = Campaign.draw(3, num_faults=20, kind=ParallelKind.HSDP)
+    campaign.write(tmp_path / "kept" / "one.json")
+    assert Campaign.read(tmp_path / "kept" / "one.json") == campaign
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_file_that_is_no_campaign_is_refused_in_one_line(tmp_path, text, probl
     if text is not None:
         path.write_text(text)
     with pytest.raises(InputError) as refused:
-        read_campaign(path)
+        Campaign.read(path)
     assert problem in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -148,16 +150,16 @@ def history(
     return replay(records)
 
 
-def reasons(campaign: Campaign, past: RunHistory, **given) -> list[str | None]:
-    options = {"fired": (), "killed": (), "num_due": {}, **given}
-    return [one.reason for one in unfired(campaign, past, **options)]
+def reasons(campaign: Campaign, past: RunHistory, **changes) -> list[str | None]:
+    options = {"fired": (), "killed": (), "num_due": {}, **changes}
+    return [unfired_fault.reason for unfired_fault in campaign.find_unfired(past, **options)]
 
 
 def test_what_fired_once_counts_though_it_might_have_fired_again():
     campaign = Campaign(
         steps=20, faults=(fault(5, times=2),), kills=(Kill(victim=Victim.NODE, step=7),)
     )
-    assert unfired(campaign, history(), fired=[0], killed=[0], num_due={0: 9}) == []
+    assert campaign.find_unfired(history(), fired=[0], killed=[0], num_due={0: 9}) == []
 
 
 @pytest.mark.parametrize(
@@ -195,11 +197,11 @@ def test_a_kill_is_excused_only_when_the_run_was_over_before_a_second_poll(num_d
 
 def test_what_did_not_fire_has_a_description():
     kill = Kill(victim=Victim.FORK_SERVER, index=1, step=5)
-    found = unfired(
-        Campaign(steps=20, faults=(fault(8),), kills=(kill,)),
+    campaign = Campaign(steps=20, faults=(fault(8),), kills=(kill,))
+    missing = campaign.find_unfired(
         history(), fired=(), killed=(), num_due={},
     )  # fmt: skip
-    assert [one.what for one in found] == [
+    assert [unfired_fault.description for unfired_fault in missing] == [
         "link of rank 1 at prepared of step 8",
         "kill of fork server 1 at step 5",
     ]
@@ -207,5 +209,5 @@ def test_what_did_not_fire_has_a_description():
 
 def test_nothing_is_to_be_killed_twice_in_one_step():
     for seed in range(40):
-        kills = draw(seed, num_faults=50, kind=ParallelKind.DDP).kills
+        kills = Campaign.draw(seed, num_faults=50, kind=ParallelKind.DDP).kills
         assert len(set(kills)) == len(kills)

@@ -29,7 +29,7 @@ def test_a_fault_that_did_not_fire_is_a_problem_and_one_that_could_not_is_excuse
         kills=(Kill(victim=Victim.FORK_SERVER, step=16),),
     )
     outcome = RunOutcome(
-        history=QUIET, curve={}, state={}, fired_s={0: [1.0]}, left_over=(), ended="completed"
+        history=QUIET, curve={}, state={}, fired_s={0: [1.0]}, leftovers=(), ended="completed"
     )
     result = _result(
         campaign,
@@ -64,7 +64,7 @@ def test_of_several_reasons_one_is_left_and_nothing_of_it_can_go(reasons):
 
     left = shrink(range(NUM), fails)
     assert fails(left)
-    assert not any(fails([one for one in left if one != gone]) for gone in left)
+    assert not any(fails([number for number in left if number != dropped]) for dropped in left)
 
 
 def test_what_fails_without_any_fault_is_shrunk_to_nothing():

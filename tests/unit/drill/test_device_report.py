@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.drill.device_report import DeviceReport, with_drills
+from perdure.training.drill.device_report import DeviceReport
 from perdure.training.drill.evaluation import DrillOutcome
-from perdure.training.drill.runner import able, why_not
+from perdure.training.drill.runner import find_obstacle, select_runnable
 from perdure.training.drill.table import DRILLS
 from perdure.training.errors import InputError
 from perdure.training.wire.node import Check, CheckOutcome
@@ -27,8 +27,8 @@ def test_a_report_is_fine_unless_a_check_failed(outcome, is_fine):
 def test_a_drill_that_did_not_go_as_expected_is_in_the_report_with_its_problems():
     good = DrillOutcome("pause", "ddp", "a pause")
     bad = DrillOutcome("hang", "ddp", "a stop", problems=("it never ended",))
-    assert with_drills(FINE, [good], {}).is_fine
-    report = with_drills(FINE, [good, bad], {"link-broken": "gloo"})
+    assert FINE.with_drills([good], {}).is_fine
+    report = FINE.with_drills([good, bad], {"link-broken": "gloo"})
     assert not report.is_fine
     assert report.drills[1]["problems"] == ("it never ended",)
     assert report.left_out == {"link-broken": "gloo"}
@@ -36,11 +36,11 @@ def test_a_drill_that_did_not_go_as_expected_is_in_the_report_with_its_problems(
 
 def test_devices_leave_out_what_breaks_connections_of_gloo():
     for name in ("operator-retry", "link-broken"):
-        assert "gloo" in why_not(BY_NAME[name], None, num_devices=8)
-        assert why_not(BY_NAME[name], None) == "", "on the CPU they are gloo's"
-    assert why_not(BY_NAME["replace-rank"], None, num_devices=8) == ""
+        assert "gloo" in find_obstacle(BY_NAME[name], None, num_devices=8)
+        assert find_obstacle(BY_NAME[name], None) == "", "on the CPU they are gloo's"
+    assert find_obstacle(BY_NAME["replace-rank"], None, num_devices=8) == ""
 
 
 def test_fewer_devices_than_ranks_leave_all_out():
     with pytest.raises(InputError, match="4 ranks, and this machine 2 devices"):
-        able(DRILLS[1:2], None, num_devices=2)
+        select_runnable(DRILLS[1:2], None, num_devices=2)

@@ -10,7 +10,7 @@ import pytest
 from perdure.training.config.drill import DrillFault, DrillKind
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import Pauser, RunOutcome
-from perdure.training.drill.evaluation import DrillOutcome, differences, judge, recovered
+from perdure.training.drill.evaluation import DrillOutcome, differences, judge, list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.drill.table import Drill, Expected
 from perdure.training.journal.events import CheckpointRestored, LedgerEvent
@@ -61,22 +61,22 @@ def restarted(*events: LedgerEvent, to_step: int, from_step: int) -> RunHistory:
 
 
 def outcome_of(history: RunHistory, **changes: Any) -> RunOutcome:
-    one = RunOutcome(
+    run_outcome = RunOutcome(
         history=history,
         curve=CURVE,
         state={"rank00000.safetensors": "00"},
         fired_s={0: [FAULT_AT_S]},
-        left_over=(),
+        leftovers=(),
         ended="completed",
     )
-    return replace(one, **changes)
+    return replace(run_outcome, **changes)
 
 
 RECOVERED = replay(attempt(BEGAN, end()))
 UNDISTURBED = outcome_of(replay(attempt()), fired_s={})
 
 
-def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> DrillOutcome:
+def verdict(tmp_path, run_outcome: RunOutcome, drill: Drill = DRILL, **given: Any) -> DrillOutcome:
     job = drill_job(
         tmp_path,
         drill.name,
@@ -85,7 +85,7 @@ def verdict(tmp_path, one: RunOutcome, drill: Drill = DRILL, **given: Any) -> Dr
         changes={"optimizer": {"warmup_steps": 0}, "drill": {"faults": drill.faults}},
     )
     options: dict[str, Any] = {"expected": drill.expected, "pauser": None, **given}
-    return judge(drill, one, UNDISTURBED, job=job, **options)
+    return judge(drill, run_outcome, UNDISTURBED, job=job, **options)
 
 
 def test_a_drill_whose_run_was_never_placed_says_so_and_the_next_one_is_run(tmp_path):
@@ -109,7 +109,7 @@ def test_a_drill_that_went_as_expected_has_no_problem_and_its_times(tmp_path):
     [
         ({"fired_s": {}}, "0 of 1 faults happened"),
         ({"ended": "stopped by the ladder"}, "the run ended: stopped by the ladder"),
-        ({"left_over": ("rank-1",)}, "left over: rank-1"),
+        ({"leftovers": ("rank-1",)}, "left over: rank-1"),
         ({"curve": {**CURVE, 5: (3.5, 1.1)}}, "the curve differs at 1 steps, first at step 5"),
         ({"curve": {s: CURVE[s] for s in (1, 2)}}, "the curve differs at 4 steps, first at step 3"),
         ({"state": {"rank00000.safetensors": "01"}}, "the curve is equal, the final state is not"),
@@ -128,10 +128,10 @@ def test_a_fault_without_a_recovery_is_a_problem(tmp_path):
 
 def test_a_failed_recovery_does_not_count_and_the_rung_after_it_does():
     history = restarted(BEGAN, end(succeeded=False), to_step=3, from_step=2)
-    (one,) = recovered(history)
-    assert one.rung is Rung.IN_PLACE_RESTART
-    assert (one.noticed_at_s, one.trains_at_s) == (FAULT_AT_S + 0.5, 108.0)
-    assert one.steps_lost == 1
+    (recovery,) = list_recoveries(history)
+    assert recovery.rung is Rung.IN_PLACE_RESTART
+    assert (recovery.noticed_at_s, recovery.trains_at_s) == (FAULT_AT_S + 0.5, 108.0)
+    assert recovery.steps_lost == 1
 
 
 def test_steps_lost_beyond_what_the_rung_may_lose_are_a_problem(tmp_path):
@@ -172,8 +172,8 @@ def test_where_an_abnormal_step_was_accepted_the_curve_counts_up_to_it(tmp_path)
     drill = replace(DRILL, differs_from=4)
     other = {**CURVE, 4: (9.0, 9.0), 5: (9.0, 9.0)}
     assert verdict(tmp_path, outcome_of(RECOVERED, curve=other, state={}), drill).as_expected
-    before = verdict(tmp_path, outcome_of(RECOVERED, curve={**other, 3: (9.0, 9.0)}), drill)
-    assert before.problems == ("the curve differs at 1 steps, first at step 3",)
+    previous = verdict(tmp_path, outcome_of(RECOVERED, curve={**other, 3: (9.0, 9.0)}), drill)
+    assert previous.problems == ("the curve differs at 1 steps, first at step 3",)
 
 
 PAUSE = replace(DRILL, faults=(), pauses_at=3, expected=Expected(()))
@@ -188,10 +188,10 @@ def _paused(*, began_at: int = 4, ended_at: int = 4) -> RunOutcome:
 
 
 def _pauser(*looks: tuple[int, ...], resumed_s: float | None = 113.0) -> Pauser:
-    one = Pauser(3, 4)
-    one.requested_s, one.resumed_s = 110.0, resumed_s
-    one.paused_at = list(looks)
-    return one
+    pauser = Pauser(3, 4)
+    pauser.requested_s, pauser.resumed_s = 110.0, resumed_s
+    pauser.paused_at = list(looks)
+    return pauser
 
 
 def test_a_pause_keeps_all_ranks_at_one_step(tmp_path):
@@ -216,7 +216,7 @@ def test_a_pause_in_which_a_rank_moves_is_a_problem(tmp_path, one, pauser, probl
 def test_curves_are_compared_step_by_step_and_a_step_that_only_one_has_differs():
     assert differences(CURVE, CURVE) == []
     assert differences({1: (1.0, 1.0)}, {1: (1.0, 1.0), 2: (1.0, 1.0)}) == [2]
-    assert differences({1: (1.0, 2.0), 2: (1.0, 1.0)}, {1: (1.0, 1.0)}, before=2) == [1]
+    assert differences({1: (1.0, 2.0), 2: (1.0, 1.0)}, {1: (1.0, 1.0)}, end_step=2) == [1]
 
 
 OUTCOME = DrillOutcome(

@@ -14,10 +14,10 @@ from perdure.training.drill.job import NUM_RANKS
 from perdure.training.drill.runner import (
     KINDS,
     DrillRunner,
-    able,
-    chosen,
-    drills_on,
+    make_runner,
     parallel_kind,
+    select_drills,
+    select_runnable,
     target_sections,
 )
 from perdure.training.drill.table import DRILLS, STEPS
@@ -29,8 +29,8 @@ from tests.jobs import small_job
 def test_names_are_unlike_and_all_means_every_one():
     names = [drill.name for drill in DRILLS]
     assert len(set(names)) == len(names)
-    assert chosen("all") == DRILLS
-    assert [drill.name for drill in chosen("tre")] == ["tre"]
+    assert select_drills("all") == DRILLS
+    assert [drill.name for drill in select_drills("tre")] == ["tre"]
 
 
 def test_every_rung_has_a_drill_but_the_one_for_unexplained_faults():
@@ -47,7 +47,7 @@ def test_a_drill_breaks_something_within_the_run(drill):
 
 
 def test_the_drill_of_a_state_that_is_lost_hits_every_rank_that_holds_it(tmp_path):
-    (drill,) = chosen("replica-holder-dies")
+    (drill,) = select_drills("replica-holder-dies")
     hit = {
         kind: sorted(fault.rank for fault in DrillRunner(tmp_path, kind).job(drill).drill.faults)
         for kind in KINDS
@@ -57,7 +57,7 @@ def test_the_drill_of_a_state_that_is_lost_hits_every_rank_that_holds_it(tmp_pat
 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(InputError, match=r"name: 'nope': no such drill; there are all, .*, pause"):
-        chosen("nope")
+        select_drills("nope")
     with pytest.raises(InputError, match=r"parallelism: 'tp': must be one of ddp, hsdp, fsdp2"):
         parallel_kind("tp")
 
@@ -98,8 +98,10 @@ def test_a_drill_is_a_job_with_each_kind_of_parallelism_and_on_more_nodes(tmp_pa
 
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_faults_that_are_on_nodes_of_their_own_are_so_on_more_ranks_too(tmp_path, is_wide):
-    made = runner(tmp_path, job_of(tmp_path)) if is_wide else DrillRunner(tmp_path, KINDS[0])
-    job = made.job(*chosen("two-nodes-lost"))
+    drill_runner = (
+        runner(tmp_path, job_of(tmp_path)) if is_wide else DrillRunner(tmp_path, KINDS[0])
+    )
+    job = drill_runner.job(*select_drills("two-nodes-lost"))
     nodes = [fault.rank // job.engine.slots_per_node for fault in job.drill.faults]
     assert (job.engine.nodes, nodes) == (4, [2, 3])
 
@@ -115,7 +117,7 @@ def test_a_drill_has_the_engine_and_the_environment_of_the_job_and_a_folder_in_i
     )
     drill = runner(tmp_path, job).job(None)
     assert drill.engine == job.engine.model_copy(update={"warm_spares": 0})
-    assert runner(tmp_path, job).job(*chosen("node-lost")).engine.warm_spares == 1
+    assert runner(tmp_path, job).job(*select_drills("node-lost")).engine.warm_spares == 1
     assert drill.storage.address == f"file://{tmp_path}/store/{FOLDER}"
     assert drill.env["HCCL_DETERMINISTIC"] == "true"
     assert (drill.comm.master_port, drill.comm.timeout_s) == (29_500, 90)
@@ -133,11 +135,14 @@ def test_what_is_expected_of_a_drill_does_not_depend_on_the_policies_of_the_job(
         checkpoint={"every_steps": 500},
         watch={"isolate_fail_slow": True},
     )
-    here, there = DrillRunner(tmp_path, ParallelKind.DDP).job(None), runner(tmp_path, job).job(None)
+    local_job, remote_job = (
+        DrillRunner(tmp_path, ParallelKind.DDP).job(None),
+        runner(tmp_path, job).job(None),
+    )
     for section in ("model", "optimizer", "checkpoint", "restart", "watch", "steps", "seed"):
-        assert getattr(there, section) == getattr(here, section), section
-    assert not there.comm.link_retry
-    (retry,) = chosen("operator-retry")
+        assert getattr(remote_job, section) == getattr(local_job, section), section
+    assert not remote_job.comm.link_retry
+    (retry,) = select_drills("operator-retry")
     assert runner(tmp_path, job).job(retry).comm.link_retry
 
 
@@ -146,20 +151,22 @@ def test_what_is_expected_of_a_drill_does_not_depend_on_the_policies_of_the_job(
 )
 def test_too_few_nodes_or_ranks_are_refused(tmp_path, engine):
     with pytest.raises(InputError, match=r"tre: engine.nodes=.* 2 nodes and 4 ranks at least"):
-        able(chosen("tre"), job_of(tmp_path, engine=engine))
+        select_runnable(select_drills("tre"), job_of(tmp_path, engine=engine))
 
 
 def test_drills_that_leave_a_node_are_left_out_where_there_is_no_other_one(tmp_path):
     bare = job_of(tmp_path, engine={"nodes": 2, "slots_per_node": 4, "spares": 0})
-    without = {drill.name for drill in DRILLS} - {drill.name for drill in able(DRILLS, bare)}
+    without = {drill.name for drill in DRILLS} - {
+        drill.name for drill in select_runnable(DRILLS, bare)
+    }
     leave = {drill.name for drill in DRILLS if ISOLATES & set(drill.expected.rungs)}
     assert {"node-lost", "two-nodes-lost", "node-isolated"} < without == leave
     with pytest.raises(InputError, match=r"node-lost: engine\.spares=0: it leaves a node"):
-        able(chosen("node-lost"), bare)
-    assert able(DRILLS, job_of(tmp_path)) == able(DRILLS, None) == DRILLS
+        select_runnable(select_drills("node-lost"), bare)
+    assert select_runnable(DRILLS, job_of(tmp_path)) == select_runnable(DRILLS, None) == DRILLS
     for engine in ({"nodes": 3, "spares": 2}, {"nodes": 4, "spares": 1}):
         few = job_of(tmp_path, engine={"slots_per_node": 4, **engine})
-        assert {drill.name for drill in DRILLS if drill not in able(DRILLS, few)} == {
+        assert {drill.name for drill in DRILLS if drill not in select_runnable(DRILLS, few)} == {
             "two-nodes-lost"
         }
 
@@ -168,7 +175,7 @@ def test_a_store_that_does_not_answer_is_refused_before_anything_is_started(tmp_
     (tmp_path / "store").write_text("a file")
     home = tmp_path / "home"
     with pytest.raises(InputError, match="storage"):
-        drills_on(job_of(tmp_path), chosen("tre"), ParallelKind.DDP, home=home)
+        make_runner(job_of(tmp_path), select_drills("tre"), ParallelKind.DDP, home=home)
     assert not home.exists()
 
 

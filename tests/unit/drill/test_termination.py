@@ -9,14 +9,14 @@ import threading
 
 import pytest
 
-from perdure.training.drill.termination import terminated_as_exception
+from perdure.training.drill.termination import raise_on_termination
 
 # The tests themselves may run under nohup, whose ignored SIGHUP is inherited.
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-from perdure.training.drill.termination import terminated_as_exception
-with terminated_as_exception():
+from perdure.training.drill.termination import raise_on_termination
+with raise_on_termination():
     try:
         print("ready", flush=True)
         time.sleep(60)
@@ -37,34 +37,34 @@ def test_a_signal_ends_the_program_only_when_all_is_taken_down(number):
 
 
 def test_a_signal_that_nohup_has_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with terminated_as_exception():
+        with raise_on_termination():
             signal.raise_signal(signal.SIGHUP)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_a_handler_that_is_there_is_left_alone():
-    met = []
-    before = signal.signal(signal.SIGTERM, lambda number, _frame: met.append(number))
+    numbers = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: numbers.append(number))
     try:
-        with terminated_as_exception():
+        with raise_on_termination():
             signal.raise_signal(signal.SIGTERM)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert met == [signal.SIGTERM]
+        signal.signal(signal.SIGTERM, previous)
+    assert numbers == [signal.SIGTERM]
 
 
 def test_a_thread_changes_nothing():
-    found = []
+    handlers = []
 
     def look() -> None:
-        with terminated_as_exception():
-            found.append(signal.getsignal(signal.SIGHUP))
+        with raise_on_termination():
+            handlers.append(signal.getsignal(signal.SIGHUP))
 
-    before = signal.getsignal(signal.SIGHUP)
+    previous = signal.getsignal(signal.SIGHUP)
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert handlers == [previous]

@@ -14,6 +14,7 @@ import pytest
 
 from perdure.training.agent.control import control_server
 from perdure.training.config.drill import Victim
+from perdure.training.engines import agent_calls
 from perdure.training.engines import fleet as fleet_module
 from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.fleet import Fleet
@@ -42,7 +43,7 @@ from tests.waiting import BEYOND_A_TEST_S, PATIENCE_S
 TOKEN = "t" * 32
 NUM_MEMBERS = 200
 BLACK_HOLE = 77
-LOOK_S = 1.0
+POLL_S = 1.0
 HEAL = HealOrder(
     placement=1, attempt=1, rung=Rung.IN_PLACE_RESTART, plan=HealPlan(None), slots_per_node=1,
     variables={}, cwd="/",
@@ -108,7 +109,7 @@ class Containers:
     def __init__(self, contacts: Mapping[int, AgentEndpoint]) -> None:
         self.now = dict(contacts)
         self.spares: dict[str, AgentEndpoint] = {}
-        self.taken: list[tuple[str, ...]] = []
+        self.ready_names: list[tuple[str, ...]] = []
         self.sees_agents = True
 
     def nodes(self) -> Sequence[str]:
@@ -120,17 +121,17 @@ class Containers:
     def replace(
         self, placement: Placement, members: Collection[int], *, ready: Collection[str] = ()
     ) -> None:
-        """They are there; those that are ready are taken."""
-        self.taken.append(tuple(ready))
+        """They are there; members take those that are ready."""
+        self.ready_names.append(tuple(ready))
 
-    def stand_by(self, placement: Placement, node: str) -> None:
+    def start_spare(self, placement: Placement, node: str) -> None:
         """None is made."""
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
         return self.spares
 
-    def dismiss(self, names: Collection[str]) -> None:
-        self.spares = {name: one for name, one in self.spares.items() if name not in names}
+    def end_spares(self, names: Collection[str]) -> None:
+        self.spares = {name: spare for name, spare in self.spares.items() if name not in names}
 
     def adopt(self, placement: Placement) -> frozenset[int]:
         return frozenset(self.now)
@@ -146,7 +147,7 @@ class Containers:
     def end(self) -> None:
         self.now = {}
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         return self.nodes()
 
 
@@ -181,7 +182,8 @@ def fleet(containers, monkeypatch, tmp_path) -> Fleet:
     for name in ("CALL_TIMEOUT_S", "EVIDENCE_TIMEOUT_S", "SHUTDOWN_TIMEOUT_S"):
         monkeypatch.setattr(fleet_module, name, BEYOND_A_TEST_S)  # whoever waits for the black hole
     monkeypatch.setattr(fleet_module, "GREET_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(fleet_module, "LOOK_TIMEOUT_S", LOOK_S)
+    monkeypatch.setattr(agent_calls, "POLL_TIMEOUT_S", POLL_S)
+    monkeypatch.setattr(fleet_module, "POLL_TIMEOUT_S", POLL_S)
     monkeypatch.setattr(fleet_module, "SHUTDOWN_MARGIN_S", 0.0)  # these containers never go
     fleet = Fleet(containers, small_job(tmp_path), epoch=3)
     fleet.adopt(Placement(1, ()))
@@ -192,39 +194,39 @@ def without_black_hole(containers: Containers) -> None:
     del containers.now[BLACK_HOLE]
 
 
-def test_a_node_that_is_cut_off_delays_the_look_at_199_others_by_its_own_deadline_at_most(fleet):
+def test_a_node_that_is_cut_off_delays_the_poll_of_199_others_by_its_own_deadline_at_most(fleet):
     answered: set[int] = set()
-    while len(answered) < NUM_MEMBERS - 1:  # a busy machine needs more than one look
-        seen = fleet.poll()
-        assert seen.lost == ()
-        assert f"node-{BLACK_HOLE}" in seen.unanswered
-        answered |= set(seen.agents)
+    while len(answered) < NUM_MEMBERS - 1:  # a busy machine needs more than one poll
+        snapshot = fleet.poll()
+        assert snapshot.lost == ()
+        assert f"node-{BLACK_HOLE}" in snapshot.unanswered
+        answered |= set(snapshot.agents)
     assert BLACK_HOLE not in answered
 
 
-def test_who_has_not_answered_is_not_asked_again_and_is_lost_after_a_while(
+def test_a_member_that_has_not_answered_is_not_asked_again_and_is_lost_after_a_while(
     fleet, containers, agents, monkeypatch
 ):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     assert fleet.poll().unanswered == (f"node-{BLACK_HOLE}",)
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
-    seen = fleet.poll()
-    assert (seen.unanswered, seen.lost) == ((), (f"node-{BLACK_HOLE}",))
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
+    snapshot = fleet.poll()
+    assert (snapshot.unanswered, snapshot.lost) == ((), (f"node-{BLACK_HOLE}",))
     assert len(agents.received) == 2, "the one that answers was asked twice"
-    assert len(fleet._asked) == 1
+    assert len(fleet._agents._polls) == 1
 
 
-def test_one_that_is_lost_keeps_no_recovery_waiting_for_its_logs(fleet, containers, monkeypatch):
+def test_a_lost_member_keeps_no_recovery_waiting_for_its_logs(fleet, containers, monkeypatch):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     fleet.poll()
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
     fleet.texts(100, since_s=0.0)
-    assert list(fleet.poll().agents) == [0], "looks go on: it may come back"
-    assert len(fleet._asked) == 1
+    assert list(fleet.poll().agents) == [0], "polls go on: it may come back"
+    assert len(fleet._agents._polls) == 1
 
 
-def test_a_first_node_that_is_cut_off_keeps_the_look_at_the_others_not_waiting_for_its_log(
+def test_a_first_node_that_is_cut_off_keeps_the_poll_of_the_others_not_waiting_for_its_log(
     fleet, containers, monkeypatch
 ):
     containers.now = {0: containers.now[BLACK_HOLE], 1: containers.now[1]}
@@ -250,55 +252,57 @@ def test_the_log_of_a_command_is_on_the_first_member_that_prints_its_steps(
     at = ("127.0.1.2", printing.server.port)
     containers.now = {0: containers.now[0], 1: replace(containers.now[1], address=at)}
     fleet.metrics(0)
-    assert [one.order.op for one in agents.received] == ["metrics"], "before any step is known"
+    assert [request.order.op for request in agents.received] == ["metrics"], (
+        "before any step is known"
+    )
     fleet.poll()
     fleet.metrics(0)
-    assert [one.order.op for one in printing.received] == ["status", "metrics"]
+    assert [request.order.op for request in printing.received] == ["status", "metrics"]
     printing.server.close()
 
 
-def test_who_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_again(
+def test_a_member_that_is_lost_already_keeps_nothing_waiting_when_its_placement_is_found_again(
     fleet, containers, monkeypatch
 ):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     fleet.poll()
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == (f"node-{BLACK_HOLE}",)
     fleet.adopt(Placement(1, ()))
     fleet.replace(Placement(1, ()), [BLACK_HOLE])
 
 
-def test_members_take_containers_that_stand_by_and_answer_and_learn_whose_they_are(
+def test_members_take_the_spares_that_answer_and_their_agents_learn_whose_they_are(
     fleet, containers, agents
 ):
     good, silent = containers.now[1], containers.now[BLACK_HOLE]
     containers.spares = {"good": good, "silent": silent, "starting": replace(good, address=None)}
-    containers.now = {0: containers.now[0], 1: replace(good, stood_by=True, schedule_cnt=4)}
+    containers.now = {0: containers.now[0], 1: replace(good, was_spare=True, schedule_cnt=4)}
     fleet.replace(Placement(1, ()), [1], grace_s=0.0)
-    assert containers.taken == [("good",)]
-    orders = [one.order for one in agents.received if one.order.op == "assign"]
+    assert containers.ready_names == [("good",)]
+    orders = [request.order for request in agents.received if request.order.op == "assign"]
     assert orders == [AssignOrder(member=1, schedule_cnt=4)]
 
 
 def test_a_move_asks_nothing_of_members_that_do_not_move(fleet, containers, agents):
-    hangs = replace(containers.now[BLACK_HOLE], stood_by=True)
-    moves = replace(containers.now[2], stood_by=True, schedule_cnt=2)
+    hangs = replace(containers.now[BLACK_HOLE], was_spare=True)
+    moves = replace(containers.now[2], was_spare=True, schedule_cnt=2)
     containers.now, containers.spares = {1: hangs, 2: moves}, {"good": containers.now[3]}
     fleet.replace(Placement(1, ()), [2], grace_s=0.0)
-    assert containers.taken == [("good",)], "and the one that hangs keeps its container"
+    assert containers.ready_names == [("good",)], "and the one that hangs keeps its container"
 
 
-def test_who_only_looks_at_a_run_gives_no_orders(fleet, containers, agents):
-    containers.now = {0: replace(containers.now[0], stood_by=True, schedule_cnt=2)}
+def test_a_supervisor_that_only_polls_a_run_gives_no_orders(fleet, containers, agents):
+    containers.now = {0: replace(containers.now[0], was_spare=True, schedule_cnt=2)}
     fleet.adopt(Placement(1, ()))
     fleet.poll()
-    assert {one.order.op for one in agents.received} == {"status"}
+    assert {request.order.op for request in agents.received} == {"status"}
 
 
-def test_a_member_gets_a_new_container_when_the_one_that_stood_by_does_not_obey(fleet, containers):
-    containers.now = {0: replace(containers.now[0], address=None, stood_by=True)}
+def test_a_member_gets_a_new_container_when_its_spare_does_not_obey(fleet, containers):
+    containers.now = {0: replace(containers.now[0], address=None, was_spare=True)}
     fleet.replace(Placement(1, ()), [0])
-    assert containers.taken == [(), ()], "once more, with none that stands by"
+    assert containers.ready_names == [(), ()], "once more, without a spare"
 
 
 def test_a_silent_agent_is_not_lost_while_nobody_could_have_heard_it(
@@ -307,11 +311,11 @@ def test_a_silent_agent_is_not_lost_while_nobody_could_have_heard_it(
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     containers.sees_agents = False
     fleet.poll()
-    monkeypatch.setattr(fleet_module, "SILENT_AGENT_S", 0.5)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.5)
     assert fleet.poll().lost == ()
 
 
-def test_an_answer_that_comes_after_the_look_counts_in_the_next_one(fleet, containers, agents):
+def test_an_answer_that_comes_after_the_poll_counts_in_the_next(fleet, containers, agents):
     without_black_hole(containers)
     containers.now = {0: containers.now[0]}
     agents.looks.clear()
@@ -333,8 +337,8 @@ def test_an_answer_from_before_a_stop_says_nothing_after_it(fleet, containers, a
 
 
 def test_a_container_that_is_gone_is_lost_at_once(fleet, containers):
-    gone = containers.now[5]
-    containers.now = {5: AgentEndpoint(gone.node, TOKEN, None, gone.host)}
+    lost = containers.now[5]
+    containers.now = {5: AgentEndpoint(lost.node, TOKEN, None, lost.host)}
     assert fleet.poll().lost == ("node-5",)
     with pytest.raises(AgentUnreachable, match="the agent of node-5 is gone"):
         fleet.heal("node-5", HEAL)
@@ -362,14 +366,14 @@ def test_every_request_has_the_members_token_and_the_supervisors_epoch(fleet, co
 
 def test_a_greeting_shows_the_clock_of_each_member(fleet, containers):
     without_black_hole(containers)
-    found = fleet.greet()
-    assert len(found) == NUM_MEMBERS - 1
-    assert found[3].node == "node-3"
-    assert found[3].clock_s == pytest.approx(1 - time.time(), abs=PATIENCE_S)
-    assert 0.0 <= found[3].doubt_s < PATIENCE_S
+    probes = fleet.greet()
+    assert len(probes) == NUM_MEMBERS - 1
+    assert probes[3].node == "node-3"
+    assert probes[3].clock_s == pytest.approx(1 - time.time(), abs=PATIENCE_S)
+    assert 0.0 <= probes[3].doubt_s < PATIENCE_S
 
 
-def test_all_are_told_to_stop_though_one_of_them_never_answers(
+def test_all_members_are_ordered_to_stop_though_one_never_answers(
     fleet, containers, agents, monkeypatch
 ):
     monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 2.0)
@@ -378,7 +382,7 @@ def test_all_are_told_to_stop_though_one_of_them_never_answers(
     assert [request.order for request in agents.received] == [StopOrder(grace_s=7.0)] * 9
 
 
-def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
+def test_an_order_that_a_member_refuses_has_reached_all_before_anybody_hears_of_it(
     fleet, containers, agents
 ):
     containers.now = {i: containers.now[i] for i in range(10)}
@@ -392,12 +396,14 @@ def test_an_order_that_one_refuses_has_reached_all_before_anybody_hears_of_it(
 @pytest.mark.parametrize(
     ("victim", "num_asked"),
     [
-        *((one, 1) for one in Victim if one not in (Victim.RANK, Victim.COORDINATOR)),
+        *((victim, 1) for victim in Victim if victim not in (Victim.RANK, Victim.COORDINATOR)),
         (Victim.RANK, NUM_MEMBERS - 1),
         (Victim.COORDINATOR, NUM_MEMBERS - 1),
     ],
 )
-def test_whoever_may_have_a_victim_is_told_to_kill_it(fleet, containers, agents, victim, num_asked):
+def test_every_member_that_may_have_a_victim_is_ordered_to_kill_it(
+    fleet, containers, agents, victim, num_asked
+):
     without_black_hole(containers)
     containers.spares = {"spare": containers.now[0]}
     assert not fleet.kill(victim, 3), "nobody had it"
@@ -420,8 +426,8 @@ def test_a_run_that_is_no_drill_says_so_and_a_member_that_is_not_there_is_not_hi
 
 
 def test_what_the_platform_reports_is_known_of_nodes_without_an_agent_too(fleet, containers):
-    gone = containers.now[5]
-    containers.now = {5: AgentEndpoint(gone.node, TOKEN, None, gone.host)}
+    lost = containers.now[5]
+    containers.now = {5: AgentEndpoint(lost.node, TOKEN, None, lost.host)}
     assert fleet.texts(100, since_s=7.0) == [("node-5", NodeLog(name="platform", text="7"))]
 
 

@@ -58,8 +58,8 @@ def test_a_container_that_is_dead_or_frozen_is_replaced_without_a_long_wait(
     monkeypatch.setattr(fleet_module, "SHUTDOWN_TIMEOUT_S", 0.5)
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
-    found = addresses(tmp_path / "home")
-    dead, frozen = process_of(found["p0001-m0-s1"]), process_of(found["p0001-m1-s1"])
+    by_container = addresses(tmp_path / "home")
+    dead, frozen = process_of(by_container["p0001-m0-s1"]), process_of(by_container["p0001-m1-s1"])
     dead.kill()
     frozen.send_signal(signal.SIGSTOP)
     fleet.replace(placement, {0, 1})
@@ -67,34 +67,34 @@ def test_a_container_that_is_dead_or_frozen_is_replaced_without_a_long_wait(
     assert len(fleet.poll().agents) == 2
 
 
-def test_what_a_run_has_left_over_is_its_processes_until_they_have_ended(fleet):
-    assert fleet.left_over() == []
+def test_the_leftovers_of_a_run_are_its_processes_until_they_have_ended(fleet):
+    assert fleet.leftovers() == []
     fleet.submit(plan(fleet.nodes(), 2, previous=None, avoid=()))
-    assert len(fleet.left_over()) >= 2, "an agent on each node, and what it has started"
+    assert len(fleet.leftovers()) >= 2, "an agent on each node, and what it has started"
     fleet.cancel(0)
-    assert fleet.left_over() == []
+    assert fleet.leftovers() == []
 
 
-def stand_by(fleet: Fleet, placement: Placement) -> str:
-    """Have a container stand by. The name that it is known by."""
-    fleet.standing_by.start(placement, "node-2")
-    (name,) = fleet.standing_by.contacts()
+def start_spare(fleet: Fleet, placement: Placement) -> str:
+    """Start a spare container. Returns its name."""
+    fleet.spare_containers.start(placement, "node-2")
+    (name,) = fleet.spare_containers.contacts()
     return name
 
 
-def test_a_member_takes_the_container_that_stands_by_with_the_processes_in_it(fleet, tmp_path):
+def test_a_member_takes_the_spare_with_the_processes_in_it(fleet, tmp_path):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
-    name = stand_by(fleet, placement)
-    wait_for(fleet.standing_by.ready, what="its agent")
+    name = start_spare(fleet, placement)
+    wait_for(fleet.spare_containers.ready, what="its agent")
     assert fleet.nodes()[0] == "node-2", "preferred where a node is needed"
-    agent = fleet.standing_by.contacts()[name].address
+    agent = fleet.spare_containers.contacts()[name].address
     second, moved = plan_replacement(
         fleet.nodes(), previous=placement, avoid=["node-1"], lost=["node-1"]
     )
     fleet.replace(second, moved)
     assert moved == (1,)
-    assert (fleet.standing_by.contacts(), fleet.misplaced(second)) == ({}, frozenset())
+    assert (fleet.spare_containers.contacts(), fleet.misplaced_members(second)) == ({}, frozenset())
     status = fleet.poll().agents[1]
     assert (status.node, status.member, status.schedule_cnt) == ("node-2", 1, 2)
     following = LocalEngine(fleet._job, home=tmp_path / "home", epoch=2)
@@ -102,39 +102,39 @@ def test_a_member_takes_the_container_that_stands_by_with_the_processes_in_it(fl
     assert following.contacts()[1].address == agent, "also for the next supervisor"
 
 
-def test_a_container_that_is_not_ready_gives_its_node_up_to_a_new_one(fleet, tmp_path):
+def test_a_spare_that_is_not_ready_gives_its_node_up_to_a_new_container(fleet, tmp_path):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
-    stand_by(fleet, placement)  # and is not up yet
+    start_spare(fleet, placement)  # and is not up yet
     second, moved = plan_replacement(
         fleet.nodes(), previous=placement, avoid=["node-1"], lost=["node-1"]
     )
     fleet.replace(second, moved)
-    assert fleet.standing_by.contacts() == {}
+    assert fleet.spare_containers.contacts() == {}
     assert set(addresses(tmp_path / "home")) == {"p0001-m0-s1", "p0002-m1-s2"}
 
 
-def test_one_that_dies_before_it_was_up_is_known_to_be_gone(fleet):
+def test_a_spare_that_dies_before_it_was_up_is_known_to_be_gone(fleet):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
-    name = stand_by(fleet, placement)
-    assert fleet.standing_by.contacts()[name].loss is None, "it is about to start"
+    name = start_spare(fleet, placement)
+    assert fleet.spare_containers.contacts()[name].loss is None, "it is about to start"
     for process in fleet._engine._processes.values():
         if "standby" in process.args[-1]:
             process.kill()
             process.wait()
-    loss = fleet.standing_by.contacts()[name].loss
+    loss = fleet.spare_containers.contacts()[name].loss
     assert loss is not None
     assert loss.line == "its agent is gone"
 
 
-def test_the_next_supervisor_finds_what_stands_by_and_the_end_of_the_run_ends_it(fleet, tmp_path):
+def test_the_next_supervisor_finds_the_spare_and_the_end_of_the_run_ends_it(fleet, tmp_path):
     placement = plan(fleet.nodes(), 2, previous=None, avoid=())
     fleet.submit(placement)
-    name = stand_by(fleet, placement)
+    name = start_spare(fleet, placement)
     following = LocalEngine(fleet._job, home=tmp_path / "home", epoch=2)
     following.adopt(placement)
-    assert set(following.standing_by()) == {name}
+    assert set(following.warm_spares()) == {name}
     following.end()
-    assert following.standing_by() == {}
-    assert fleet.left_over() == []
+    assert following.warm_spares() == {}
+    assert fleet.leftovers() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.engines.local_devices import devices_of_node
+from perdure.training.engines.local import devices_of_node
 from perdure.training.wire.node import VISIBLE
 
 
@@ -23,14 +23,14 @@ def test_a_machine_without_npus_shows_its_nodes_none(tmp_path):
 
 def test_every_node_has_devices_of_its_own_in_the_order_of_their_numbers(dev):
     (dev / "davinci11").touch()
-    seen = [devices_of_node(number, 2, {}, dev=dev)[VISIBLE] for number in range(3)]
-    assert seen == ["0,1", "2,3", "10,11"]
+    visible = [devices_of_node(number, 2, {}, dev=dev)[VISIBLE] for number in range(3)]
+    assert visible == ["0,1", "2,3", "10,11"]
 
 
 def test_what_the_supervisor_may_see_is_divided_and_no_more(dev):
     environment = {VISIBLE: "4, 5,6,7"}
-    seen = [devices_of_node(number, 2, environment, dev=dev)[VISIBLE] for number in range(2)]
-    assert seen == ["4,5", "6,7"]
+    visible = [devices_of_node(number, 2, environment, dev=dev)[VISIBLE] for number in range(2)]
+    assert visible == ["4,5", "6,7"]
 
 
 def test_a_spare_beyond_the_last_device_begins_with_the_first(dev):

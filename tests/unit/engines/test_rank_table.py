@@ -76,7 +76,7 @@ def test_the_form_of_clusters_has_every_device_with_its_rank(lines):
         ],
     }
     assert second["server_id"] == "node-1"
-    assert [one["rank_id"] for one in second["device"]] == ["2", "3"]
+    assert [device["rank_id"] for device in second["device"]] == ["2", "3"]
 
 
 def test_the_form_of_super_pods_has_the_servers_of_one_together(lines):
@@ -84,14 +84,18 @@ def test_the_form_of_super_pods_has_the_servers_of_one_together(lines):
     servers = [Server(f"node-{i}", "10.0.0.1", pod) for i, pod in enumerate(pods)]
     table = json.loads(rank_table(RankTableForm.V1_2, servers))
     assert table["version"] == "1.2"
-    assert [one["server_id"] for one in table["server_list"]] == ["node-0", "node-2", "node-1"]
+    assert [server["server_id"] for server in table["server_list"]] == [
+        "node-0",
+        "node-2",
+        "node-1",
+    ]
     assert table["super_pod_list"] == [
         {"super_pod_id": "7", "server_list": [{"server_id": "node-0"}, {"server_id": "node-2"}]},
         {"super_pod_id": "8", "server_list": [{"server_id": "node-1"}]},
     ]
-    devices = [d for one in table["server_list"] for d in one["device"]]
-    assert [one["super_device_id"] for one in devices] == ["10", "11", "20", "21", "30", "31"]
-    assert [one["rank_id"] for one in devices] == ["0", "1", "4", "5", "2", "3"]
+    devices = [d for server in table["server_list"] for d in server["device"]]
+    assert [device["super_device_id"] for device in devices] == ["10", "11", "20", "21", "30", "31"]
+    assert [device["rank_id"] for device in devices] == ["0", "1", "4", "5", "2", "3"]
 
 
 def test_what_is_not_known_is_named(lines):

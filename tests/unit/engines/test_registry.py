@@ -98,7 +98,7 @@ def test_errors_of_a_second_engine_name_its_fields(section, error):
 
 def test_the_form_of_a_second_engine_is_one_that_prefect_shows(with_two_engines):
     schema = with_two_engines.model_json_schema()["properties"]["engine"]
-    assert [one["$ref"] for one in schema["anyOf"]] == [
+    assert [schema_ref["$ref"] for schema_ref in schema["anyOf"]] == [
         "#/$defs/LocalEngineSpec",
         "#/$defs/OtherEngineSpec",
     ]

@@ -34,7 +34,9 @@ def break_while_reducing(member: Member, folder: Path) -> Any:
     running: list[bool] = []
 
     def note_and_break() -> None:
-        running.extend(not one.is_idle for one in member.generations.connections().values())
+        running.extend(
+            not connection.is_idle for connection in member.generations.connections().values()
+        )
         member.generations.break_connections()
 
     faults = WorkerInjector(

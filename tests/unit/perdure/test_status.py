@@ -90,7 +90,7 @@ class Observed:
     def __init__(self, snapshot: AttemptSnapshot) -> None:
         self._snapshot = snapshot
 
-    def look(self) -> AttemptSnapshot:
+    def observe(self) -> AttemptSnapshot:
         """What it sees."""
         return self._snapshot
 

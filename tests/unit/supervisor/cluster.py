@@ -88,7 +88,7 @@ class FakeFleet:
     def __init__(self, cluster: Cluster, tick: Callable[[str], None]) -> None:
         self.cluster = cluster
         self.tick = tick
-        self.standing_by = NothingStandsBy()
+        self.spare_containers = NothingStandsBy()
 
     @property
     def capabilities(self) -> frozenset[Rung]:
@@ -97,13 +97,15 @@ class FakeFleet:
     def nodes(self) -> Sequence[str]:
         return ["node-0", "node-1", "node-2"]
 
-    def bound(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
+    def resolve_nodes(
+        self, placement: Placement, members: Collection[int] | None = None
+    ) -> Placement:
         return placement
 
     poll_s = 0.0
     first_container = ""
 
-    def left_over(self) -> Sequence[str]:
+    def leftovers(self) -> Sequence[str]:
         return ()
 
     def losses(self, lost: Collection[str]) -> Sequence[NodeLoss]:

@@ -41,7 +41,7 @@ class Nodes:
     answers: dict[str, tuple[SavedCheckpoint, ...]]
     asked: list[SavedQuery] = field(default_factory=list)
 
-    def saved(self, query: SavedQuery) -> dict[str, tuple[SavedCheckpoint, ...]]:
+    def list_saved(self, query: SavedQuery) -> dict[str, tuple[SavedCheckpoint, ...]]:
         self.asked.append(query)
         return self.answers
 

@@ -114,7 +114,7 @@ class Spares:
 
     # What it asks of the fleet.
     @property
-    def standing_by(self) -> Containers:
+    def spare_containers(self) -> Containers:
         return self.containers
 
     def nodes(self) -> list[str] | None:

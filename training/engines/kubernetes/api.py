@@ -1,7 +1,7 @@
 """Requests to a cluster's API server, through the official client; answers are plain documents.
 
-The client's own classes are of one version of the API and drop what they do not know. What is
-sent and read here is the same from 1.20 on. Times are seconds.
+The client's own classes belong to one version of the API and drop unknown fields. The fields used
+here are the same from 1.20 on. Times are seconds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from perdure.training.errors import EngineError, InputError
 
 CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 10.0
-# A watch that hears nothing for this long is begun anew: a connection may be dead without an end.
+# A watch without a change for this long starts again: its connection may be dead without an end.
 WATCH_TIMEOUT_S = 60
-# How long a request waits for a server that is away: it is restarted in less on every upgrade.
+# How long a request waits for a server that is away: an upgrade restarts it in less time.
 PATIENCE_S = 120.0
 RETRY_S = 1.0
 PAGE = 500
@@ -41,8 +41,8 @@ class ApiError(EngineError):
     """The API server refused a request, or could not be reached.
 
     Attributes:
-        status: of its answer; None when there was none.
-        reason: short word of its answer, such as "Forbidden".
+        status: HTTP status of the answer; None: the server did not answer.
+        reason: short word of the answer, such as "Forbidden".
     """
 
     def __init__(self, message: str, *, status: int | None = None, reason: str = "") -> None:
@@ -52,23 +52,23 @@ class ApiError(EngineError):
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether nothing is known of what was asked."""
+        """Whether the outcome of the request is unknown."""
         too_many = self.status == HTTPStatus.TOO_MANY_REQUESTS
         return self.status is None or too_many or self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
 
     @property
     def is_absent(self) -> bool:
-        """Whether there is no such object."""
+        """Whether the object does not exist."""
         return self.status == HTTPStatus.NOT_FOUND
 
     @property
     def is_conflict(self) -> bool:
-        """Whether there is one of that name already, or it has changed meanwhile."""
+        """Whether the object exists already, or has changed meanwhile."""
         return self.status == HTTPStatus.CONFLICT
 
     @property
     def is_forbidden(self) -> bool:
-        """Whether it is not allowed; exceeded quotas are, too."""
+        """Whether the request is not allowed; true for an exceeded quota, too."""
         return self.status == HTTPStatus.FORBIDDEN
 
     @property
@@ -78,18 +78,19 @@ class ApiError(EngineError):
 
     @property
     def is_gap(self) -> bool:
-        """Whether a watch cannot go on from where it was."""
+        """Whether a watch cannot continue from its version."""
         return self.status == HTTPStatus.GONE
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """A kind of object, by where the API server has it.
+    """A kind of object, by its path on the API server.
 
     Attributes:
-        group: "" for the core API.
-        plural: as in the path.
-        is_namespaced: whether each is in a namespace.
+        group: API group; "" for the core API.
+        version: of the API group.
+        plural: name of the kind in the path.
+        is_namespaced: whether its objects are in namespaces.
     """
 
     group: str
@@ -98,11 +99,11 @@ class Resource:
     is_namespaced: bool = True
 
     def path(self, namespace: str | None, name: str | None = None, part: str | None = None) -> str:
-        """Path of the collection, of an object, or of a part of it such as its status."""
+        """Compose the path of the collection, of an object, or of a part such as its status."""
         root = f"/apis/{self.group}" if self.group else "/api"
         place = f"/namespaces/{namespace}" if self.is_namespaced and namespace is not None else ""
         parts = [root, f"/{self.version}", place, f"/{self.plural}"]
-        parts += [f"/{one}" for one in (name, part) if one is not None]
+        parts += [f"/{segment}" for segment in (name, part) if segment is not None]
         return "".join(parts)
 
 
@@ -122,14 +123,14 @@ ACCESS_REVIEWS = Resource(
 
 
 class Api:
-    """One cluster and the namespace of the run.
+    """A cluster, with the namespace of the run.
 
     Attributes:
-        patience_s: for which a request is made again while the API server is away.
+        patience_s: how long a request is repeated while the API server is away.
 
     Args:
-        connection: of the official client.
-        namespace: of the run.
+        connection: the official client's.
+        namespace: the default for all requests.
         in_cluster: whether this process is in a pod of that cluster.
     """
 
@@ -147,10 +148,10 @@ class Api:
         namespace: str | None = None,
         patience_s: float | None = None,
     ) -> Document:
-        """An object.
+        """Get an object.
 
         Raises:
-            ApiError: there is none, or the request failed.
+            ApiError: it does not exist, or the request failed.
         """
         path = resource.path(namespace or self.namespace, name)
         return self._request("GET", path, patience_s=patience_s)
@@ -164,7 +165,7 @@ class Api:
         namespace: str | None = None,
         patience_s: float | None = None,
     ) -> tuple[list[Document], str]:
-        """All objects of a kind that fit, and the version of the whole list."""
+        """List the objects of a kind that fit the selectors, with the version of the list."""
         query: dict[str, str] = {"limit": str(PAGE)}
         query |= {"labelSelector": labels} if labels else {}
         query |= {"fieldSelector": fields} if fields else {}
@@ -179,7 +180,7 @@ class Api:
             query["continue"] = token
 
     def create(self, resource: Resource, document: Document) -> Document:
-        """Make an object."""
+        """Create an object."""
         return self._request("POST", resource.path(self.namespace), body=document)
 
     def patch(self, resource: Resource, name: str, changes: Document) -> Document:
@@ -199,13 +200,13 @@ class Api:
         grace_s: int | None = None,
         uid: str | None = None,
     ) -> None:
-        """Delete an object; one that is not there is no error.
+        """Delete an object; its absence is no error.
 
         Args:
-            resource: its kind.
-            name: its name.
-            grace_s: of a pod, instead of its own; 0 removes it without asking its node.
-            uid: of the very object that is meant.
+            resource: the kind of the object.
+            name: the name of the object.
+            grace_s: replaces a pod's grace period; 0 removes the pod without asking its node.
+            uid: deletes the object only if it has this uid.
         """
         options: Document = {"propagationPolicy": "Background"}
         if grace_s is not None:
@@ -221,10 +222,10 @@ class Api:
     def watch(
         self, resource: Resource, *, version: str, labels: str = "", fields: str = ""
     ) -> Iterator[tuple[str, Document]]:
-        """Changes after a version of a list, as type and object, until the connection ends.
+        """Yield the changes after a version of a list, as type and object, while connected.
 
         Raises:
-            ApiError: it cannot go on from there (is_gap), or the request failed.
+            ApiError: the server has forgotten the version (is_gap), or the request failed.
         """
         query = {"watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true"}
         query |= {"timeoutSeconds": str(WATCH_TIMEOUT_S)}
@@ -250,14 +251,14 @@ class Api:
         namespace: str | None = None,
         name: str = "",
     ) -> bool:
-        """Whether this process may do something, as the API server says itself.
+        """Whether the API server allows this process an action.
 
         Args:
             verb: such as "get".
-            resource: on this kind of object.
-            part: of it, such as "portforward".
-            namespace: of the object; None: the run's.
-            name: of the object; empty: all of them.
+            resource: the kind of object.
+            part: subresource, such as "portforward".
+            namespace: the object's namespace; None: the run's.
+            name: the object's name; empty: all objects.
         """
         asked: Document = {
             "verb": verb, "group": resource.group, "resource": resource.plural,
@@ -273,7 +274,7 @@ class Api:
         return bool(answer.get("status", {}).get("allowed"))
 
     def has(self, resource: Resource) -> bool:
-        """Whether the cluster knows a kind of object: its CRD is there."""
+        """Whether the cluster has a kind of object: its CRD is installed."""
         root = f"/apis/{resource.group}/{resource.version}" if resource.group else "/api/v1"
         try:
             answer = self._request("GET", root)
@@ -281,7 +282,7 @@ class Api:
             if error.is_absent:
                 return False
             raise
-        return any(one.get("name") == resource.plural for one in answer.get("resources", ()))
+        return any(kind.get("name") == resource.plural for kind in answer.get("resources", ()))
 
     def _request(
         self,
@@ -293,18 +294,17 @@ class Api:
         content_type: str = "application/json",
         patience_s: float | None = None,
     ) -> Document:
-        """Ask, and ask again while the API server is away.
+        """Send a request, again and again while the API server is away.
 
-        An object that was made by a request whose answer was lost is found when it is made again:
-        a conflict, of which callers know what to make.
+        Where the answer to a creation was lost, the next try is a conflict, which callers handle.
         """
         deadline_s = time.monotonic() + (self.patience_s if patience_s is None else patience_s)
         while True:
             try:
                 with _translated(f"{method} {path}"):
                     answer = self._send(method, path, query or {}, body, content_type=content_type)
-                    found: Document = json.loads(answer.data or b"{}")
-                    return found
+                    document: Document = json.loads(answer.data or b"{}")
+                    return document
             except ApiError as error:
                 if not error.is_unreachable or time.monotonic() > deadline_s:
                     raise
@@ -336,89 +336,85 @@ class Api:
 
 
 @contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Turn the client's errors into ApiError, one line each.
-
-    Args:
-        what: was asked.
-    """
+def _translated(request: str) -> Iterator[None]:
+    """Turn the client's errors into ApiError, each on a single line."""
     try:
         yield
     except ApiException as error:
-        raise _refused(what, error) from error
+        raise _refusal(request, error) from error
     except FAILURES as error:
         raise ApiError(f"the API server cannot be reached: {_innermost(error)}") from error
 
 
-def _refused(what: str, error: ApiException) -> ApiError:
+def _refusal(request: str, error: ApiException) -> ApiError:
     try:
-        told = json.loads(error.body or "{}")
+        details = json.loads(error.body or "{}")
     except ValueError:
-        told = {}
-    text = told.get("message") or error.reason or "no reason given"
-    reason = told.get("reason") or str(error.reason or "")
-    return ApiError(f"{what}: {text}", status=error.status, reason=reason)
+        details = {}
+    text = details.get("message") or error.reason or "no reason given"
+    reason = details.get("reason") or str(error.reason or "")
+    return ApiError(f"{request}: {text}", status=error.status, reason=reason)
 
 
 def _innermost(error: BaseException) -> str:
-    """What the operating system said below urllib3's own words."""
+    """Extract the operating system's words from urllib3's error."""
     reason = getattr(error, "reason", None)
     return _innermost(reason) if isinstance(reason, BaseException) else str(error)
 
 
 def _lines(answer: Any) -> Iterator[bytes]:
-    rest = b""
+    remainder = b""
     for piece in answer.stream(amt=None, decode_content=False):
-        *whole, rest = (rest + piece).split(b"\n")
+        *whole, remainder = (remainder + piece).split(b"\n")
         yield from (line for line in whole if line)
 
 
 def _change(line: bytes) -> tuple[str, Document]:
     event = json.loads(line)
-    kind, found = event["type"], event["object"]
+    kind, document = event["type"], event["object"]
     if kind == "ERROR":
         raise ApiError(
-            f"watch: {found.get('message')}",
-            status=found.get("code"),
-            reason=str(found.get("reason")),
+            f"watch: {document.get('message')}",
+            status=document.get("code"),
+            reason=str(document.get("reason")),
         )
-    return kind, found
+    return kind, document
 
 
 def connect(*, context: str | None, namespace: str | None) -> Api:
-    """The cluster of a job: that of the kubeconfig, or the one that this pod is in.
+    """Connect to the cluster of the kubeconfig, or else to that of this process's pod.
 
     Args:
-        context: of the kubeconfig; None: its current one.
-        namespace: of the run; None: the context's, or this pod's.
+        context: name of the kubeconfig's context; None: the current one.
+        namespace: the run's; None: that of the context, or of this pod.
 
     Raises:
-        InputError: there is no such context, or no cluster is known at all.
+        InputError: there is no such context, or neither a kubeconfig nor a pod.
     """
     settings = client.Configuration()
-    # Without a limit a request would be tried again for minutes while the server is down.
+    # By default the client would repeat a request for minutes while the server is down.
     settings.retries = False
     file = os.environ.get("KUBECONFIG")  # the client reads it when it is imported
     try:
         config.load_kube_config(
             file, context=context, client_configuration=settings, persist_config=False
         )
-        known = config.list_kube_config_contexts(file)
+        listing = config.list_kube_config_contexts(file)
     except ConfigException as error:
         if context is not None:
             raise InputError("engine.context", f"{context!r}: {error}") from error
-        return _own_cluster(settings, namespace)
-    contexts, current = known
-    named = next((one for one in contexts if one["name"] == context), current)
+        return _connect_from_pod(settings, namespace)
+    contexts, current = listing
+    named = next((entry for entry in contexts if entry["name"] == context), current)
     place = namespace or named.get("context", {}).get("namespace") or "default"
     return Api(client.ApiClient(settings), place, in_cluster=False)
 
 
-def _own_cluster(settings: client.Configuration, namespace: str | None) -> Api:
+def _connect_from_pod(settings: client.Configuration, namespace: str | None) -> Api:
     try:
         config.load_incluster_config(client_configuration=settings)
-        own = open(_NAMESPACE_FILE, encoding="utf-8").read().strip()  # noqa: PTH123, SIM115
+        pod_namespace = open(_NAMESPACE_FILE, encoding="utf-8").read().strip()  # noqa: PTH123, SIM115
     except (ConfigException, OSError) as error:
         why = "no cluster is known: KUBECONFIG names none, and this process is in no pod"
         raise InputError("engine.kind", why) from error
-    return Api(client.ApiClient(settings), namespace or own, in_cluster=True)
+    return Api(client.ApiClient(settings), namespace or pod_namespace, in_cluster=True)

@@ -1,9 +1,7 @@
-"""The rights that a supervisor needs for a job's settings, as the engine uses them.
+"""The checks of a job's cluster, without a pod: rights, objects, the image, room on nodes.
 
-What a job lacks in its cluster, found out without a pod. Times are seconds.
-
-Each line of what is missing is a check that has failed: a right, an object, room on nodes. What may
-not be looked at is a note, since a run may do without the look.
+Each right or object that the run needs and lacks is a failed check. A check skips objects that this
+process may not read, since a run may do without that right. Times are seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from perdure.training.engines.kubernetes.fault_feed import (
     CLUSTER_NAMESPACE,
     DEVICE_NAMESPACE,
     FaultFeed,
-    taken_out,
+    exclusions,
 )
 from perdure.training.engines.kubernetes.image_checks import PullSecrets, check_image
 from perdure.training.engines.kubernetes.image_registry import ImageName, credentials_of
@@ -50,14 +48,14 @@ from perdure.training.wire.node import Check, CheckOutcome
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """One right.
+    """A right of the supervisor in the run's namespace.
 
     Attributes:
         verb: such as "create".
-        resource: on which kind of object.
-        part: of it, such as "portforward"; "" for the object.
-        purpose: what it is for.
-        is_needed: whether no run is possible without it.
+        resource: the kind of object.
+        purpose: why the run uses the right.
+        part: subresource, such as "portforward"; "" for the object.
+        is_needed: whether no run is possible without the right.
     """
 
     verb: str
@@ -68,7 +66,7 @@ class Right:
 
     @property
     def name(self) -> str:
-        """As kubectl has it in `auth can-i`."""
+        """The right as `kubectl auth can-i` writes it."""
         part = f"/{self.part}" if self.part else ""
         group = f".{self.resource.group}" if self.resource.group else ""
         return f"{self.verb} {self.resource.plural}{part}{group}"
@@ -85,7 +83,7 @@ _ALWAYS: Mapping[Resource, tuple[Sequence[str], str]] = {
 
 
 def rights_of(spec: KubernetesEngineSpec, *, in_cluster: bool) -> Iterator[Right]:
-    """The rights for a job, those that it cannot do without first.
+    """Yield the rights that a job uses, first those that it cannot do without.
 
     Args:
         spec: the engine section of the job.
@@ -94,35 +92,35 @@ def rights_of(spec: KubernetesEngineSpec, *, in_cluster: bool) -> Iterator[Right
     for resource, (verbs, purpose) in _ALWAYS.items():
         for verb in verbs:
             yield Right(verb, resource, purpose)
-    yield from _of_sections(spec)
+    yield from _optional_rights(spec)
     if spec.reach is Reach.PORT_FORWARD or (spec.reach is Reach.AUTO and not in_cluster):
-        yield from _port_forward()
+        yield from _port_forward_rights()
     if spec.cordon:
         yield Right("patch", NODES, "engine.cordon has isolated nodes cordoned")
         for verb in ("list", "watch"):
-            yield Right(verb, NODES, "engine.cordon has to know what it cordoned")
+            yield Right(verb, NODES, "engine.cordon has to know its cordons")
     else:
         for verb in ("list", "watch"):
-            purpose = "what the cluster says of nodes is not known to a run without it"
+            purpose = "without it, a run does not know which nodes the cluster distrusts"
             yield Right(verb, NODES, purpose, is_needed=False)
-    purpose = "who took a pod away is not known to a run without it"
+    purpose = "without it, a run does not know why a pod was deleted"
     yield Right("list", EVENTS, purpose, is_needed=False)
     if any("persistentVolumeClaim" in volume.source for volume in spec.volumes):
-        purpose = "claims are not looked at without it"
+        purpose = "without it, preflight does not check claims"
         yield Right("get", CLAIMS, purpose, is_needed=False)
 
 
-def _of_sections(spec: KubernetesEngineSpec) -> Iterator[Right]:
+def _optional_rights(spec: KubernetesEngineSpec) -> Iterator[Right]:
     if spec.num_warm_spares:
-        purpose = "members take pods that stand by (engine.warm_spares)"
+        purpose = "members take spare pods (engine.warm_spares)"
         yield Right("patch", PODS, purpose, is_needed=False)
     if spec.volcano is not None:
         for verb in ("create", "get", "list", "delete"):
             yield Right(verb, POD_GROUPS, "engine.volcano has a PodGroup made")
 
 
-def _port_forward() -> Iterator[Right]:
-    # A stream begins with GET, which is the verb "get"; from 1.35 on "create" is asked for, too
+def _port_forward_rights() -> Iterator[Right]:
+    # A stream begins with GET, which is the verb "get"; from 1.35 on "create" is needed, too
     # (https://kubernetes.io/docs/reference/command-line-tools-reference/feature-gates/,
     # AuthorizePodWebsocketUpgradeCreatePermission).
     purpose = "agents are reached through the API server (engine.reach)"
@@ -133,18 +131,18 @@ def _port_forward() -> Iterator[Right]:
 QUEUES = Resource("scheduling.volcano.sh", "v1beta1", "queues", is_namespaced=False)
 STORAGE_CLASSES = Resource("storage.k8s.io", "v1", "storageclasses", is_namespaced=False)
 STORE_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-SHOWN_NODES = 8  # of those that lack something, in one line
+SHOWN_NODES = 8  # unfit nodes that a line has at most
 
 
 def check_cluster(job: Job) -> list[Check]:
-    """Check a job's cluster; one that does not answer is one failed check.
+    """Check a job's cluster; a cluster that does not answer is a single failed check.
 
     Raises:
-        InputError: the job's context is not known.
+        InputError: the job's context is unknown.
     """
     assert isinstance(job.engine, KubernetesEngineSpec)  # noqa: S101 the registry sees to it
     api = connect(context=job.engine.context, namespace=job.engine.namespace)
-    api.patience_s = 0.0  # somebody waits for the answer
+    api.patience_s = 0.0  # a person waits for the answer
     try:
         return list(ClusterChecks(job, job.engine, api).all())
     except ApiError as error:
@@ -152,12 +150,12 @@ def check_cluster(job: Job) -> list[Check]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """An object that was asked for.
+class _Lookup:
+    """The result of a request for an object.
 
     Attributes:
-        document: None where it is not there.
-        is_known: whether the answer says so; else it must not be looked at.
+        document: the object; None where it does not exist or may not be read.
+        is_known: whether this process may read it.
     """
 
     document: Document | None
@@ -165,28 +163,28 @@ class _Found:
 
 
 class ClusterChecks:
-    """The checks of one job.
+    """The checks of a job.
 
     Args:
-        job: of the run.
+        job: the job to check.
         spec: its engine section.
-        api: of the cluster.
+        api: the job's cluster.
     """
 
     def __init__(self, job: Job, spec: KubernetesEngineSpec, api: Api) -> None:
         self._job, self._spec, self._api = job, spec, api
-        # As it would be made, overlay and all: what it refers to is what has to be there.
+        # A pod as the engine would create it, with the overlay: its references have to exist.
         member = Member(index=0, node=ANY_NODE, schedule_cnt=1)
         plan = PodPlan(member, objects.pod_name(job, member, "xxxxx"), Placement(1, (member,)))
         self._pod = objects.pod(job, spec, Owner("", ""), plan, store_secret=None)["spec"]
 
     def all(self) -> Iterator[Check]:
-        """All of them, in the order in which they are mended.
+        """Run all checks, in the order in which people would fix their findings.
 
         Raises:
             ApiError: the API server does not answer.
         """
-        namespace = self._look(NAMESPACES, self._api.namespace)
+        namespace = self._look_up(NAMESPACES, self._api.namespace)
         yield self._object("namespace", namespace, self._api.namespace)
         if namespace.is_known and namespace.document is None:
             return  # nothing else can be there
@@ -199,10 +197,10 @@ class ClusterChecks:
         yield self._mindcluster()
 
     def _rights(self) -> Iterator[Check]:
-        held, missing = 0, []
+        num_held, missing = 0, []
         for right in rights_of(self._spec, in_cluster=self._api.in_cluster):
-            if self._allows(right):
-                held += 1
+            if self._api.allows(right.verb, right.resource, part=right.part):
+                num_held += 1
             else:
                 missing.append(right)
         for right in missing:
@@ -210,35 +208,36 @@ class ClusterChecks:
             place = f" in {self._api.namespace}" if right.resource.is_namespaced else ""
             yield _check("rights", outcome, f"may not {right.name}{place}: {right.purpose}")
         if not any(right.is_needed for right in missing):
-            yield _check("rights", CheckOutcome.OK, f"{held} of {held + len(missing)} are there")
+            yield _check(
+                "rights", CheckOutcome.OK, f"{num_held} of {num_held + len(missing)} are there"
+            )
 
-    def _allows(self, right: Right) -> bool:
-        return self._api.allows(right.verb, right.resource, part=right.part)
-
-    def _look(self, resource: Resource, name: str) -> _Found:
+    def _look_up(self, resource: Resource, name: str) -> _Lookup:
         try:
-            return _Found(self._api.get(resource, name))
+            return _Lookup(self._api.get(resource, name))
         except ApiError as error:
             if error.is_absent:
-                return _Found(None)
+                return _Lookup(None)
             if error.is_forbidden:
-                return _Found(None, is_known=False)
+                return _Lookup(None, is_known=False)
             raise
 
-    def _object(self, kind: str, found: _Found, name: str) -> Check:
-        if not found.is_known:
-            return _check(kind, CheckOutcome.SKIPPED, f"{name}: may not be looked at")
-        if found.document is None:
+    def _object(self, kind: str, lookup: _Lookup, name: str) -> Check:
+        if not lookup.is_known:
+            return _check(kind, CheckOutcome.SKIPPED, f"{name}: this process may not read it")
+        if lookup.document is None:
             return _check(kind, CheckOutcome.FAILED, f"{name} does not exist")
         return _check(kind, CheckOutcome.OK, name)
 
     def _references(self) -> Iterator[Check]:
         account = self._pod.get("serviceAccountName")
         if account:
-            yield self._object("service_account", self._look(SERVICE_ACCOUNTS, account), account)
+            yield self._object("service_account", self._look_up(SERVICE_ACCOUNTS, account), account)
         priority = self._pod.get("priorityClassName")
         if priority:
-            yield self._object("priority_class", self._look(PRIORITY_CLASSES, priority), priority)
+            yield self._object(
+                "priority_class", self._look_up(PRIORITY_CLASSES, priority), priority
+            )
 
     def _secrets(self) -> Iterator[Check]:
         for pull in self._pod.get("imagePullSecrets") or ():
@@ -249,21 +248,21 @@ class ClusterChecks:
             yield self._secret("storage_secret", self._spec.storage_secret, STORE_KEYS)
 
     def _pull_secret(self, name: str) -> Check:
-        kind, found = "image_pull_secret", self._look(SECRETS, name)
-        if found.document is not None:
+        kind, lookup = "image_pull_secret", self._look_up(SECRETS, name)
+        if lookup.document is not None:
             try:
-                credentials_of(found.document)
+                credentials_of(lookup.document)
             except ValueError as error:
                 return _check(kind, CheckOutcome.WARNING, f"{name}: {error}")
-        return self._object(kind, found, name)
+        return self._object(kind, lookup, name)
 
     def _secret(self, kind: str, name: str, keys: Sequence[str]) -> Check:
-        found = self._look(SECRETS, name)
-        lacking = [key for key in keys if key not in ((found.document or {}).get("data") or {})]
-        if found.document is not None and lacking:
+        lookup = self._look_up(SECRETS, name)
+        lacking = [key for key in keys if key not in ((lookup.document or {}).get("data") or {})]
+        if lookup.document is not None and lacking:
             text = f"{name} has no {' and no '.join(lacking)}"
             return _check(kind, CheckOutcome.FAILED, text, " and ".join(keys))
-        return self._object(kind, found, name)
+        return self._object(kind, lookup, name)
 
     def _volumes(self) -> Iterator[Check]:
         for volume in self._pod["volumes"]:
@@ -273,24 +272,24 @@ class ClusterChecks:
             for kind, resource in (("configMap", CONFIG_MAPS), ("secret", SECRETS)):
                 source = volume.get(kind) or {}
                 name = source.get("name") or source.get("secretName")
-                # The agent's own configuration is made with its pod.
+                # The engine creates the agent's configuration with the pod.
                 if name and not source.get("optional") and volume["name"] != AGENT_CONFIG:
-                    yield self._object("volume", self._look(resource, name), f"{kind} {name}")
+                    yield self._object("volume", self._look_up(resource, name), f"{kind} {name}")
 
     def _claim(self, name: str) -> Check:
-        found = self._look(CLAIMS, name)
-        if found.document is None:
-            return self._object("volume_claim", found, name)
-        phase = (found.document.get("status") or {}).get("phase")
+        lookup = self._look_up(CLAIMS, name)
+        if lookup.document is None:
+            return self._object("volume_claim", lookup, name)
+        phase = (lookup.document.get("status") or {}).get("phase")
         if phase == "Bound":
             return _check("volume_claim", CheckOutcome.OK, f"{name} is bound")
-        kind = found.document["spec"].get("storageClassName")
+        kind = lookup.document["spec"].get("storageClassName")
         text = f"{name} is {phase or 'not bound'}"
         text += f", its storage class is {kind}" if kind else ", it has no storage class"
         if phase == "Pending" and kind:
-            storage = self._look(STORAGE_CLASSES, kind)
+            storage = self._look_up(STORAGE_CLASSES, kind)
             if not storage.is_known:
-                text += ", which may not be looked at"
+                text += ", which this process may not read"
                 return _check("volume_claim", CheckOutcome.WARNING, text, "bound")
             if (storage.document or {}).get("volumeBindingMode") == "WaitForFirstConsumer":
                 text = f"{name} is bound once a pod uses it"
@@ -305,8 +304,8 @@ class ClusterChecks:
             text = "the cluster has no PodGroup of scheduling.volcano.sh/v1beta1: no Volcano"
             yield _check("volcano", CheckOutcome.FAILED, text)
             return
-        found = self._look(QUEUES, volcano.queue)
-        yield self._object("volcano", found, f"queue {volcano.queue}")
+        lookup = self._look_up(QUEUES, volcano.queue)
+        yield self._object("volcano", lookup, f"queue {volcano.queue}")
 
     def _nodes(self) -> Iterator[Check]:
         try:
@@ -314,7 +313,7 @@ class ClusterChecks:
         except ApiError as error:
             if not error.is_forbidden:
                 raise
-            text = "may not be looked at: how many have room is not known"
+            text = "this process may not read them: how many have room is unknown"
             yield _check("nodes", CheckOutcome.SKIPPED, text)
             yield self._image(None)
             return
@@ -329,26 +328,28 @@ class ClusterChecks:
     def _left_out(self, nodes: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
         if not self._spec.mindcluster:
             return {}
-        found = taken_out(FaultFeed(self._api).of_cluster(nodes))
-        return {node: (f"MindCluster reports {why}",) for node, why in found.items()}
+        excluded = exclusions(FaultFeed(self._api).of_cluster(nodes))
+        return {node: (f"MindCluster reports {why}",) for node, why in excluded.items()}
 
     def _room(self, why: Mapping[str, Sequence[str]]) -> Check:
         spec = self._spec
         fit = [node for node, reasons in why.items() if not reasons]
         wanted = spec.nodes + spec.spares
-        seen = f"{len(fit)} of {len(why)} fit, pods that are there not counted"
+        finding = f"{len(fit)} of {len(why)} fit, pods that are there not counted"
         unfit = [
             f"{node}: {', '.join(reasons)}" for node, reasons in sorted(why.items()) if reasons
         ]
         if len(fit) < wanted and unfit:
             more = f"; and {len(unfit) - SHOWN_NODES} more" if len(unfit) > SHOWN_NODES else ""
-            seen += f"; {'; '.join(unfit[:SHOWN_NODES])}{more}"
+            finding += f"; {'; '.join(unfit[:SHOWN_NODES])}{more}"
         outcome = CheckOutcome.OK if len(fit) >= wanted else CheckOutcome.WARNING
         outcome = outcome if len(fit) >= spec.nodes else CheckOutcome.FAILED
-        return _check("nodes", outcome, seen, f"{spec.nodes} and {spec.spares} spare")
+        return _check("nodes", outcome, finding, f"{spec.nodes} and {spec.spares} spare")
 
     def _image(self, nodes: Sequence[Document] | None) -> Check:
-        (agent,) = (one for one in self._pod["containers"] if one["name"] == objects.AGENT)
+        (agent,) = (
+            container for container in self._pod["containers"] if container["name"] == objects.AGENT
+        )
         return check_image(
             agent["image"],
             policy=agent.get("imagePullPolicy", "IfNotPresent"),  # an overlay may remove it
@@ -357,25 +358,27 @@ class ClusterChecks:
         )
 
     def _pull_secrets(self, image: ImageName) -> PullSecrets:
-        """What the pod pulls with: its own Secrets, or those of its account."""
+        """Read the Secrets that the pod pulls with: its own, or those of its account."""
         named = self._pod.get("imagePullSecrets")
         if not named:
-            account = self._look(SERVICE_ACCOUNTS, self._pod.get("serviceAccountName", "default"))
+            account = self._look_up(
+                SERVICE_ACCOUNTS, self._pod.get("serviceAccountName", "default")
+            )
             named = (account.document or {}).get("imagePullSecrets")
-        secrets = PullSecrets([one["name"] for one in named or ()])
+        secrets = PullSecrets([reference["name"] for reference in named or ()])
         for name in secrets.names:
-            found = self._look(SECRETS, name)
-            if found.document is not None:
-                with suppress(ValueError):  # it has its own line, and nodes do without it
-                    secrets.credentials += credentials_of(found.document).for_image(image)
-            elif not found.is_known:
+            lookup = self._look_up(SECRETS, name)
+            if lookup.document is not None:
+                with suppress(ValueError):  # another check reports it, and nodes do without it
+                    secrets.credentials += credentials_of(lookup.document).for_image(image)
+            elif not lookup.is_known:
                 secrets.unknown.append(name)
         return secrets
 
     def _mindcluster(self) -> Check:
         if not self._spec.mindcluster:
             return _check("mindcluster", CheckOutcome.SKIPPED, "engine.mindcluster=false")
-        # Those of nodes have the nodes' names; a Role may name ClusterD's one by one.
+        # ConfigMaps of nodes have the nodes' names; a Role may list the names of ClusterD's.
         places = ((DEVICE_NAMESPACE, ""), (CLUSTER_NAMESPACE, "cluster-info-device-0"))
         missing = [
             f"{name or DEVICE_PREFIX + '*'} in {place}"
@@ -388,5 +391,5 @@ class ClusterChecks:
         return _check("mindcluster", CheckOutcome.OK, "its reports are read where there are any")
 
 
-def _check(name: str, outcome: CheckOutcome, seen: str, allowed: str = "") -> Check:
-    return Check(name=name, outcome=outcome, seen=seen, allowed=allowed)
+def _check(name: str, outcome: CheckOutcome, finding: str, allowed: str = "") -> Check:
+    return Check(name=name, outcome=outcome, seen=finding, allowed=allowed)

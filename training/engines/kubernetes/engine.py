@@ -1,7 +1,7 @@
 """The engine of a Kubernetes cluster: each container is a pod, its agent the first process.
 
-The cluster's scheduler chooses nodes; isolated ones are excluded by the affinity of new pods, for
-which no right on nodes is needed. Whatever was made is found again by its labels. Times are
+The cluster's scheduler chooses nodes; the affinity of new pods excludes isolated ones, for which
+the engine needs no right on nodes. It finds all objects of a run by their labels. Times are
 seconds.
 """
 
@@ -20,7 +20,7 @@ from perdure.training.config.engine import KubernetesEngineSpec, Reach
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import AgentEndpoint, Placement
-from perdure.training.engines.kubernetes import objects, pods
+from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
     EVENTS,
@@ -31,33 +31,40 @@ from perdure.training.engines.kubernetes.api import (
     Resource,
     connect,
 )
-from perdure.training.engines.kubernetes.fault_feed import FaultFeed, taken_out, texts_of
+from perdure.training.engines.kubernetes.fault_feed import FaultFeed, exclusions, fault_logs
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from perdure.training.engines.kubernetes.objects import Document
-from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd, await_up
-from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd
+from perdure.training.engines.kubernetes.pods import (
+    Pod,
+    explain_loss,
+    lost_with_node,
+    read_pods,
+    vanished,
+)
+from perdure.training.engines.kubernetes.watching import Informer
 from perdure.training.errors import EngineError
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeLog
 
-FORWARDED_POLL_S = 1.0  # each call is a request of its own to the API server
+FORWARDED_POLL_S = 1.0  # each call is a separate request to the API server
 POLL_S = 0.2
-NOTES_APART_S = 0.5  # between two questions for events about a pod that is being lost
+EVENTS_APART_S = 0.5  # between two lists of the events about a pod that is being lost
 
 _log = logging.getLogger("perdure.engine")
 
 
 class KubernetesEngine:
-    """Pods of one cluster; the arguments are those of `make_engine`."""
+    """Containers as pods of a cluster; the arguments are those of `make_engine`."""
 
     def __init__(
         self,
         job: Job,
         *,
-        home: Path,  # noqa: ARG002 every engine's; nothing of this one is on this machine
+        home: Path,  # noqa: ARG002 every engine has it; this one keeps no files here
         epoch: int,
         secrets_env: Mapping[str, str] | None = None,
         created_s: float = 0.0,
@@ -65,22 +72,22 @@ class KubernetesEngine:
         assert isinstance(job.engine, KubernetesEngineSpec)  # noqa: S101 the registry sees to it
         self._job, self._spec = job, job.engine
         self._api = connect(context=self._spec.context, namespace=self._spec.namespace)
-        self._pods = Watched(self._api, PODS, labels=objects.selector(job, objects.AGENT))
+        self._informer = Informer(self._api, PODS, labels=objects.selector(job, objects.AGENT))
         self._cluster_nodes = ClusterNodes(self._api, self._spec, job.run_id)
         self._creation = PodCreation(
-            self._api, job, self._spec,
+            self._api, self._informer, job, self._spec,
             epoch=epoch, secrets_env=secrets_env or {}, created_s=created_s,
         )  # fmt: skip
-        self._ending = PodEnd(self._api, self._pods, self._cluster_nodes, self._address)
+        self._ending = PodEnd(self._api, self._informer, self._cluster_nodes, self._address)
         self._forwarder = None if self._is_direct else Forwarder(self._api, self._spec.agent_port)
-        self._members: dict[int, Member] = {}  # of the placement that is there
-        self._current: dict[int, str] = {}  # name of each member's pod, of those that have one
-        self._last: dict[str, AgentEndpoint] = {}  # by pod, as it was when it was last there
+        self._members: dict[int, Member] = {}  # the current placement's
+        self._current: dict[int, str] = {}  # names of the members' pods, where they have one
+        self._last: dict[str, AgentEndpoint] = {}  # by pod, as of its last document
         self._tokens: dict[str, str] = {}
         self._is_ours = False
-        self._events: dict[str, tuple[float, Sequence[Document]]] = {}  # by pod, and when asked
+        self._events: dict[str, tuple[float, Sequence[Document]]] = {}  # by pod, with their time
         self._feed = FaultFeed(self._api) if self._spec.mindcluster else None
-        self._taken_out: dict[str, str] = {}  # nodes that MindCluster speaks against, with why
+        self._excluded: dict[str, str] = {}  # nodes that MindCluster takes out, with reasons
 
     @property
     def _is_direct(self) -> bool:
@@ -95,25 +102,25 @@ class KubernetesEngine:
 
     @property
     def sees_agents(self) -> bool:
-        """Whether they can be reached: through the API server only while it answers."""
-        return self._forwarder is None or not (self._forwarder.is_cut or self._pods.is_away)
+        """Whether agents can be reached: through the API server only while it answers."""
+        return self._forwarder is None or not (self._forwarder.is_cut or self._informer.is_away)
 
     def _begin(self) -> None:
-        """Know the pods of the run, once it is sure that they are its own.
+        """Follow the run's pods, and make sure that they are not another run's.
 
         Raises:
             EngineError: another run of this name is in the namespace.
         """
-        self._pods.start()
+        self._informer.start()
         if self._is_ours:
             return
         try:
-            found = self._api.get(CONFIG_MAPS, objects.name_of(self._job))
+            owner = self._api.get(CONFIG_MAPS, objects.name_of(self._job))
         except ApiError as error:
             if not error.is_absent:
                 raise
             return
-        store = (found.get("data") or {}).get("store")
+        store = (owner.get("data") or {}).get("store")
         if store != self._job.storage.address:
             where = f"namespace {self._api.namespace}"
             raise EngineError(
@@ -124,22 +131,22 @@ class KubernetesEngine:
 
     @property
     def poll_s(self) -> float:
-        """How often a look at all agents is worth what it takes."""
+        """How often polling all agents is worth its cost."""
         return POLL_S if self._forwarder is None else FORWARDED_POLL_S
 
     def nodes(self) -> Sequence[str] | None:
-        """None: the cluster's scheduler knows them."""
+        """Return None: the cluster's scheduler chooses nodes."""
         return None
 
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
-        """Start a pod for every member; the run's former pods are ended first."""
-        if ready:  # what owns all stays, or those that are ready would go with it
+        """End the run's pods, and start one for every member."""
+        if ready:  # the ConfigMap that owns all stays, or the spares would go with it
             self._begin()
-            self._pods.refresh()
-            former = [pod for name, pod in self._pods.objects.items() if name not in ready]
+            self._informer.refresh()
+            former = [pod for name, pod in self._pods.items() if name not in ready]
             self._ending.end(former)
             for pod in former:
-                self._api.delete(SECRETS, pods.name_of(pod))
+                self._api.delete(SECRETS, pod.name)
         else:
             self.end()
         self._launch(placement, [member.index for member in placement.members], ready)
@@ -149,120 +156,118 @@ class KubernetesEngine:
     ) -> None:
         """Start new pods for these members; the others keep theirs."""
         self._begin()
-        found = self._pods.objects.values()
-        former = [pod for pod in found if pods.member_of(pod) in members]
+        former = [pod for pod in self._pods.values() if pod.member in members]
         self._ending.end(former, left=placement.avoid)
         self._launch(placement, members, ready)
 
-    def stand_by(self, placement: Placement, node: str) -> None:
-        """Make a pod that is to be some member's later; returns at once."""
-        with self._at_once():
+    def start_spare(self, placement: Placement, node: str) -> None:
+        """Create a spare pod; returns at once."""
+        with self._without_patience():
             self._prepare(placement)
             nobody = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
-            plan = self._creation.plan(self._spared(placement), nobody)
+            plan = self._creation.plan(self._without_excluded(placement), nobody)
             try:
                 self._tokens |= self._creation.create([plan], wait_s=0.0)
             except EngineError:
-                self._api.delete(SECRETS, plan.name)  # made before the pod
+                self._api.delete(SECRETS, plan.name)  # it is created before the pod
                 raise
 
     @contextmanager
-    def _at_once(self) -> Iterator[None]:
-        """Ask the API server once: what follows is not worth keeping a watched run waiting.
+    def _without_patience(self) -> Iterator[None]:
+        """Try each request once, since the supervisor watches a run meanwhile.
 
         Raises:
-            EngineError: it does not answer.
+            EngineError: the API server does not answer.
         """
-        if self._pods.is_away:
+        if self._informer.is_away:
             raise EngineError("the API server does not answer")
-        before, self._api.patience_s = self._api.patience_s, 0.0
+        patience_s, self._api.patience_s = self._api.patience_s, 0.0
         try:
             yield
         finally:
-            self._api.patience_s = before
+            self._api.patience_s = patience_s
 
-    def standing_by(self) -> Mapping[str, AgentEndpoint]:
-        """The pods that no member has taken yet, by name."""
-        found = self._pods.objects
+    def warm_spares(self) -> Mapping[str, AgentEndpoint]:
+        """The spare pods that no member has taken yet, by name."""
+        by_name = self._pods
         return {
-            name: self._contact(name, found)
-            for name, pod in found.items()
-            if pods.stands_by(pod) and not pods.is_leaving(pod)
+            name: self._contact(name, by_name)
+            for name, pod in by_name.items()
+            if pod.is_spare and not pod.is_leaving
         }
 
-    def dismiss(self, names: Collection[str]) -> None:
-        """Delete some of them; nothing is waited for."""
-        with self._at_once():
+    def end_spares(self, names: Collection[str]) -> None:
+        """Delete spare pods without waiting for their end."""
+        with self._without_patience():
             for name in names:
                 self._api.delete(PODS, name, grace_s=1)
                 self._api.delete(SECRETS, name)
         self._keep_ways()
 
     def _keep_ways(self) -> None:
-        """Have no way to agents that are gone."""
+        """Close the ways to agents that are gone."""
         if self._forwarder is not None:
-            self._forwarder.keep({*self._current.values(), *self.standing_by()})
+            self._forwarder.keep({*self._current.values(), *self.warm_spares()})
 
     def adopt(self, placement: Placement) -> frozenset[int]:
-        """Find the pods of a placement made earlier. Indices of the members that live."""
+        """Find the pods of an earlier placement. Returns the indices of living members."""
         self._begin()
         self._cluster_nodes.start()
         self._members = {member.index: member for member in placement.members}
         counts = {index: member.schedule_cnt for index, member in self._members.items()}
         self._current = {
-            pods.member_of(pod): name
+            pod.member: name
             for name, pod in self._newest().items()
-            if counts.get(pods.member_of(pod)) == pods.schedule_cnt_of(pod)
+            if counts.get(pod.member) == pod.schedule_cnt
         }
-        self._learn_tokens([*self._current.values(), *self.standing_by()])
-        found = self._pods.objects
-        return frozenset(index for index, name in self._current.items() if _lives(found.get(name)))
+        self._learn_tokens([*self._current.values(), *self.warm_spares()])
+        living = {name for name, pod in self._pods.items() if pod.is_up and not pod.is_leaving}
+        return frozenset(index for index, name in self._current.items() if name in living)
 
     def contacts(self) -> Mapping[int, AgentEndpoint]:
         """The pods of the placement that was submitted or adopted last."""
-        found = self._pods.objects
+        by_name = self._pods
         return {
-            index: self._contact(self._current.get(index, ""), found, member)
+            index: self._contact(self._current.get(index, ""), by_name, member)
             for index, member in self._members.items()
         }
 
     def inventory(self) -> Mapping[int, AgentEndpoint]:
-        """The pods that the run has, whoever made them and for whichever placement."""
+        """All pods of the run's members, also those of other supervisors and placements."""
         self._begin()
-        self._pods.refresh()
+        self._informer.refresh()
         newest = self._newest()
         self._learn_tokens(newest)
-        return {pods.member_of(pod): self._contact(name, newest) for name, pod in newest.items()}
+        return {pod.member: self._contact(name, newest) for name, pod in newest.items()}
 
     def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:
-        """What MindCluster reports since then of the nodes of the placement."""
+        """Read MindCluster's reports of the placement's nodes since a moment."""
         if self._feed is None:
             return []
-        found = self._pods.objects
+        by_name = self._pods
         current = {c.node: self._current.get(i, "") for i, c in self.contacts().items() if c.node}
         chips = {
-            node: pods.chips_of(found[name]) if name in found else ()
-            for node, name in current.items()
+            node: by_name[name].chips if name in by_name else () for node, name in current.items()
         }
         return [
             (node, text)
             for node, faults in self._feed.of_run(list(chips)).items()
-            for text in texts_of(faults, since_s=since_s, chips=chips[node])
+            for text in fault_logs(faults, since_s=since_s, chips=chips[node])
         ]
 
     def end(self) -> None:
-        """End every pod of the run, and all that belongs to it."""
+        """End every pod of the run, and delete all its objects."""
         self._begin()
-        self._pods.refresh()
-        self._ending.end(list(self._pods.objects.values()))
+        self._informer.refresh()
+        self._ending.end(list(self._pods.values()))
         self._api.delete(CONFIG_MAPS, objects.name_of(self._job))
         # The garbage collector does so, too, but not while the controller manager is away.
         for resource in self._owned:
             for name in self._names(resource):
                 self._api.delete(resource, name)
 
-    def left_over(self) -> Sequence[str]:
-        """Names of the run's objects, by their kind; a pod's processes end before it does."""
+    def leftovers(self) -> Sequence[str]:
+        """List the run's objects by kind and name; a pod's processes end before it does."""
         return [
             f"{resource.plural}/{name}"
             for resource in (PODS, CONFIG_MAPS, *self._owned)
@@ -271,63 +276,63 @@ class KubernetesEngine:
 
     @property
     def _owned(self) -> tuple[Resource, ...]:
-        """What the run has beside its pods and the ConfigMap that owns all."""
+        """The kinds of the run's objects beside its pods and the ConfigMap that owns them."""
         return (SECRETS, POD_GROUPS) if self._spec.volcano is not None else (SECRETS,)
 
     def _names(self, resource: Resource) -> list[str]:
         items, _ = self._api.list(resource, labels=objects.selector(self._job))
         return [str(item["metadata"]["name"]) for item in items]
 
-    def _newest(self) -> dict[str, Document]:
-        """Of each member the pod that was made last, by name; a dead node may keep older ones."""
-        newest: dict[int, Document] = {}
-        members = [pod for pod in self._pods.objects.values() if not pods.stands_by(pod)]
-        for pod in sorted(members, key=_made_at):
-            if not pods.is_leaving(pod) or pods.member_of(pod) not in newest:
-                newest[pods.member_of(pod)] = pod
-        return {pods.name_of(pod): pod for pod in newest.values()}
+    @property
+    def _pods(self) -> dict[str, Pod]:
+        return read_pods(self._informer.objects)
+
+    def _newest(self) -> dict[str, Pod]:
+        """The newest pod of each member, by name; a dead node may keep older ones."""
+        newest: dict[int, Pod] = {}
+        pods = [pod for pod in self._pods.values() if not pod.is_spare]
+        for pod in sorted(pods, key=_creation_order):
+            if not pod.is_leaving or pod.member not in newest:
+                newest[pod.member] = pod
+        return {pod.name: pod for pod in newest.values()}
 
     def _contact(
-        self, name: str, found: Mapping[str, Document], member: Member | None = None
+        self, name: str, by_name: Mapping[str, Pod], member: Member | None = None
     ) -> AgentEndpoint:
-        """How a pod's agent is reached; asks nobody, for the API server may be away."""
-        pod, token = found.get(name), self._tokens.get(name, "")
+        """Describe a pod to the fleet without a request: the API server may be away."""
+        pod, token = by_name.get(name), self._tokens.get(name, "")
         if pod is None:
             last = self._last.get(name)
             node = last.node if last is not None else member.node if member is not None else ""
             host = last.host if last is not None else ""
-            return AgentEndpoint(node, token, None, host, loss=self._with_node(pods.gone(node)))
-        node, host = pods.node_of(pod), pods.host_of(pod)
-        loss = pods.loss_of(pod)
+            return AgentEndpoint(node, token, None, host, loss=self._with_node(vanished(node)))
+        loss = pod.loss()
         if loss is not None and loss.fault_class is FaultClass.CONTAINER_LOST:
-            loss = pods.loss_of(pod, self._notes(name))
-        loss = self._with_node(loss) if loss is not None else None
-        address = self._address(pod) if pods.is_up(pod) else None
-        problem = self._cluster_nodes.problem(node)
+            loss = pod.loss(self._pod_events(name))
         contact = AgentEndpoint(
-            node,
+            pod.node,
             token,
-            address,
-            host,
-            loss,
-            problem,
-            stood_by=pods.stood_by(pod),
-            schedule_cnt=pods.schedule_cnt_of(pod),
+            self._address(pod) if pod.is_up else None,
+            pod.host,
+            self._with_node(loss) if loss is not None else None,
+            self._cluster_nodes.problem(pod.node),
+            was_spare=pod.was_spare,
+            schedule_cnt=pod.schedule_cnt,
         )
         self._last[name] = contact
         return contact
 
     def _with_node(self, loss: NodeLoss) -> NodeLoss:
         absence = self._cluster_nodes.absence(loss.node)
-        return pods.lost_with_node(loss, absence) if absence else loss
+        return lost_with_node(loss, absence) if absence else loss
 
-    def _address(self, pod: Document) -> tuple[str, int]:
+    def _address(self, pod: Pod) -> tuple[str, int]:
         if self._forwarder is not None:
-            return self._forwarder.address(pods.name_of(pod))
-        return pods.host_of(pod), self._spec.agent_port
+            return self._forwarder.address(pod.name)
+        return pod.host, self._spec.agent_port
 
     def _learn_tokens(self, names: Iterable[str]) -> None:
-        """Read the tokens of agents that another supervisor has started."""
+        """Read the tokens of agents that an earlier supervisor has started."""
         for name in names:
             if name in self._tokens:
                 continue
@@ -340,24 +345,24 @@ class KubernetesEngine:
             config = base64.b64decode(data[CONFIG_FILE])
             self._tokens[name] = AgentConfig.model_validate_json(config).token
 
-    def _notes(self, name: str) -> Sequence[Document]:
-        """Events about a pod, oldest first, where they may be read.
+    def _pod_events(self, name: str) -> Sequence[Document]:
+        """Read the events about a pod, oldest first, where the run has the right to.
 
-        The one that says who took the pod away may be written a moment after the deletion.
+        The event with the reason of a deletion may be written a moment later.
         """
-        asked_s, known = self._events.get(name, (0.0, ()))
+        asked_s, events = self._events.get(name, (0.0, ()))
         now_s = time.monotonic()
-        if pods.says_who(known) or now_s < asked_s + NOTES_APART_S:
-            return known
+        if explain_loss(events) or now_s < asked_s + EVENTS_APART_S:
+            return events
         fields = f"involvedObject.kind=Pod,involvedObject.name={name}"
         try:
-            found, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
+            items, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
         except ApiError as error:
-            _log.info("why pod %s is lost is not known from events: %s", name, error)
+            _log.info("events do not show why pod %s is lost: %s", name, error)
         else:
-            known = sorted(found, key=lambda one: str(one.get("lastTimestamp")))
-        self._events[name] = (now_s, known)
-        return known
+            events = sorted(items, key=lambda event: str(event.get("lastTimestamp")))
+        self._events[name] = (now_s, events)
+        return events
 
     def _prepare(self, placement: Placement) -> None:
         self._begin()
@@ -368,17 +373,17 @@ class KubernetesEngine:
         self, placement: Placement, members: Collection[int], ready: Collection[str]
     ) -> None:
         self._prepare(placement)
-        placement = self._spared(placement)
+        placement = self._without_excluded(placement)
         self._members = {member.index: member for member in placement.members}
-        chosen = self._chosen(placement, members, ready)
-        self._make_up(placement, set(members) - chosen.keys())
-        # Not before there is room for the others: what was taken stands by no more.
-        taken = self._take(placement, chosen)
-        self._make_up(placement, chosen.keys() - taken)
+        chosen = self._choose_spares(placement, members, ready)
+        self._bring_up(placement, set(members) - chosen.keys())
+        # Not before there is room for the others: members take spares for good.
+        on_spares = self._take_spares(placement, chosen)
+        self._bring_up(placement, chosen.keys() - on_spares)
         self._keep_ways()
 
-    def _make_up(self, placement: Placement, members: Collection[int]) -> None:
-        """Make pods for members and wait until their agents listen; else none is kept."""
+    def _bring_up(self, placement: Placement, members: Collection[int]) -> None:
+        """Create pods for members and wait until their agents listen; delete all if any fails."""
         if not members:
             return
         plans = [
@@ -388,82 +393,71 @@ class KubernetesEngine:
         names = [plan.name for plan in plans]
         try:
             self._tokens |= self._creation.create(plans, wait_s=self._spec.place_timeout_s)
-            await_up(
-                self._pods,
-                names,
-                limit_s=self._spec.place_timeout_s,
-                wait_s=placement.wait_s,
-                left_out=self._taken_out,
-            )
+            self._creation.await_up(names, wait_s=placement.wait_s, left_out=self._excluded)
         except EngineError:
             self._give_back(names)
             raise
 
-    def _chosen(
+    def _choose_spares(
         self, placement: Placement, members: Collection[int], ready: Collection[str]
     ) -> dict[int, str]:
-        """Names of the pods that stand by and are to be taken, by member.
+        """Choose spare pods for members. Returns their names by member.
 
-        Where they are not enough, the others that stand by are ended: they are where room is
-        needed now.
+        Where spares are too few, the engine ends those that no member takes: they have the room
+        that new pods need.
         """
-        standing = self.standing_by()
+        spares = self.warm_spares()
         fits = [
             name
             for name in ready
-            if name in standing
-            and standing[name].loss is None
-            and standing[name].node not in placement.avoid
+            if name in spares
+            and spares[name].loss is None
+            and spares[name].node not in placement.avoid
         ]
-        fits.sort(key=lambda name: standing[name].node in placement.last)
+        fits.sort(key=lambda name: spares[name].node in placement.last)
         chosen = dict(zip(sorted(members), fits, strict=False))
         if len(chosen) < len(members):
-            self.dismiss(standing.keys() - chosen.values())
+            self.end_spares(spares.keys() - chosen.values())
         return chosen
 
-    def _take(self, placement: Placement, chosen: Mapping[int, str]) -> frozenset[int]:
-        """Have members take pods, by changing their labels. Those that have one then."""
-        taken: set[int] = set()
+    def _take_spares(self, placement: Placement, chosen: Mapping[int, str]) -> frozenset[int]:
+        """Have members take spare pods, by their labels. Returns the members that got one."""
+        on_spares: set[int] = set()
         for index, name in chosen.items():
             labels = objects.member_labels(placement.members[index], placement)
             try:
                 self._api.patch(PODS, name, {"metadata": {"labels": labels}})
             except ApiError as error:
-                _log.warning("pod %s stood by and cannot be taken: %s", name, error)
+                _log.warning("no member can take the spare pod %s: %s", name, error)
             else:
-                taken.add(index)
+                on_spares.add(index)
                 self._current[index] = name
-        if taken:
-            self._pods.refresh()
-        return frozenset(taken)
+        if on_spares:
+            self._informer.refresh()
+        return frozenset(on_spares)
 
-    def _spared(self, placement: Placement) -> Placement:
-        """The placement without nodes that MindCluster has taken out; they are not isolated."""
+    def _without_excluded(self, placement: Placement) -> Placement:
+        """Have a placement avoid the nodes that MindCluster takes out, without isolating them."""
         if self._feed is None:
             return placement
-        before, self._taken_out = self._taken_out, taken_out(
-            self._feed.of_cluster(self._cluster_nodes.names)
-        )  # fmt: skip
-        for node, why in self._taken_out.items():
-            if before.get(node) != why:
+        excluded = exclusions(self._feed.of_cluster(self._cluster_nodes.names))
+        for node, why in excluded.items():
+            if self._excluded.get(node) != why:
                 _log.warning("%s gets no new pods, MindCluster reports %s", node, why)
-        return replace(placement, avoid=tuple(dict.fromkeys((*placement.avoid, *self._taken_out))))
+        self._excluded = excluded
+        return replace(placement, avoid=tuple(dict.fromkeys((*placement.avoid, *excluded))))
 
     def _give_back(self, names: Sequence[str]) -> None:
-        """Delete pods that were made in vain, and what was made for them."""
+        """Delete pods that were created in vain, with their Secrets."""
         try:
-            self._pods.refresh()
-            found = self._pods.objects
-            self._ending.end([found[name] for name in names if name in found])
+            self._informer.refresh()
+            by_name = self._pods
+            self._ending.end([by_name[name] for name in names if name in by_name])
             for name in names:
                 self._api.delete(SECRETS, name)
         except EngineError as error:
-            _log.warning("what was placed could not be given back: %s", error)
+            _log.warning("the pods that were placed could not be deleted: %s", error)
 
 
-def _lives(pod: Document | None) -> bool:
-    return pod is not None and pods.is_up(pod) and not pods.is_leaving(pod)
-
-
-def _made_at(pod: Document) -> tuple[int, str]:
-    return pods.schedule_cnt_of(pod), str(pod["metadata"]["creationTimestamp"])
+def _creation_order(pod: Pod) -> tuple[int, str]:
+    return pod.schedule_cnt, str(pod.document["metadata"]["creationTimestamp"])

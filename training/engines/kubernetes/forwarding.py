@@ -1,7 +1,7 @@
-"""The way to agents from outside of a cluster: through the API server, one listener for each pod.
+"""The way to agents from outside of a cluster: through the API server, a listener for each pod.
 
-What calls an agent at the listener's address speaks to the pod: each connection is a stream of
-the API server's port-forward. Listeners are on the loopback address, and agents want their token.
+A caller at the listener's address reaches the pod: each connection becomes a stream of the API
+server's port-forward. Listeners are on the loopback address, and agents require their token.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _log = logging.getLogger("perdure.engine")
 
 
 class Forwarder:
-    """Listeners for pods of one cluster.
+    """Listeners for the pods of a cluster.
 
     Args:
-        api: of the cluster.
-        port: that the agents listen on.
+        api: the cluster.
+        port: the agents' port.
     """
 
     def __init__(self, api: Api, port: int) -> None:
@@ -43,11 +43,11 @@ class Forwarder:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the API server let nobody through the last time."""
+        """Whether the API server did not answer the latest connection."""
         return self._is_cut
 
     def address(self, pod: str) -> tuple[str, int]:
-        """Host and port of this machine that lead to a pod's agent."""
+        """Open a listener for a pod, once. Returns its host and port on this machine."""
         with self._lock:
             if pod not in self._listeners:
                 listener = socket.create_server((LOOPBACK, 0), backlog=64)
@@ -61,7 +61,7 @@ class Forwarder:
     def keep(self, pods: Collection[str]) -> None:
         """Close the listeners of all other pods."""
         with self._lock:
-            for pod in [one for one in self._listeners if one not in pods]:
+            for pod in [name for name in self._listeners if name not in pods]:
                 listener = self._listeners.pop(pod)
                 with suppress(OSError):  # it may not be connected; this wakes accept()
                     listener.shutdown(socket.SHUT_RDWR)
@@ -78,10 +78,10 @@ class Forwarder:
             ).start()
 
     def _carry(self, pod: str, connection: socket.socket) -> None:
-        """One connection to the pod, until either side ends it."""
+        """Carry a connection to the pod until either side ends it."""
         with connection:
             try:
-                # Of its own: for the time of the call the client's requests are all forwards.
+                # A separate client: during the call, all its requests are forwards.
                 api = client.CoreV1Api(client.ApiClient(self._settings))
                 forward = portforward(
                     api.connect_get_namespaced_pod_portforward,
@@ -99,9 +99,9 @@ class Forwarder:
 
 
 def _has_answered(error: BaseException | None) -> bool:
-    """Whether the API server itself did: then it is the pod that is not there.
+    """Whether the API server itself has answered: then the pod is not there.
 
-    The client's own error has status 0; that of the handshake before it has the server's.
+    The client's own error has status 0; that of the handshake below it has the server's.
     """
     while error is not None:
         if getattr(error, "status_code", 0) or getattr(error, "status", 0):
@@ -110,11 +110,11 @@ def _has_answered(error: BaseException | None) -> bool:
     return False
 
 
-def _exchange(one: socket.socket, other: Any) -> None:
-    """Carry bytes both ways until one side has sent its last and the other all it had."""
+def _exchange(connection: socket.socket, stream: Any) -> None:
+    """Carry bytes both ways until either side ends the connection."""
     with selectors.DefaultSelector() as ready:
-        ready.register(one, selectors.EVENT_READ, other)
-        ready.register(other, selectors.EVENT_READ, one)
+        ready.register(connection, selectors.EVENT_READ, stream)
+        ready.register(stream, selectors.EVENT_READ, connection)
         while True:
             for key, _ in ready.select():
                 source: Any = key.fileobj
@@ -125,4 +125,4 @@ def _exchange(one: socket.socket, other: Any) -> None:
                 except OSError:
                     return
                 if not piece:
-                    return  # requests and replies are one line each: nothing else comes
+                    return  # a request and its reply are a line each: nothing else follows

@@ -1,7 +1,7 @@
-"""Whether a job's image can be had: what nodes have of it, and what its registry says. No pod.
+"""The check of a job's image: which nodes have it, and whether its registry does. No pod starts.
 
-What a registry says holds for this machine. Nodes may reach it where this one does not, and have
-mirrors and credentials of their own: what only they can know is a note.
+A registry's answer holds for this machine. Nodes may reach a registry that this machine does not,
+and have mirrors and credentials of their own: the check skips what only they can know.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NAME = "image"
 
 @dataclass(slots=True)
 class PullSecrets:
-    """The Secrets that a pod pulls with, and what they have for one image.
+    """The Secrets that a pod pulls with, and their credentials for an image.
 
     Attributes:
-        names: of all.
+        names: names of all these Secrets.
         credentials: in the order in which nodes try them.
-        unknown: names of those that must not be read.
+        unknown: names of the Secrets that this process may not read.
     """
 
     names: Sequence[str]
@@ -50,53 +50,45 @@ def check_image(
     """Check an image.
 
     Args:
-        image: its name, as the job has it.
-        policy: its imagePullPolicy.
-        nodes: all of the cluster; None: they may not be looked at.
-        read_secrets: reads the pod's Secrets for an image; called when the registry is asked.
-        ask_registry: asks it.
+        image: the image's name in the job.
+        policy: the container's imagePullPolicy.
+        nodes: all nodes of the cluster; None: this process may not read them.
+        read_secrets: reads the pod's Secrets for an image; called before the registry is asked.
+        ask_registry: asks the registry.
     """
     try:
         name = image_name(image)
     except ValueError as error:
         return _check(CheckOutcome.FAILED, str(error))
-    held, is_everywhere = _held(image, nodes)
+    having = image_nodes(image, nodes or ())
+    held = f"has been pulled on {len(having)} of {len(nodes or ())} nodes" if having else ""
     if policy == "Never":
         outcome = CheckOutcome.OK if held else CheckOutcome.WARNING
         outcome = outcome if nodes is not None else CheckOutcome.SKIPPED
         return _check(outcome, f"{image} {held or _UNHELD}; imagePullPolicy is Never")
-    if is_everywhere and policy == "IfNotPresent":
+    if having and len(having) == len(nodes or ()) and policy == "IfNotPresent":
         return _check(CheckOutcome.OK, f"{image} {held}")
     secrets = read_secrets(name)
-    outcome, told = _verdict(
+    outcome, verdict = _verdict(
         name, ask_registry(name, secrets.credentials), secrets, is_held=bool(held)
     )
-    return _check(outcome, f"{image} {told}" + (f"; it {held}" if held else ""))
+    return _check(outcome, f"{image} {verdict}" + (f"; it {held}" if held else ""))
 
 
 # A node lists its 50 largest images.
 _UNHELD = "is on no node's list"
 
 
-def _held(image: str, nodes: Sequence[Document] | None) -> tuple[str, bool]:
-    """Which nodes have an image, "" where none is known, and whether all have it."""
-    having = image_nodes(image, nodes or ())
-    if not having:
-        return "", False
-    of_all = len(nodes or ())
-    return f"has been pulled on {len(having)} of {of_all} nodes", len(having) == of_all
-
-
 def _verdict(
     name: ImageName, answer: Answer, secrets: PullSecrets, *, is_held: bool
 ) -> tuple[CheckOutcome, str]:
-    """How a registry's answer counts, and in which words."""
+    """Judge a registry's answer. Returns the outcome of the check and its words."""
     registry = name.registry
     match answer.presence:
         case Presence.FOUND:
             return CheckOutcome.OK, f"is in its registry {registry}"
         case Presence.ABSENT:
-            # A node that has it pulled it: from a mirror, perhaps, where others can, too.
+            # A node that has the image pulled it, perhaps from a mirror that the others reach, too.
             outcome = CheckOutcome.WARNING if is_held else CheckOutcome.FAILED
             return outcome, f"is not in its registry: of {registry}, {answer.said}"
         case Presence.NOT_ASKED:
@@ -119,5 +111,5 @@ def _denied(refused: str, secrets: PullSecrets) -> tuple[CheckOutcome, str]:
     return CheckOutcome.WARNING, f"{text}: nodes need credentials of their own"
 
 
-def _check(outcome: CheckOutcome, seen: str) -> Check:
-    return Check(name=NAME, outcome=outcome, seen=seen)
+def _check(outcome: CheckOutcome, finding: str) -> Check:
+    return Check(name=NAME, outcome=outcome, seen=finding)

@@ -1,22 +1,16 @@
-"""The parts of an image's name, completed as container runtimes complete it. Pure.
+"""Questions to the registry of an image: the image's full name, a Secret's credentials, a HEAD.
 
-The grammar is that of https://github.com/distribution/reference; what is left out stands for Docker
-Hub, its library, and the tag "latest".
-
-The users of registries that a Secret names, and which of them are for an image. Pure.
-
-As the kubelet reads them
+Names have the grammar of https://github.com/distribution/reference; missing parts stand for Docker
+Hub, its library, and the tag "latest". Secrets are read as the kubelet reads them
 (https://kubernetes.io/docs/concepts/containers/images/#config-json): keys are hosts with a port and
 the beginning of a path, where `*` stands for a part of the host's name; the longest goes first.
 
-Whether an image is in its registry, asked of the registry itself. Times are seconds.
-
-A HEAD of its manifest, as a node's container runtime asks before it pulls
+The question is a HEAD of the manifest, as a node's container runtime sends it before it pulls
 (https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#checking-if-content-exists-in-the-registry),
-with a token where the registry wants one
-(https://distribution.github.io/distribution/spec/auth/token/). Passwords and tokens go nowhere but
-to the registry and the address that it names for tokens, and never into a message. A host that it
-redirects to may have the manifest, and is shown neither.
+with a token where the registry requires it
+(https://distribution.github.io/distribution/spec/auth/token/). Passwords and tokens go only to the
+registry and the address that it names for tokens, and never into a message. A host that the
+registry redirects to may have the manifest and gets neither. Times are seconds.
 """
 
 from __future__ import annotations
@@ -62,23 +56,23 @@ class ImageName:
     reference: str
 
     def __str__(self) -> str:
-        """As it is written, complete."""
+        """The complete name."""
         mark = "@" if ":" in self.reference else ":"
         return f"{self.registry}/{self.repository}{mark}{self.reference}"
 
 
 def image_name(text: str) -> ImageName:
-    """The parts of an image's name.
+    """Parse an image's name.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not the name of an image.
     """
-    rest, _, digest = text.partition("@")
-    first, slash, path = rest.partition("/")
+    locator, _, digest = text.partition("@")
+    first, slash, path = locator.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
         registry = first
     else:
-        registry, path = _HUB, rest
+        registry, path = _HUB, locator
     repository, colon, tag = path.partition(":")
     if registry == _HUB and "/" not in repository:
         repository = f"library/{repository}"
@@ -90,30 +84,30 @@ def image_name(text: str) -> ImageName:
 
 
 KIND = "kubernetes.io/dockerconfigjson"
-OLD_KIND = "kubernetes.io/dockercfg"  # has what the other has below "auths", and nothing else
+OLD_KIND = "kubernetes.io/dockercfg"  # has the entries below the newer kind's "auths"
 _KEYS = {KIND: ".dockerconfigjson", OLD_KIND: ".dockercfg"}
-# The key of Docker Hub is an address of long ago.
+# Docker Hub's key is one of its former addresses.
 _HUB_KEYS = frozenset({"index.docker.io", "registry-1.docker.io"})
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The users that a Secret names, by the registries and paths that they are for."""
+    """The credentials in a Secret, by registry and path."""
 
     by_place: Mapping[str, Credential]
 
     def for_image(self, image: ImageName) -> list[Credential]:
-        """Those for an image, in the order in which nodes try them."""
+        """Select the credentials for an image, in the order in which nodes try them."""
         places = sorted(self.by_place, reverse=True)
         return [self.by_place[place] for place in places if _is_for(place, image)]
 
 
 def credentials_of(secret: Document) -> Credentials:
-    """The credentials that a Secret has.
+    """Parse the credentials in a Secret.
 
     Raises:
-        ValueError: it is of another type, or cannot be read. The message has nothing of what is
-            in it.
+        ValueError: the Secret has another type, or cannot be parsed. The message quotes none of
+            its content.
     """
     kind = secret.get("type")
     key = _KEYS.get(str(kind))
@@ -122,16 +116,18 @@ def credentials_of(secret: Document) -> Credentials:
     try:
         content = json.loads(base64.b64decode((secret.get("data") or {})[key], validate=True))
         entries = content["auths"] if kind == KIND else content
-        found = {_place(place): _credential(entry) for place, entry in entries.items()}
+        by_place = {_place(place): _credential(entry) for place, entry in entries.items()}
     except (KeyError, TypeError, AttributeError, ValueError):
         raise ValueError(f"its {key} is no configuration of Docker's client") from None
-    return Credentials({place: one for place, one in found.items() if one is not None})
+    return Credentials(
+        {place: credential for place, credential in by_place.items() if credential is not None}
+    )
 
 
 def _place(key: str) -> str:
-    """A key without what the kubelet does not look at."""
-    _, mark, rest = key.partition("://")
-    host, _, path = (rest if mark else key).rstrip("/").partition("/")
+    """Strip a key of the parts that the kubelet ignores."""
+    _, mark, location = key.partition("://")
+    host, _, path = (location if mark else key).rstrip("/").partition("/")
     if host in _HUB_KEYS:
         host = "docker.io"
     return f"{host}/{path}" if path not in ("", "v1", "v2") else host
@@ -146,9 +142,9 @@ def _is_for(place: str, image: ImageName) -> bool:
 
 
 def _credential(entry: Mapping[str, Any]) -> Credential | None:
-    """None: an entry without a name and a password, such as that of a helper.
+    """Parse an entry; None: it has no name and password, such as the entry of a helper.
 
-    As the kubelet has it, `auth` wins over the two, and may lack its padding
+    As for the kubelet, `auth` wins over the two, and may lack its padding
     (https://github.com/kubernetes/kubernetes/blob/v1.31.0/pkg/credentialprovider/config.go).
     """
     username, password = entry.get("username"), entry.get("password")
@@ -163,17 +159,17 @@ def _credential(entry: Mapping[str, Any]) -> Credential | None:
     return Credential(str(username), SecretStr(str(password)))
 
 
-REQUEST_TIMEOUT_S = 5.0  # of each step of a request; three requests at most for each credential
-TIMEOUT_S = 20.0  # of the whole question
+REQUEST_TIMEOUT_S = 5.0  # for each step of a request; each credential takes at most three
+TIMEOUT_S = 20.0  # for the whole question
 THREAD_NAME = "image-registry"
-TOKEN_LIMIT_BYTES = 1024 * 1024  # of the answer that has it; a token has a few KB
+TOKEN_LIMIT_BYTES = 1024 * 1024  # for the answer with the token, which has a few KB
 MANIFESTS = (
     "application/vnd.oci.image.index.v1+json",
     "application/vnd.oci.image.manifest.v1+json",
     "application/vnd.docker.distribution.manifest.list.v2+json",
     "application/vnd.docker.distribution.manifest.v2+json",
 )
-# Docker Hub's API is elsewhere than its name.
+# The host of Docker Hub's API is not that of its images' names.
 _API_HOSTS = {"docker.io": "registry-1.docker.io"}
 _NO_AUTH = httpx.Auth()
 _DENIED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
@@ -186,30 +182,30 @@ _CHALLENGE = re.compile(
 
 
 class Presence(StrEnum):
-    """What a registry says of an image."""
+    """A registry's verdict on an image."""
 
     FOUND = "found"
     ABSENT = "absent"
     DENIED = "denied"
-    NOT_ASKED = "not_asked"  # it could not be reached, or did not answer the question
+    NOT_ASKED = "not_asked"  # the registry could not be reached, or did not answer the question
 
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """Of a user of a registry."""
+    """Name and password of a registry's user."""
 
     username: str
     password: SecretStr
 
     @property
     def basic(self) -> httpx.BasicAuth:
-        """For a request."""
+        """The credential as the client sends it."""
         return httpx.BasicAuth(self.username, self.password.get_secret_value())
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a registry said, and in which words, on one line."""
+    """A registry's verdict, with its words on a single line."""
 
     presence: Presence
     said: str
@@ -217,23 +213,23 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """How a registry wants to be asked: a scheme in small letters, and its parameters."""
+    """A registry's demand for credentials: a scheme in small letters, and its parameters."""
 
     scheme: str
     parameters: Mapping[str, str]
 
 
 def challenges(text: str) -> list[Challenge]:
-    """The challenges of a WWW-Authenticate header."""
-    found: list[tuple[str, dict[str, str]]] = []
+    """Parse a WWW-Authenticate header."""
+    pairs: list[tuple[str, dict[str, str]]] = []
     for part in _CHALLENGE.finditer(text):
         if part["scheme"]:
-            found.append((part["scheme"].lower(), {}))
-        elif found:
+            pairs.append((part["scheme"].lower(), {}))
+        elif pairs:
             quoted = part["quoted"]
             value = part["plain"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
-            found[-1][1][part["name"].lower()] = value
-    return [Challenge(scheme, parameters) for scheme, parameters in found]
+            pairs[-1][1][part["name"].lower()] = value
+    return [Challenge(scheme, parameters) for scheme, parameters in pairs]
 
 
 def ask(
@@ -243,13 +239,13 @@ def ask(
     timeout_s: float = TIMEOUT_S,
     transport: httpx.BaseTransport | None = None,
 ) -> Answer:
-    """Whether an image is in its registry.
+    """Ask an image's registry whether it has the image.
 
     Args:
-        image: its name.
-        credentials: tried in turn, as a node does; none: it is asked as by anybody.
-        timeout_s: after which it counts as not asked, whatever it waits for.
-        transport: of the requests, in tests.
+        image: the image's full name.
+        credentials: tried in turn, as a node does; empty: the question is anonymous.
+        timeout_s: limit after which the registry counts as not asked.
+        transport: carries the requests, in tests.
     """
     done: Future[Answer] = Future()
     ends_s = time.monotonic() + timeout_s
@@ -260,7 +256,7 @@ def ask(
         except BaseException as error:  # noqa: BLE001 raised by result()
             done.set_exception(error)
 
-    # A look-up of a name has no time-out of its own, and headers may come byte by byte.
+    # A name's resolution has no time-out, and headers may come byte by byte.
     threading.Thread(target=work, name=THREAD_NAME, daemon=True).start()
     try:
         return done.result(timeout_s)
@@ -290,7 +286,7 @@ def _ask(
 
 
 def base_url(registry: str) -> str:
-    """Where a registry is asked: without TLS only on this machine, as container runtimes do."""
+    """Compose a registry's URL: without TLS only on this machine, as container runtimes do."""
     host = _API_HOSTS.get(registry, registry)
     return f"{'http' if _is_loopback(host) else 'https'}://{host}"
 
@@ -307,13 +303,13 @@ def _is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What is asked with one credential.
+    """The question for an image with a credential.
 
     Attributes:
-        client: that asks.
-        image: whose manifest is asked for.
-        credential: None: as by anybody.
-        ends_s: when nothing more is asked, by the monotonic clock.
+        client: sends the requests.
+        image: the image's full name.
+        credential: None: the question is anonymous.
+        ends_s: when requests end, by the monotonic clock.
     """
 
     client: httpx.Client
@@ -322,18 +318,18 @@ class _Question:
     ends_s: float
 
     def answer(self) -> Answer:
-        """Ask.
+        """Ask the registry.
 
         Raises:
-            ValueError: what was answered is no token, or a password would go over a network in
-                clear.
+            ValueError: the server of tokens gave no token, or a password would cross a network in
+                the clear.
             httpx.HTTPError: the registry, or the server of its tokens, does not answer.
         """
         base = base_url(self.image.registry)
         response = self._head({})
-        if response.status_code == HTTPStatus.UNAUTHORIZED and _is_of(response, base):
+        if response.status_code == HTTPStatus.UNAUTHORIZED and _is_from(response, base):
             offered = challenges(", ".join(response.headers.get_list("www-authenticate")))
-            by_scheme = {one.scheme: one.parameters for one in offered}
+            by_scheme = {challenge.scheme: challenge.parameters for challenge in offered}
             if "bearer" in by_scheme:
                 token = self._token(by_scheme["bearer"])
                 if token is None:
@@ -344,14 +340,14 @@ class _Question:
         return _answer(response, base)
 
     def _head(self, headers: Mapping[str, str], auth: httpx.Auth = _NO_AUTH) -> httpx.Response:
-        self._look_at_the_clock()
+        self._check_time()
         image = self.image
         url = f"{base_url(image.registry)}/v2/{image.repository}/manifests/{image.reference}"
         headers = {"Accept": ", ".join(MANIFESTS), **headers}
         return self.client.head(url, headers=headers, auth=auth)
 
     def _token(self, parameters: Mapping[str, str]) -> SecretStr | None:
-        """A token for pulls; None: the credential, or its absence, is refused."""
+        """Get a token for pulls; None: the server refuses the credential, or its absence."""
         realm = httpx.URL(parameters.get("realm", ""))
         is_plain = base_url(self.image.registry).startswith("http:") and _is_loopback(realm.host)
         if realm.scheme != "https" and not is_plain:
@@ -373,16 +369,16 @@ class _Question:
         return SecretStr(token)
 
     def _get(self, url: httpx.URL) -> bytes | None:
-        """What the server of tokens answers; None: it refuses."""
-        self._look_at_the_clock()
+        """Read the answer of the server of tokens; None: it refuses."""
+        self._check_time()
         content = bytearray()
         with self.client.stream(
             "GET",
             url,
-            # What is compressed has no size that is known before.
+            # The size of a compressed answer is not known beforehand.
             headers={"Accept-Encoding": "identity"},
             auth=self.credential.basic if self.credential is not None else _NO_AUTH,
-            # It would be another address than the registry names.
+            # The registry does not name the address of a redirect.
             follow_redirects=False,
         ) as response:
             if response.status_code in _DENIED:
@@ -391,19 +387,19 @@ class _Question:
             if "content-encoding" in response.headers:
                 raise ValueError(f"{url.host} answers in a form that was not asked for")
             for part in response.iter_bytes():
-                self._look_at_the_clock()
+                self._check_time()
                 content += part
                 if len(content) > TOKEN_LIMIT_BYTES:
                     raise ValueError(f"{url.host} answers more than {TOKEN_LIMIT_BYTES} bytes")
         return bytes(content)
 
-    def _look_at_the_clock(self) -> None:
+    def _check_time(self) -> None:
         if time.monotonic() >= self.ends_s:
             raise httpx.TimeoutException("no answer in time")
 
 
-def _is_of(response: httpx.Response, base: str) -> bool:
-    """Whether it is the registry's own, and not of where that redirects to."""
+def _is_from(response: httpx.Response, base: str) -> bool:
+    """Whether the registry itself answered, and not a host that it redirects to."""
     ours, theirs = httpx.URL(base), response.url
     return (ours.scheme, ours.host, ours.port) == (theirs.scheme, theirs.host, theirs.port)
 
@@ -411,7 +407,7 @@ def _is_of(response: httpx.Response, base: str) -> bool:
 def _answer(response: httpx.Response, base: str) -> Answer:
     status = f"answers {response.status_code} {response.reason_phrase}".rstrip()
     said = f"it {status}"
-    if response.status_code in _DENIED and not _is_of(response, base):
+    if response.status_code in _DENIED and not _is_from(response, base):
         where = f"{response.url.scheme}://{response.url.netloc.decode()}"
         return Answer(Presence.NOT_ASKED, f"it redirects to {where}, which {status}")
     if response.is_success:

@@ -1,11 +1,11 @@
-"""What MindCluster writes down about nodes and chips: its documents read into faults. Pure.
+"""Faults of nodes and chips, parsed from MindCluster's documents. Pure.
 
 Formats and names are those of Ascend/mind-cluster at 22bb3d987bc0: docs/en/scheduling/api/
 ascend_device_plugin.md (DeviceInfoCfg, SwitchInfoCfg, ManuallySeparateNPU), api/clusterd/
 00_cluster_resources.md (cluster-info-*), references/common_operations.md (examples), and the types
 in component/clusterd/pkg/common/constant/type.go. Its programs write these documents for each
-other and add fields from version to version, so fields that are not known here are passed over.
-What cannot be read is a warning in the log and says nothing of its node. Times are seconds since
+other and add fields from version to version, so the parser skips unknown fields. A document that it
+cannot read is a warning in the log and reports no fault. Times are seconds since
 the epoch; MindCluster's own are milliseconds for most faults and seconds for public ones.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -35,7 +35,7 @@ _CHIP = re.compile(r"^[A-Za-z][-\w]*-(?P<number>\d+)$")
 _MILLISECONDS_FROM = 100_000_000_000  # as seconds that were the year 5138
 _UNHEALTHY = "UnHealthy"
 
-# MindCluster's words for levels: of chips, of what noded sees of the node, of the switch inside.
+# MindCluster's words for the levels of faults: of chips, of the node, of the switch in it.
 LEVELS: Mapping[str, ChipLevel] = {
     "NotHandleFault": ChipLevel.NOT_HANDLED,
     "SubHealthFault": ChipLevel.SUB_HEALTHY,
@@ -61,15 +61,15 @@ _log = logging.getLogger("perdure.engine")
 
 @dataclass(frozen=True, slots=True)
 class ReportedFault:
-    """One fault of a node or of one of its chips.
+    """A fault of a node or of a chip on it.
 
     Attributes:
         kind: MindCluster's word, such as "CardUnhealthy" or "NodeUnhealthy".
-        part: that is faulty: a chip such as "Ascend910-4", "CPU 0", "switch"; "" for the node.
-        code: such as "80E18402"; "" where none is given.
-        level: MindCluster's word for what is to be done; "" where none is given.
-        since_s: when it began; None: not known.
-        takes_out: whether nothing new is to be put there.
+        part: the faulty part: a chip such as "Ascend910-4", "CPU 0", "switch"; "" for the node.
+        code: such as "80E18402"; "" where the document has none.
+        level: MindCluster's word for the answer to the fault; "" where the document has none.
+        since_s: when the fault began; None: unknown.
+        takes_out: whether the node must get no new pods.
     """
 
     kind: str
@@ -81,32 +81,32 @@ class ReportedFault:
 
     @property
     def chip(self) -> int | None:
-        """Physical number of the chip on its node; None where it is of none."""
-        found = _CHIP.match(self.part)
-        return int(found["number"]) if found else None
+        """Physical number of the faulty chip on its node; None where it is another part."""
+        match = _CHIP.match(self.part)
+        return int(match["number"]) if match else None
 
     @property
     def text(self) -> str:
-        """For people."""
-        what = " ".join(word for word in (self.level, self.code) if word) or self.kind
+        """The fault in words for people."""
+        label = " ".join(word for word in (self.level, self.code) if word) or self.kind
         since = f" since {_iso(self.since_s)}" if self.since_s is not None else ""
-        return f"{self.part or 'the node'}: {what}{since}"
+        return f"{self.part or 'the node'}: {label}{since}"
 
     @property
     def line(self) -> str:
-        """For a diagnosis, whose tables know codes, and MindCluster's own words for the rest."""
+        """The fault for the diagnosis, whose rules match codes or MindCluster's own words."""
         since = _iso(self.since_s) if self.since_s is not None else "a time that is not known"
         if self.code and chip_fact(self.code) is not None and self.code.isalnum():
             return f"{self.part}: fault_code: {self.code}, level {self.level}, since {since}"
         if not (self.takes_out or self.kind in _OF_CHIPS):
-            return self.text  # what is not known, and takes nothing out, is no cause
+            return self.text  # an unknown fault that takes nothing out is no cause
         named = f'"npu_name":"{self.part}",' if self.chip is not None else ""
         words = f'{{"fault_type":"{self.kind}",{named}"fault_level":"{self.level}"}}'
         return f"{words} {self.part} {self.code} since {since}"
 
     @property
     def is_serious(self) -> bool:
-        """Whether it can be behind a failure, as far as MindCluster says."""
+        """Whether the fault can be behind a failure, by MindCluster's level."""
         return LEVELS.get(self.level) is not ChipLevel.NOT_HANDLED
 
 
@@ -115,7 +115,7 @@ def _iso(at_s: float) -> str:
 
 
 class _Document(BaseModel):
-    """What another program has written; see the module's docstring."""
+    """A document of another program; see the module's docstring."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", hide_input_in_errors=True)
 
@@ -180,28 +180,28 @@ _Read = TypeVar("_Read")
 
 
 def device_info(data: Mapping[str, str], where: str) -> list[ReportedFault]:
-    """Faults in the ConfigMap that the device plugin writes for its node.
+    """Parse the ConfigMap that the device plugin writes for its node.
 
     Args:
-        data: of the ConfigMap.
+        data: the ConfigMap's data.
         where: its name, for warnings.
     """
-    found: list[ReportedFault] = []
+    faults: list[ReportedFault] = []
     if DEVICE_KEY in data:
         info = _read(TypeAdapter(_DeviceInfo), data[DEVICE_KEY], f"{DEVICE_KEY} of {where}")
-        found += _of_devices(info.DeviceInfo, where) if info is not None else []
-    by_hand = {one.part for one in found if one.level == _BY_HAND}
+        faults += _of_devices(info.DeviceInfo, where) if info is not None else []
+    by_hand = {fault.part for fault in faults if fault.level == _BY_HAND}
     for chip in _names(data.get(BY_HAND_KEY, "")):
         if chip not in by_hand:
-            found.append(_fault("CardUnhealthy", chip, "", _BY_HAND, None))
+            faults.append(_fault("CardUnhealthy", chip, "", _BY_HAND, None))
     if data.get(SWITCH_KEY):
         switch = _read(TypeAdapter(_Switch), data[SWITCH_KEY], f"{SWITCH_KEY} of {where}")
-        found += _of_switch(switch, where) if switch is not None else []
-    return found
+        faults += _of_switch(switch, where) if switch is not None else []
+    return faults
 
 
 def node_info(data: Mapping[str, str], where: str) -> list[ReportedFault]:
-    """Faults in the ConfigMap that noded writes for its node; arguments as of `device_info`."""
+    """Parse the ConfigMap that noded writes for its node; arguments as for `device_info`."""
     if NODE_KEY not in data:
         return []
     info = _read(TypeAdapter(_NodeInfo), data[NODE_KEY], f"{NODE_KEY} of {where}")
@@ -211,65 +211,65 @@ def node_info(data: Mapping[str, str], where: str) -> list[ReportedFault]:
 
 
 def cluster_devices(text: str, where: str) -> dict[str, list[ReportedFault]]:
-    """Faults by node in a document `cluster-info-device-*` of ClusterD."""
-    known = _read(_DevicesOfNodes, text, where) or {}
+    """Parse a document `cluster-info-device-*` of ClusterD. Returns faults by node."""
+    documents = _read(_DevicesOfNodes, text, where) or {}
     return {
-        name.removeprefix(DEVICE_PREFIX): _of_devices(one, f"{name} in {where}")
-        for name, one in known.items()
+        name.removeprefix(DEVICE_PREFIX): _of_devices(devices, f"{name} in {where}")
+        for name, devices in documents.items()
     }
 
 
 def cluster_nodes(text: str, where: str) -> dict[str, list[ReportedFault]]:
-    """Faults by node in the document `cluster-info-node-cm` of ClusterD."""
-    known = _read(_Nodes, text, where) or {}
+    """Parse the document `cluster-info-node-cm` of ClusterD. Returns faults by node."""
+    documents = _read(_Nodes, text, where) or {}
     # The documentation's own example has a node under the prefix of its devices.
     return {
-        name.removeprefix(NODE_PREFIX).removeprefix(DEVICE_PREFIX): list(_of_node(one))
-        for name, one in known.items()
+        name.removeprefix(NODE_PREFIX).removeprefix(DEVICE_PREFIX): list(_of_node(node))
+        for name, node in documents.items()
     }
 
 
 def cluster_switches(text: str, where: str) -> dict[str, list[ReportedFault]]:
-    """Faults by node in a document `cluster-info-switch-*` of ClusterD."""
-    known = _read(_Switches, text, where) or {}
+    """Parse a document `cluster-info-switch-*` of ClusterD. Returns faults by node."""
+    documents = _read(_Switches, text, where) or {}
     return {
-        name.removeprefix(SWITCH_PREFIX): _of_switch(one, f"{name} in {where}")
-        for name, one in known.items()
+        name.removeprefix(SWITCH_PREFIX): _of_switch(switch, f"{name} in {where}")
+        for name, switch in documents.items()
     }
 
 
 def _of_devices(devices: _Devices, where: str) -> list[ReportedFault]:
-    found: list[ReportedFault] = []
+    report: list[ReportedFault] = []
     listed: dict[str, str] = {}
     for name, text in (devices.DeviceList or {}).items():
         if name.endswith("-Fault"):
             faults = _read(_ChipFaults, text or "[]", f"{name} of {where}") or ()
-            found += [one for fault in faults for one in _of_chip(fault)]
+            report += [chip_fault for fault in faults for chip_fault in _of_chip(fault)]
         elif name.endswith("-NetworkUnhealthy"):
             listed |= dict.fromkeys(_names(text), "CardNetworkUnhealthy")
         elif name.endswith("-Unhealthy"):
             listed |= dict.fromkeys(_names(text), "CardUnhealthy")
-    explained = {one.part for one in found}
-    # Older device plugins name the chip, and not what it has.
-    found += [
+    explained = {fault.part for fault in report}
+    # Older device plugins name the chip and not its fault.
+    report += [
         ReportedFault(kind, chip, "", "", None, takes_out=True)
         for chip, kind in listed.items()
         if chip not in explained
     ]
-    return found
+    return report
 
 
 def _of_chip(fault: _ChipFault) -> Iterator[ReportedFault]:
-    told = fault.fault_time_and_level_map or {}
+    details = fault.fault_time_and_level_map or {}
     for code in _names(fault.fault_code) or [""]:
-        own = told.get(code)
-        level = (own.fault_level if own is not None else "") or fault.fault_level
-        since_s = _seconds(own.fault_time) if own is not None else None
+        detail = details.get(code)
+        level = (detail.fault_level if detail is not None else "") or fault.fault_level
+        since_s = _seconds(detail.fault_time) if detail is not None else None
         yield _fault(fault.fault_type, fault.npu_name, code, level, since_s)
 
 
 def _of_node(node: _Node, updated_s: float | None = None) -> Iterator[ReportedFault]:
-    # ClusterD takes the time of the document for that of a node's faults (node_util.go).
+    # ClusterD uses the time of the document as the time of a node's faults (node_util.go).
     since_s = updated_s if updated_s is not None else _seconds(node.UpdateTime)
     is_known = False
     for part in node.FaultDevList or ():
@@ -283,28 +283,32 @@ def _of_node(node: _Node, updated_s: float | None = None) -> Iterator[ReportedFa
 
 
 def _of_switch(switch: _Switch, where: str) -> list[ReportedFault]:
-    told, found = switch.FaultTimeAndLevelMap or {}, []
+    details, faults = switch.FaultTimeAndLevelMap or {}, []
     is_out = switch.NodeStatus == _UNHEALTHY
     for text in switch.FaultCode or ():
-        one = _read(TypeAdapter(_SwitchFault), text, f"a fault code of the switch in {where}")
-        if one is None:
+        switch_fault = _read(
+            TypeAdapter(_SwitchFault), text, f"a fault code of the switch in {where}"
+        )
+        if switch_fault is None:
             continue
-        own = told.get(f"{one.AssembledFaultCode}_{one.SwitchChipId}_{one.SwitchPortId}")
-        since_s = _seconds(own.fault_time if own is not None else switch.UpdateTime)
-        level = own.fault_level if own is not None else switch.FaultLevel
-        # What a level means for the node is in the status alone: RestartRequest takes it out, too.
+        detail = details.get(
+            f"{switch_fault.AssembledFaultCode}_{switch_fault.SwitchChipId}_{switch_fault.SwitchPortId}"
+        )
+        since_s = _seconds(detail.fault_time if detail is not None else switch.UpdateTime)
+        level = detail.fault_level if detail is not None else switch.FaultLevel
+        # Only the status shows what a level means for the node: RestartRequest takes it out, too.
         takes_out = is_out and LEVELS.get(level) is not ChipLevel.NOT_HANDLED
-        code = one.AssembledFaultCode
-        found.append(ReportedFault("NodeUnhealthy", "switch", code, level, since_s, takes_out))
-    if is_out and not any(one.takes_out for one in found):
+        code = switch_fault.AssembledFaultCode
+        faults.append(ReportedFault("NodeUnhealthy", "switch", code, level, since_s, takes_out))
+    if is_out and not any(fault.takes_out for fault in faults):
         since_s = _seconds(switch.UpdateTime)
         level = switch.FaultLevel
-        found.append(ReportedFault("NodeUnhealthy", "switch", "", level, since_s, takes_out=True))
-    return found
+        faults.append(ReportedFault("NodeUnhealthy", "switch", "", level, since_s, takes_out=True))
+    return faults
 
 
 def _fault(kind: str, part: str, code: str, level: str, since_s: float | None) -> ReportedFault:
-    # The level of a fault of the node itself may be empty among those of its chips.
+    # A fault of the node itself may have no level.
     takes_out = kind == "NodeUnhealthy" and not level
     if level in LEVELS:
         takes_out = BY_LEVEL[LEVELS[level]] is ChipAnswer.SEPARATE
@@ -337,15 +341,6 @@ def _read(form: TypeAdapter[_Read], text: str, where: str) -> _Read | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(str(part) for part in first["loc"])
-        what = f"{field}: {first['msg']}" if field else first["msg"]
-        _log.warning("MindCluster's %s cannot be read: %s", where, what)
+        problem = f"{field}: {first['msg']}" if field else first["msg"]
+        _log.warning("MindCluster's %s cannot be read: %s", where, problem)
         return None
-
-
-def merged(reports: Iterable[Iterable[ReportedFault]]) -> list[ReportedFault]:
-    """What several documents say of one node, each fault once; the first one that has it counts."""
-    found: dict[tuple[str, str], ReportedFault] = {}
-    for report in reports:
-        for fault in report:
-            found.setdefault((fault.part, fault.code), fault)
-    return list(found.values())

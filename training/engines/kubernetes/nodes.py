@@ -1,11 +1,10 @@
-"""What the cluster says of its nodes, and cordons, where this process has the rights for them.
+"""The nodes of a cluster: their problems, their cordons, and whether a node could take a pod.
 
-Whether a node could take a pod, by what both documents say. Pure.
-
-As the scheduler's filters of 1.20 and later have it (NodeUnschedulable, TaintToleration,
-NodeAffinity by nodeSelector, NodeResourcesFit against the node's whole room):
-https://kubernetes.io/docs/reference/scheduling/config/#scheduling-plugins. What other pods take
-of a node is not in its document.
+Without the rights to list and watch nodes, all of them count as sound. A node fits a pod by the
+scheduler's filters of 1.20 and later (NodeUnschedulable, TaintToleration, NodeAffinity by
+nodeSelector, NodeResourcesFit against the node's whole room):
+https://kubernetes.io/docs/reference/scheduling/config/#scheduling-plugins. The room that other pods
+take is not in a node's document.
 """
 
 from __future__ import annotations
@@ -17,14 +16,18 @@ from typing import Any
 
 from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.config.pod_rules import amount_of
-from perdure.training.engines.kubernetes import pods
 from perdure.training.engines.kubernetes.api import NODES, Api, ApiError
 from perdure.training.engines.kubernetes.image_registry import image_name
 from perdure.training.engines.kubernetes.objects import Document
-from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.engines.kubernetes.pods import condition_of
+from perdure.training.engines.kubernetes.watching import Informer
 
-# Which run has cordoned a node: no other cordon is ever lifted.
+# Names the run that cordoned a node: it lifts no other cordon.
 CORDONED_BY = "perdure.io/cordoned-by"
+NO_NODE = "the node was deleted from the cluster"
+UNSELECTED = f"{NO_NODE}, or has lost a label of engine.node_selector"
+UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+_KEEPING_OUT = ("NoSchedule", "NoExecute")
 
 _log = logging.getLogger("perdure.engine")
 
@@ -33,64 +36,69 @@ class ClusterNodes:
     """The nodes that the job's selector allows.
 
     Args:
-        api: of the cluster.
+        api: their cluster.
         spec: the engine section of the job.
-        run_id: of the run.
+        run_id: marks the cordons of this run.
     """
 
     def __init__(self, api: Api, spec: KubernetesEngineSpec, run_id: str) -> None:
         self._api, self._spec, self._run_id = api, spec, run_id
         labels = ",".join(f"{name}={value}" for name, value in spec.node_selector.items())
-        self._watched: Watched | None = Watched(api, NODES, labels=labels)
+        self._informer: Informer | None = Informer(api, NODES, labels=labels)
         self._is_listed = False
 
     def start(self) -> None:
-        """Begin to watch them; without the right to do so, nothing is known of nodes."""
+        """Begin to watch the nodes; without the right to do so, nothing is known of them."""
         try:
-            if self._watched is not None:
-                self._watched.start()
+            if self._informer is not None:
+                self._informer.start()
                 self._is_listed = True
         except ApiError as error:
             if not error.is_forbidden:
                 raise
             _log.info("what the cluster says of its nodes is not known: %s", error)
-            self._watched = None
+            self._informer = None
 
     @property
     def names(self) -> Sequence[str]:
-        """Of those that are known."""
-        return sorted(self._watched.objects) if self._watched is not None else ()
+        """Names of the known nodes."""
+        return sorted(self._by_name)
 
     def problem(self, node: str) -> str:
-        """Why a node is not to be trusted, as the cluster sees it; "" where it is, or unknown."""
+        """Explain why the cluster does not trust a node; "" where it does, or does not know it."""
         if absence := self.absence(node):
             return absence
-        found = self._watched.objects.get(node) if self._watched is not None else None
-        return pods.node_problem(found) if found is not None else ""
+        document = self._by_name.get(node)
+        return node_problem(document) if document is not None else ""
 
     def absence(self, node: str) -> str:
-        """What became of a node that is not among them; "" where it is, or unknown."""
-        if self._watched is None or not self._is_listed or not node:
+        """Explain the absence of a node; "" where it is there, or nothing is known of nodes."""
+        if self._informer is None or not self._is_listed or not node:
             return ""
-        if node in self._watched.objects:
+        if node in self._informer.objects:
             return ""
-        return pods.UNSELECTED if self._spec.node_selector else pods.NO_NODE
+        return UNSELECTED if self._spec.node_selector else NO_NODE
+
+    @property
+    def _by_name(self) -> Mapping[str, Document]:
+        return self._informer.objects if self._informer is not None else {}
 
     @property
     def cordoned(self) -> set[str]:
-        """Nodes that this run has cordoned, as far as they are known."""
-        known = self._watched.objects if self._watched is not None else {}
-        annotations = {n: one["metadata"].get("annotations") or {} for n, one in known.items()}
-        return {n for n, found in annotations.items() if found.get(CORDONED_BY) == self._run_id}
+        """Names of the known nodes that this run has cordoned."""
+        return {
+            name
+            for name, node in self._by_name.items()
+            if (node["metadata"].get("annotations") or {}).get(CORDONED_BY) == self._run_id
+        }
 
     def isolate(self, avoided: Collection[str]) -> None:
-        """Cordon nodes, and lift what this run cordoned before and does not avoid any more."""
+        """Cordon avoided nodes, and lift the cordons of this run from all others."""
         if not self._spec.cordon:
             return
-        known = self._watched.objects if self._watched is not None else {}
-        ours = self.cordoned
+        by_name, ours = self._by_name, self.cordoned
         for node in set(avoided) - ours:
-            if not (known.get(node, {}).get("spec") or {}).get("unschedulable"):
+            if not (by_name.get(node, {}).get("spec") or {}).get("unschedulable"):
                 self._set(node, unschedulable=True, by=self._run_id)
         for node in ours - set(avoided):
             self._set(node, unschedulable=None, by=None)
@@ -109,12 +117,8 @@ class ClusterNodes:
         _log.warning("node %s is %s", node, verb)
 
 
-UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
-_KEEPING_OUT = ("NoSchedule", "NoExecute")
-
-
 def lacks(node: Document, pod: Mapping[str, Any]) -> list[str]:
-    """What a node lacks for a pod; empty: it fits.
+    """List what a node lacks for a pod; empty: it fits.
 
     Args:
         node: the node's document.
@@ -124,8 +128,7 @@ def lacks(node: Document, pod: Mapping[str, Any]) -> list[str]:
 
 
 def _readiness(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
-    conditions = (node.get("status") or {}).get("conditions") or ()
-    if not any(one["type"] == "Ready" and one["status"] == "True" for one in conditions):
+    if condition_of(node, "Ready").get("status") != "True":
         yield "not ready"
     is_cordoned = (node.get("spec") or {}).get("unschedulable")
     taint = {"key": UNSCHEDULABLE, "effect": "NoSchedule"}
@@ -143,14 +146,15 @@ def _labels(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
 
 def _taints(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
     for taint in (node.get("spec") or {}).get("taints") or ():
-        is_told = taint["key"] == UNSCHEDULABLE  # as cordoned
-        if taint.get("effect") in _KEEPING_OUT and not is_told and not _tolerated(taint, pod):
+        if taint["key"] == UNSCHEDULABLE:  # reported as cordoned
+            continue
+        if taint.get("effect") in _KEEPING_OUT and not _tolerated(taint, pod):
             value = f"={taint['value']}" if taint.get("value") else ""
             yield f"taint {taint['key']}{value}:{taint['effect']}"
 
 
 def _tolerated(taint: Mapping[str, Any], pod: Mapping[str, Any]) -> bool:
-    return any(_tolerates(one, taint) for one in pod.get("tolerations") or ())
+    return any(_tolerates(toleration, taint) for toleration in pod.get("tolerations") or ())
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:
@@ -172,7 +176,7 @@ def _room(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
 
 
 def wanted_of(pod: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Amounts that the containers of a pod ask for together."""
+    """Add up the amounts that the containers of a pod request."""
     total: dict[str, Decimal] = {}
     for container in pod["containers"]:
         for name, amount in ((container.get("resources") or {}).get("requests") or {}).items():
@@ -185,15 +189,15 @@ def _plain(amount: Decimal) -> str:
 
 
 def image_nodes(image: str, nodes: Sequence[Document]) -> list[str]:
-    """Names of the nodes whose list of images has one."""
+    """List the nodes whose list of images has an image."""
     wanted = _complete(image)
     return [
         node["metadata"]["name"]
         for node in nodes
         if any(
             _complete(name) == wanted
-            for one in (node.get("status") or {}).get("images") or ()
-            for name in one.get("names") or ()
+            for entry in (node.get("status") or {}).get("images") or ()
+            for name in entry.get("names") or ()
         )
     ]
 
@@ -203,3 +207,12 @@ def _complete(image: str) -> str:
         return str(image_name(image))
     except ValueError:  # nodes list images without a name, as <none>@<none>
         return image
+
+
+def node_problem(node: Document) -> str:
+    """Explain why a node cannot be trusted; "" when it reports as it should."""
+    ready = condition_of(node, "Ready")
+    if ready.get("status") == "True":
+        return ""
+    since = f" since {ready['lastTransitionTime']}" if ready.get("lastTransitionTime") else ""
+    return f"node is not ready{since}: {ready.get('message') or 'it never reported'}"

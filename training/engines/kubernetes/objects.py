@@ -1,7 +1,7 @@
-"""The documents of what a run has in a cluster: owner, Secrets, pods, Volcano's PodGroup. Pure.
+"""The documents of a run's objects in a cluster: owner, Secrets, pods, Volcano's PodGroup. Pure.
 
-All of it is owned by one ConfigMap, so that deleting that leaves nothing. Names end with letters
-drawn for each pod: one that a dead node has not given up yet is no obstacle to the next.
+A ConfigMap owns all of them, so that nothing is left once it is deleted. Names of pods end with
+random letters: a pod that a dead node has not given up yet is no obstacle to the next.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from perdure.training.agent.__main__ import HOST_ENV, NODE_ENV
 from perdure.training.agent.agent import CONFIG_FILE
-from perdure.training.agent.preparation import node_folder
 from perdure.training.config import pod_rules
-from perdure.training.config.engine import KubernetesEngineSpec, VolumeSpec
+from perdure.training.config.engine import KubernetesEngineSpec, VolcanoSpec, VolumeSpec
 from perdure.training.config.job import Job
 from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.journal.records import Member
@@ -31,8 +29,8 @@ RUN = "perdure.io/run"
 MEMBER = "perdure.io/member"
 SCHEDULE_CNT = "perdure.io/schedule-cnt"
 PLACEMENT = "perdure.io/placement"
-STOOD_BY = "perdure.io/stood-by"  # was started before a member needed it
-# A job may not replace these; its section is checked without an engine.
+WAS_SPARE = "perdure.io/stood-by"  # the pod was started before a member needed it
+# A job may not replace these; `pod_rules` checks its section without an engine.
 AGENT = pod_rules.AGENT
 AGENT_CONFIG = pod_rules.AGENT_CONFIG
 FOLDER = pod_rules.FOLDER
@@ -55,35 +53,35 @@ class Owner:
 
     @property
     def reference(self) -> Document:
-        """As an object names its owner."""
+        """The owner as an object refers to it."""
         return {"apiVersion": "v1", "kind": "ConfigMap", "name": self.name, "uid": self.uid}
 
 
 def name_of(job: Job) -> str:
-    """Name of the run's own objects."""
+    """Name of the run's ConfigMap and PodGroup."""
     return f"perdure-{job.run_id}"
 
 
 def pod_name(job: Job, member: Member, letters: str) -> str:
-    """Name of a pod. At most 63 letters and digits, since it is the host's name, too."""
-    whose = "standby" if member.index == NO_MEMBER else f"m{member.index}-s{member.schedule_cnt}"
-    end = f"-{whose}-{letters}"
+    """Compose the name of a pod: at most 63 characters, since it is the host's name, too."""
+    role = "standby" if member.index == NO_MEMBER else f"m{member.index}-s{member.schedule_cnt}"
+    end = f"-{role}-{letters}"
     return name_of(job)[: 63 - len(end)].rstrip("-") + end
 
 
 def run_labels(job: Job) -> dict[str, str]:
-    """Labels of everything that a run has."""
+    """Labels of all objects of a run."""
     return {APP: "perdure", RUN: job.run_id}
 
 
 def selector(job: Job, part: str | None = None) -> str:
-    """Label selector of what a run has, or of one part of it."""
+    """Compose the label selector of a run's objects, or of one kind of them."""
     labels = run_labels(job) | ({PART: part} if part is not None else {})
     return ",".join(f"{name}={value}" for name, value in labels.items())
 
 
 def owner(job: Job) -> Document:
-    """The ConfigMap that owns the rest; a person sees in it what the run is."""
+    """Compose the ConfigMap that owns the other objects and shows people what the run is."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -95,7 +93,7 @@ def owner(job: Job) -> Document:
 def secret(
     job: Job, owned_by: Owner, name: str, values: Mapping[str, str], *, part: str
 ) -> Document:
-    """A Secret of the run with text values."""
+    """Compose a Secret with text values."""
     encoded = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
     return {
         "apiVersion": "v1",
@@ -110,9 +108,10 @@ def secret(
     }
 
 
-def pod_group(job: Job, spec: KubernetesEngineSpec, owned_by: Owner) -> Document:
-    """Volcano's PodGroup: no pod is placed before all can be."""
-    assert spec.volcano is not None  # noqa: S101 the caller asks for it
+def pod_group(
+    job: Job, spec: KubernetesEngineSpec, volcano: VolcanoSpec, owned_by: Owner
+) -> Document:
+    """Compose Volcano's PodGroup: no pod is placed before all can be."""
     document: Document = {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
@@ -121,7 +120,7 @@ def pod_group(job: Job, spec: KubernetesEngineSpec, owned_by: Owner) -> Document
             "labels": run_labels(job) | {PART: "pod-group"},
             "ownerReferences": [owned_by.reference],
         },
-        "spec": {"minMember": spec.nodes, "queue": spec.volcano.queue},
+        "spec": {"minMember": spec.nodes, "queue": volcano.queue},
     }
     if spec.resources:
         total = {name: _times(amount, spec.nodes) for name, amount in spec.resources.items()}
@@ -132,7 +131,7 @@ def pod_group(job: Job, spec: KubernetesEngineSpec, owned_by: Owner) -> Document
 
 
 def _times(amount: str | int, count: int) -> str:
-    """A quantity times a number: 700Gi times 2 is 1400Gi."""
+    """Multiply a quantity: 700Gi times 2 is 1400Gi."""
     text = str(amount)
     digits = text.rstrip("EPTGMKiknmu")
     number, unit = float(digits) * count, text[len(digits) :]
@@ -141,12 +140,12 @@ def _times(amount: str | int, count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """One pod that is to be made.
+    """A pod before it is created.
 
     Attributes:
-        member: whose it is.
-        name: of the pod, and of the Secret with its agent's configuration.
-        placement: that it is made for.
+        member: the pod's member; a spare's has the index NO_MEMBER.
+        name: the name of the pod, and of the Secret with its agent's configuration.
+        placement: the members that the pod joins.
     """
 
     member: Member
@@ -154,16 +153,9 @@ class PodPlan:
     placement: Placement
 
     @property
-    def stands_by(self) -> bool:
-        """Whether it is no member's yet."""
+    def is_spare(self) -> bool:
+        """Whether no member takes the pod at once."""
         return self.member.index == NO_MEMBER
-
-
-def disk_folder_of(job: Job, spec: KubernetesEngineSpec, created_s: float) -> str | None:
-    """Where a container has the folder of its node's disk that outlives it; None: nowhere."""
-    if spec.node_path is None:
-        return None
-    return str(node_folder(Path(NODE_FOLDER) / job.run_id, created_s))
 
 
 def pod(
@@ -174,18 +166,18 @@ def pod(
     *,
     store_secret: str | None,
 ) -> Document:
-    """A pod: a member's, or one that stands by.
+    """Compose a pod.
 
     Args:
-        job: of the run.
+        job: the run's job.
         spec: its engine section.
         owned_by: the run's ConfigMap.
-        plan: which pod.
-        store_secret: Secret with the keys of the store; None: the pod has none.
+        plan: the pod's member and name.
+        store_secret: name of the Secret with the keys of the store; None: the pod has no keys.
     """
     labels = run_labels(job) | {PART: AGENT} | member_labels(plan.member, plan.placement)
-    if plan.stands_by:
-        labels[STOOD_BY] = "true"
+    if plan.is_spare:
+        labels[WAS_SPARE] = "true"
     document: Document = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -202,7 +194,7 @@ def pod(
 
 
 def member_labels(member: Member, placement: Placement) -> dict[str, str]:
-    """Labels that say whose pod it is; of one that stands by, that it is nobody's yet."""
+    """Labels that name a pod's member; none for a spare."""
     if member.index == NO_MEMBER:
         return {}
     return {
@@ -213,17 +205,17 @@ def member_labels(member: Member, placement: Placement) -> dict[str, str]:
 
 
 def _annotations(job: Job, spec: KubernetesEngineSpec) -> dict[str, str]:
-    found = dict(spec.annotations)
+    annotations = dict(spec.annotations)
     if spec.volcano is not None:
-        found["scheduling.k8s.io/group-name"] = name_of(job)
-    return found
+        annotations["scheduling.k8s.io/group-name"] = name_of(job)
+    return annotations
 
 
 def _pod_spec(
     job: Job, spec: KubernetesEngineSpec, plan: PodPlan, store_secret: str | None
 ) -> Document:
     document: Document = {
-        "restartPolicy": "Never",  # a container that came back by itself would know nothing
+        "restartPolicy": "Never",  # a container that restarts by itself would know nothing
         "terminationGracePeriodSeconds": int(spec.grace_s + GRACE_MARGIN_S),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -232,21 +224,21 @@ def _pod_spec(
         "containers": [_container(spec, store_secret)],
         "volumes": _volumes(spec, plan.name),
     }
-    given = {
+    settings = {
         "nodeSelector": spec.node_selector,
         "serviceAccountName": spec.service_account,
         "priorityClassName": spec.priority_class,
         "schedulerName": spec.volcano.scheduler if spec.volcano is not None else None,
         "imagePullSecrets": [{"name": name} for name in spec.image_pull_secrets],
     }
-    document |= {name: value for name, value in given.items() if value}
+    document |= {name: value for name, value in settings.items() if value}
     if spec.host_network:
         document |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     return document
 
 
-# Whether a node that does not report is lost is decided here, by its agent's silence: without
-# these, the cluster would delete the pods of a node whose kubelet alone is gone, after 300 s.
+# The fleet decides by an agent's silence whether its node is lost. Without these tolerations, the
+# cluster would delete the pods of a node after 300 s although its kubelet alone is gone.
 _STAYS: Sequence[Document] = tuple(
     {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute"}
     for taint in ("not-ready", "unreachable")
@@ -254,15 +246,15 @@ _STAYS: Sequence[Document] = tuple(
 
 
 def _affinity(job: Job, plan: PodPlan) -> Document:
-    """Away from avoided nodes and from the other members, preferably where the member was."""
+    """Keep the pod off avoided nodes and other pods' nodes; prefer the member's former node."""
     avoid = [_field("NotIn", node) for node in plan.placement.avoid]
     preferred = [
         {"weight": 50, "preference": {"matchFields": [_field("NotIn", node)]}}
         for node in plan.placement.last
     ]
     if plan.member.node != ANY_NODE:
-        own = {"matchFields": [_field("In", plan.member.node)]}
-        preferred.append({"weight": 100, "preference": own})
+        former_node = {"matchFields": [_field("In", plan.member.node)]}
+        preferred.append({"weight": 100, "preference": former_node})
     of_node: Document = {}
     if avoid:
         of_node["requiredDuringSchedulingIgnoredDuringExecution"] = {
@@ -270,19 +262,19 @@ def _affinity(job: Job, plan: PodPlan) -> Document:
         }
     if preferred:
         of_node["preferredDuringSchedulingIgnoredDuringExecution"] = preferred
-    others = {
+    peers = {
         "labelSelector": {"matchLabels": run_labels(job) | {PART: AGENT}},
         "topologyKey": HOSTNAME,
     }
-    found: Document = {
-        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [others]}
+    affinity: Document = {
+        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [peers]}
     }
-    return found | ({"nodeAffinity": of_node} if of_node else {})
+    return affinity | ({"nodeAffinity": of_node} if of_node else {})
 
 
 def _field(operator: str, node: str) -> Document:
-    # By the node's name, not by its label of the host's name: the two may differ. The API server
-    # takes one value for each.
+    # The node's name may differ from its label of the host's name. The API server takes one value
+    # for each field.
     return {"key": "metadata.name", "operator": operator, "values": [node]}
 
 
@@ -299,7 +291,7 @@ def _container(spec: KubernetesEngineSpec, store_secret: str | None) -> Document
     amounts = {name: str(amount) for name, amount in spec.resources.items()}
     port: Document = {"name": "agent", "containerPort": spec.agent_port}
     if spec.host_network:
-        port["hostPort"] = spec.agent_port  # the scheduler keeps another run off this node
+        port["hostPort"] = spec.agent_port  # the scheduler keeps other runs off this node
     document: Document = {
         "name": AGENT,
         "image": spec.image,
@@ -341,31 +333,33 @@ def _volumes(spec: KubernetesEngineSpec, config_secret: str) -> list[Document]:
     if spec.shm_size is not None:
         memory["sizeLimit"] = spec.shm_size
     config = {"secretName": config_secret, "defaultMode": 0o400}
-    found: dict[str, Document] = {
+    sources: dict[str, Document] = {
         "scratch": {"emptyDir": {}},
         AGENT_CONFIG: {"secret": config},
         "shm": {"emptyDir": memory},
     }
     if spec.node_path is not None:
-        found["node-disk"] = {"hostPath": {"path": spec.node_path, "type": "DirectoryOrCreate"}}
+        sources["node-disk"] = {"hostPath": {"path": spec.node_path, "type": "DirectoryOrCreate"}}
     # One volume may be mounted in several places.
-    found |= {volume.name: volume.source for volume in spec.volumes}
-    return [{"name": name, **source} for name, source in found.items()]
+    sources |= {volume.name: volume.source for volume in spec.volumes}
+    return [{"name": name, **source} for name, source in sources.items()]
 
 
 def overlaid(document: Any, overlay: Any) -> Any:
-    """A document with another one merged into it.
+    """Merge an overlay into a document.
 
-    Maps are merged deeply, lists whose items have names by name; whatever else the overlay has
-    takes the place of what was there, and None removes it.
+    Maps are merged deeply, lists whose items have names by name. Any other value of the overlay
+    replaces that of the document, and None removes it.
     """
     if isinstance(document, dict) and isinstance(overlay, dict):
         merged = {name: overlaid(document.get(name), value) for name, value in overlay.items()}
         return {n: v for n, v in {**document, **merged}.items() if v is not None}
     if _are_named(document) and _are_named(overlay):
-        before = {item["name"]: item for item in document}
-        after = {item["name"]: overlaid(before.get(item["name"], {}), item) for item in overlay}
-        return list({**before, **after}.values())
+        base_items = {item["name"]: item for item in document}
+        overlay_items = {
+            item["name"]: overlaid(base_items.get(item["name"], {}), item) for item in overlay
+        }
+        return list({**base_items, **overlay_items}.values())
     return overlay
 
 

@@ -1,10 +1,6 @@
-"""How the pods of a run are created, with the objects that they need. Times are seconds.
+"""The beginning and the end of pods: created until agents listen, deleted until they are gone.
 
-Waiting for pods until their agents listen, or until it is sure that they never will.
-
-Times are seconds.
-
-How pods are ended: by force, and until their nodes have confirmed it. Times are seconds.
+A node that cannot be reached confirms no end: its pods are forgotten. Times are seconds.
 """
 
 from __future__ import annotations
@@ -16,12 +12,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from perdure.training.agent.agent import CONFIG_FILE
+from perdure.training.agent.preparation import node_folder
 from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.engines.base import Placement, agent_config
-from perdure.training.engines.kubernetes import objects, pods
+from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
     POD_GROUPS,
@@ -33,33 +31,41 @@ from perdure.training.engines.kubernetes.api import (
 )
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from perdure.training.engines.kubernetes.objects import Document, Owner, PodPlan
-from perdure.training.engines.kubernetes.pods import Refusal
-from perdure.training.engines.kubernetes.watching import Watched
+from perdure.training.engines.kubernetes.pods import Pod, Refusal, read_pods
+from perdure.training.engines.kubernetes.watching import Informer
 from perdure.training.errors import EngineError, NoCapacity
 from perdure.training.journal.records import Member
 
-# What the webhook of Volcano answers (pkg/webhooks/admission/pods of volcano-sh/volcano).
+# Answer of Volcano's webhook (pkg/webhooks/admission/pods of volcano-sh/volcano).
 POD_GROUP_WAITS = "podgroup phase is Pending"
 _STORE = "store-keys"
 _CONFIG = "agent-config"
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
+END_TIMEOUT_S = 60.0  # for kubelets to confirm the end of their pods
+SILENT_END_S = 5.0  # for those whose agent cannot be reached: their node may be gone
+CONNECT_S = 1.0
+ANSWER_S = 3.0
+
+_log = logging.getLogger("perdure.engine")
 
 
 class PodCreation:
-    """Creates the pods of one run.
+    """Creates the pods of a run and waits until they are up.
 
     Args:
-        api: of their cluster.
-        job: of the run.
-        spec: its engine.
+        api: their cluster.
+        informer: follows the run's pods.
+        job: the run's job.
+        spec: its engine section.
         epoch: the supervisor's.
         secrets_env: the keys of the store, by the names of their variables.
-        created_s: when the run was created.
+        created_s: when the run was created, seconds since the epoch.
     """
 
     def __init__(
         self,
         api: Api,
+        informer: Informer,
         job: Job,
         spec: KubernetesEngineSpec,
         *,
@@ -67,22 +73,23 @@ class PodCreation:
         secrets_env: Mapping[str, str],
         created_s: float,
     ) -> None:
-        self._api, self._job, self._spec = api, job, spec
+        self._api, self._informer = api, informer
+        self._job, self._spec = job, spec
         self._epoch = epoch
         self._secrets_env = dict(secrets_env)
         self._created_s = created_s
 
     def plan(self, placement: Placement, member: Member) -> PodPlan:
-        """A pod for a member, under a name that none has had."""
+        """Plan a pod for a member, under a new name."""
         letters = "".join(secrets.choice(_LETTERS) for _ in range(5))
         return PodPlan(member, objects.pod_name(self._job, member, letters), placement)
 
     def create(self, plans: Sequence[PodPlan], *, wait_s: float) -> dict[str, str]:
-        """Create pods and what they need.
+        """Create pods and the objects that they need.
 
         Args:
-            plans: of the pods.
-            wait_s: for room in Volcano's queue, which lets no pod through before.
+            plans: describe the pods.
+            wait_s: limit for room in Volcano's queue, which lets no pod through before.
 
         Returns:
             The token of each pod's agent, by the pod's name.
@@ -97,7 +104,7 @@ class PodCreation:
             owner = self._owner()
             store = self._store_secret(owner)
             if spec.volcano is not None:
-                self._ensure(POD_GROUPS, objects.pod_group(job, spec, owner))
+                self._ensure(POD_GROUPS, objects.pod_group(job, spec, spec.volcano, owner))
             for plan in plans:
                 config = {CONFIG_FILE: self._config_of(plan, tokens[plan.name])}
                 self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
@@ -110,10 +117,10 @@ class PodCreation:
         return tokens
 
     def _create_pod(self, document: Document, *, wait_s: float) -> None:
-        """Create a pod; Volcano's own check lets none through before its queue has room.
+        """Create a pod; Volcano's webhook lets no pod through before its queue has room.
 
         Raises:
-            NoCapacity: it had none in time.
+            NoCapacity: the queue had no room in time.
         """
         deadline_s = time.monotonic() + wait_s
         while True:
@@ -130,22 +137,22 @@ class PodCreation:
 
     def _owner(self) -> Owner:
         name = objects.name_of(self._job)
-        made = self._ensure(CONFIG_MAPS, objects.owner(self._job))
-        return Owner(name, made["metadata"]["uid"])
+        config_map = self._ensure(CONFIG_MAPS, objects.owner(self._job))
+        return Owner(name, config_map["metadata"]["uid"])
 
     def _store_secret(self, owner: Owner) -> str | None:
-        """Name of the Secret with the keys of the store; None: pods have their own way to it."""
+        """Make the Secret with the keys of the store. Returns its name; None: pods need no keys."""
         if self._spec.storage_secret is not None or not self._secrets_env:
             return self._spec.storage_secret
         name = f"{objects.name_of(self._job)}-{_STORE}"
         document = objects.secret(self._job, owner, name, self._secrets_env, part=_STORE)
-        made = self._ensure(SECRETS, document)
-        if made["data"] != document["data"]:  # the keys were renewed
+        secret = self._ensure(SECRETS, document)
+        if secret["data"] != document["data"]:  # the keys were renewed
             self._api.patch(SECRETS, name, {"data": document["data"]})
         return name
 
     def _ensure(self, resource: Resource, document: Document) -> Document:
-        """Create an object, or find the one that is there."""
+        """Create an object, or find it where it exists."""
         try:
             return self._api.create(resource, document)
         except ApiError as error:
@@ -154,86 +161,70 @@ class PodCreation:
         return self._api.get(resource, document["metadata"]["name"])
 
     def _config_of(self, plan: PodPlan, token: str) -> str:
-        disk = objects.disk_folder_of(self._job, self._spec, self._created_s)
+        disk = None
+        if self._spec.node_path is not None:
+            base = Path(objects.NODE_FOLDER) / self._job.run_id
+            disk = str(node_folder(base, self._created_s))
         config = agent_config(
             self._job, plan.member, token=token, epoch=self._epoch, node_folder=disk
         )
-        # The pod's address is known in the pod alone.
+        # Only the pod itself knows its address.
         return config.model_copy(
             update={"host": "", "port": self._spec.agent_port, "on_loopback": True}
         ).model_dump_json()
 
+    def await_up(
+        self, names: Sequence[str], *, wait_s: float | None, left_out: Mapping[str, str]
+    ) -> None:
+        """Wait until the agents of pods listen.
 
-_log = logging.getLogger("perdure.engine")
+        Args:
+            names: names of the pods.
+            wait_s: limit for room, where it is shorter than the engine's limit for the whole wait.
+            left_out: nodes that get no pods, with the reasons; the error for want of room has them.
 
-
-def await_up(
-    watched: Watched,
-    names: Sequence[str],
-    *,
-    limit_s: float,
-    wait_s: float | None,
-    left_out: Mapping[str, str],
-) -> None:
-    """Wait until all agents listen.
-
-    Args:
-        watched: the pods of the run.
-        names: of those that are awaited.
-        limit_s: for all of it.
-        wait_s: for room, where it is less than for all else.
-        left_out: nodes that they may not be on, and why; told where there is no room.
-
-    Raises:
-        NoCapacity: there was no room for all of them in time.
-        EngineError: they cannot start, or did not in time.
-    """
-    began_s = time.monotonic()
-    deadline_s = began_s + limit_s
-    told: frozenset[str] = frozenset()
-    while waiting := _not_up(_listed(watched, names), names):
-        is_late = time.monotonic() > deadline_s
-        if wait_s is not None and time.monotonic() > began_s + wait_s:
-            is_late = is_late or any(why.is_room for why in waiting)
-        if any(why.is_final for why in waiting) or is_late:
+        Raises:
+            NoCapacity: there was no room for all pods in time.
+            EngineError: a pod cannot start, or did not start in time.
+        """
+        began_s = time.monotonic()
+        logged: frozenset[str] = frozenset()
+        while refusals := self._refusals(names):
             waited_s = time.monotonic() - began_s
-            raise _not_placed(waiting, len(names), waited_s, left_out)
-        texts = frozenset(why.text for why in waiting)
-        for text in sorted(texts - told) if told else ():  # at first nothing has a node yet
-            _log.info("waiting: %s", text)
-        told |= texts
-        watched.wait(partial(_any_is_settled, names), timeout_s=1.0)
+            is_late = waited_s > self._spec.place_timeout_s
+            if wait_s is not None and waited_s > wait_s:
+                is_late = is_late or any(refusal.is_room for refusal in refusals)
+            if any(refusal.is_final for refusal in refusals) or is_late:
+                raise _placement_error(refusals, len(names), waited_s, left_out)
+            texts = frozenset(refusal.text for refusal in refusals)
+            for text in sorted(texts - logged) if logged else ():  # at first no pod has a node
+                _log.info("waiting: %s", text)
+            logged |= texts
+            self._informer.wait(partial(_is_any_settled, names), timeout_s=1.0)
+
+    def _refusals(self, names: Sequence[str]) -> list[Refusal]:
+        """Why pods are not up. A pod that the informer does not have is looked for once more."""
+        if any(name not in self._informer.objects for name in names):
+            self._informer.refresh()
+        by_name = read_pods(self._informer.objects)
+        refusals = []
+        for name in names:
+            pod = by_name.get(name)
+            if pod is None or pod.is_leaving:
+                refusals.append(Refusal(f"{name} was taken away", is_room=True, is_final=True))
+            elif not pod.is_up:
+                refusals.append(pod.refusal())
+        return refusals
 
 
-def _listed(watched: Watched, names: Sequence[str]) -> Mapping[str, Document]:
-    """The pods of the run, asked for now where one of these is missing.
-
-    They have been created: one that is missing then is gone, although nobody has seen it.
-    """
-    if any(name not in watched.objects for name in names):
-        watched.refresh()
-    return watched.objects
+def _is_any_settled(names: Sequence[str], now: Mapping[str, Document]) -> bool:
+    """Whether all awaited pods are up, or the container of a pod has ended."""
+    pods = [Pod(now[name]) for name in names if name in now]
+    is_all_up = len(pods) == len(names) and all(pod.is_up for pod in pods)
+    return is_all_up or any(pod.is_over for pod in pods)
 
 
-def _not_up(found: Mapping[str, Document], names: Sequence[str]) -> list[Refusal]:
-    pods_of = [(name, found.get(name)) for name in names]
-    return [
-        Refusal(f"{name} was taken away", is_room=True, is_final=True)
-        if pod is None or pods.is_leaving(pod)
-        else pods.why_not_up(pod)
-        for name, pod in pods_of
-        if pod is None or pods.is_leaving(pod) or not pods.is_up(pod)
-    ]
-
-
-def _any_is_settled(names: Sequence[str], now: Mapping[str, Document]) -> bool:
-    """Whether there is something new to say of pods that are awaited."""
-    found = [now[name] for name in names if name in now]
-    is_all_up = len(found) == len(names) and all(pods.is_up(pod) for pod in found)
-    return is_all_up or any(pods.is_over(pod) for pod in found)
-
-
-def _not_placed(
+def _placement_error(
     waiting: Sequence[Refusal], wanted: int, limit_s: float, left_out: Mapping[str, str]
 ) -> EngineError:
     final = [why for why in waiting if why.is_final]
@@ -247,95 +238,83 @@ def _not_placed(
     return NoCapacity(text) if is_room else EngineError(text)
 
 
-END_TIMEOUT_S = 60.0  # for kubelets to confirm the end of their pods
-SILENT_END_S = 5.0  # of those whose agent cannot be reached: their node may be gone
-CONNECT_S = 1.0
-ANSWER_S = 3.0
-
-
 class PodEnd:
-    """Ends pods.
+    """Deletes pods and waits until they are gone.
 
     Args:
-        api: of their cluster.
-        watched: the run's pods.
-        cluster_nodes: what the cluster says of its nodes.
-        address: where the agent of a pod is reached.
+        api: their cluster.
+        informer: follows the run's pods.
+        cluster_nodes: tells which nodes the cluster itself calls lost.
+        address: returns the address of a pod's agent.
     """
 
     def __init__(
         self,
         api: Api,
-        watched: Watched,
+        informer: Informer,
         cluster_nodes: ClusterNodes,
-        address: Callable[[Document], tuple[str, int]],
+        address: Callable[[Pod], tuple[str, int]],
     ) -> None:
-        self._api, self._pods = api, watched
+        self._api, self._informer = api, informer
         self._cluster_nodes = cluster_nodes
         self._address = address
 
-    def end(self, ended: Sequence[Document], *, left: Collection[str] = ()) -> None:
+    def end(self, pods: Sequence[Pod], *, left: Collection[str] = ()) -> None:
         """Delete pods by force, and wait until their nodes have confirmed it.
 
         A node that cannot be reached confirms nothing: its pods are forgotten. Should it come back,
         its kubelet ends them, and until then they can commit nothing.
 
         Args:
-            ended: the pods.
-            left: nodes on which nothing is to be in their place: one that is silent is not awaited.
+            pods: the pods to delete.
+            left: nodes that get no pods in their place: a silent node among them is not awaited.
 
         Raises:
             EngineError: a container does not end.
         """
-        silent = self._silent(ended)
-        for pod in ended:
-            # Nothing of one that never ran is left; its kubelet would confirm that in a minute.
-            grace_s = 1 if pods.has_run(pod) else 0
-            self._api.delete(PODS, pods.name_of(pod), grace_s=grace_s, uid=pod["metadata"]["uid"])
-        rest = {pods.name_of(pod): pod for pod in ended}
-        loud = [name for name in rest if name not in silent]
-        self._pods.wait(lambda now: not _left(now, rest, loud), timeout_s=END_TIMEOUT_S)
-        # Of a node that the cluster itself calls lost, nobody confirms anything soon.
-        nodes = {name: pods.node_of(rest[name]) for name in silent}
-        late = [n for n, at in nodes.items()
-                if at not in left and not self._cluster_nodes.problem(at)]  # fmt: skip
+        silent = self._silent(pods)
+        by_name = {pod.name: pod for pod in pods}
+        for pod in pods:
+            # A pod that never ran has left nothing; its kubelet would confirm that in a minute.
+            self._api.delete(PODS, pod.name, grace_s=1 if pod.has_run else 0, uid=pod.uid)
+        loud = [name for name in by_name if name not in silent]
+        self._informer.wait(lambda now: not _left(now, by_name, loud), timeout_s=END_TIMEOUT_S)
+        # Nobody confirms anything soon for a node that the cluster itself calls lost.
+        nodes = {name: by_name[name].node for name in silent}
+        late = [name for name, node in nodes.items()
+                if node not in left and not self._cluster_nodes.problem(node)]  # fmt: skip
         if late:
-            self._pods.wait(lambda now: not _left(now, rest, late), timeout_s=SILENT_END_S)
-        for name in _left(self._pods.objects, rest, list(rest)):
-            pod = rest[name]
-            if name in loud and not pods.is_over(self._pods.objects.get(name, pod)):
-                raise EngineError(f"pod {name} on {pods.node_of(pod)} does not end")
-            _log.warning(
-                "pod %s is forgotten: %s does not confirm its end", name, pods.node_of(pod)
-            )
-            self._api.delete(PODS, name, grace_s=0, uid=pod["metadata"]["uid"])
-        self._pods.refresh()
+            self._informer.wait(lambda now: not _left(now, by_name, late), timeout_s=SILENT_END_S)
+        for name in _left(self._informer.objects, by_name, list(by_name)):
+            pod = by_name[name]
+            now = read_pods(self._informer.objects).get(name, pod)
+            if name in loud and not now.is_over:
+                raise EngineError(f"pod {name} on {pod.node} does not end")
+            _log.warning("pod %s is forgotten: %s does not confirm its end", name, pod.node)
+            self._api.delete(PODS, name, grace_s=0, uid=pod.uid)
+        self._informer.refresh()
 
-    def _silent(self, ended: Sequence[Document]) -> list[str]:
-        """Names of the pods that run as far as is known, and whose agents cannot be reached."""
-        running = {pods.name_of(pod): self._address(pod) for pod in ended if pods.is_up(pod)}
+    def _silent(self, pods: Sequence[Pod]) -> list[str]:
+        """Names of the pods that seem to run and whose agents cannot be reached."""
+        running = {pod.name: self._address(pod) for pod in pods if pod.is_up}
         with ThreadPoolExecutor(max_workers=32) as pool:
             answers = dict(zip(running, pool.map(_answers, running.values()), strict=True))
         return [name for name, is_there in answers.items() if not is_there]
 
 
 def _left(
-    now: Mapping[str, Document], ended: Mapping[str, Document], names: Sequence[str]
+    now: Mapping[str, Document], deleted: Mapping[str, Pod], names: Sequence[str]
 ) -> list[str]:
-    """Which of the pods are still there; another one may have taken a name."""
-    return [
-        name
-        for name in names
-        if name in now and now[name]["metadata"]["uid"] == ended[name]["metadata"]["uid"]
-    ]
+    """List the pods that are still there; a new pod may have taken a name."""
+    return [name for name in names if name in now and Pod(now[name]).uid == deleted[name].uid]
 
 
 def _answers(address: tuple[str, int]) -> bool:
-    """Whether an agent is there; who listens may be our own end of a port-forward."""
+    """Whether an agent answers; this end of a port-forward would accept a connection, too."""
     try:
         with socket.create_connection(address, timeout=CONNECT_S) as connection:
             connection.settimeout(ANSWER_S)
-            connection.sendall(b"{}\n")  # no request: it is refused, by an agent that lives
+            connection.sendall(b"{}\n")  # no valid request: an agent that lives refuses it
             return bool(connection.recv(1))
     except OSError:
         return False

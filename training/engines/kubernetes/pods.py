@@ -1,4 +1,4 @@
-"""What a pod's document says: whether its agent lives, how it was lost, why it is not placed. Pure.
+"""The pods of a run, read from their documents: place, loss, reasons for not being up. Pure.
 
 The words are those of the kubelet, the scheduler and the node controller from 1.20 on
 (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/,
@@ -17,14 +17,14 @@ from perdure.training.engines.kubernetes.objects import (
     AGENT,
     MEMBER,
     SCHEDULE_CNT,
-    STOOD_BY,
+    WAS_SPARE,
     Document,
 )
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.wire.agent import NO_MEMBER
 
-# A container that waits for one of these does not start before somebody changes the job, unless
-# the kubelet itself was late: one that has just come back waits for its copy of the Secrets.
+# A container that waits for one of these starts only once somebody changes the job, unless the
+# kubelet itself was late: just after its start, it waits for its copy of the Secrets.
 HOPELESS = frozenset(
     {
         *("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"),
@@ -36,20 +36,21 @@ _PASSES = re.compile(
 )
 # component/ascend-common/api/default_name.go of Ascend/mind-cluster: "Ascend910-0,Ascend910-1".
 ALLOCATED = "huawei.com/AscendReal"
-NO_NODE = "the node was deleted from the cluster"
-UNSELECTED = f"{NO_NODE}, or has lost a label of engine.node_selector"
-# Why the kubelet gives up a pod, beside eviction; the node itself goes down.
+# The kubelet gives up a pod for these reasons, beside eviction, when the node itself goes down.
 _NODE_GOES_DOWN = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
+# Reasons of events about a pod.
+_PREEMPTED = ("Preempted", "Preempting")
+_EVICTED = ("Evicted", "TaintManagerEviction")
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a pod does not run.
+    """The reason why a pod does not run.
 
     Attributes:
         text: in the words of the scheduler or the kubelet.
-        is_room: whether there is no room for it; else something is wrong with the job.
-        is_final: whether waiting is no use.
+        is_room: whether there is no room for the pod; else something is wrong with the job.
+        is_final: whether waiting is useless.
     """
 
     text: str
@@ -57,199 +58,205 @@ class Refusal:
     is_final: bool = False
 
 
-# Reasons of events about a pod.
-_PREEMPTED = ("Preempted", "Preempting")
-_EVICTED = ("Evicted", "TaintManagerEviction")
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod as its document describes it."""
+
+    document: Document
+
+    @property
+    def name(self) -> str:
+        """Unique in the namespace."""
+        return str(self.document["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        """Differs from that of a later pod with the same name."""
+        return str(self.document["metadata"]["uid"])
+
+    @property
+    def member(self) -> int:
+        """Index of the pod's member; NO_MEMBER for a spare."""
+        return int(self._labels.get(MEMBER, NO_MEMBER))
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether no member has taken the pod yet."""
+        return MEMBER not in self._labels
+
+    @property
+    def was_spare(self) -> bool:
+        """Whether the pod was started before its member needed it."""
+        return WAS_SPARE in self._labels
+
+    @property
+    def schedule_cnt(self) -> int:
+        """How many times the member was scheduled, this pod included; 0 for a spare."""
+        return int(self._labels.get(SCHEDULE_CNT, 0))
+
+    @property
+    def node(self) -> str:
+        """Name of the pod's node, "" while it has none."""
+        return str(self.document["spec"].get("nodeName") or "")
+
+    @property
+    def host(self) -> str:
+        """The pod's address, "" while it has none."""
+        return str(self._status.get("podIP") or "")
+
+    @property
+    def chips(self) -> tuple[int, ...]:
+        """Physical numbers of the pod's chips, from Ascend's device plugin; empty: unknown."""
+        text = (self.document["metadata"].get("annotations") or {}).get(ALLOCATED, "")
+        return tuple(int(number) for number in re.findall(r"-(\d+)\s*(?:,|$)", text))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the pod was deleted and its node has not confirmed that yet."""
+        return self.document["metadata"].get("deletionTimestamp") is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the container has ended."""
+        return self._status.get("phase") in ("Succeeded", "Failed") or self._end is not None
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the container was ever started."""
+        return "running" in (self._agent.get("state") or {}) or self._end is not None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the agent listens."""
+        if self._status.get("phase") != "Running" or self.is_over:
+            return False
+        return bool(self._agent.get("started"))
+
+    @property
+    def _labels(self) -> Mapping[str, str]:
+        labels: Mapping[str, str] = self.document["metadata"]["labels"]
+        return labels
+
+    @property
+    def _status(self) -> Mapping[str, Any]:
+        return self.document.get("status") or {}
+
+    @property
+    def _agent(self) -> Mapping[str, Any]:
+        """Status of the agent's container."""
+        statuses = self._status.get("containerStatuses") or ()
+        return next((status for status in statuses if status.get("name") == AGENT), {})
+
+    @property
+    def _end(self) -> Mapping[str, Any] | None:
+        """How the container ended."""
+        end: Mapping[str, Any] | None = (self._agent.get("state") or {}).get("terminated")
+        return end
+
+    def loss(self, events: Sequence[Document] = ()) -> NodeLoss | None:
+        """Describe how the container was lost, or is being lost; None: it is not.
+
+        Args:
+            events: about the pod, oldest first, where they may be read.
+        """
+        reason, message = self._status.get("reason") or "", self._status.get("message") or ""
+        lost = FaultClass.CONTAINER_LOST
+        if (disruption := self._disruption(events)) is not None:
+            return NodeLoss(self.node, lost, *disruption)
+        if reason in _NODE_GOES_DOWN:
+            text = f"{reason}: {message}"
+            return NodeLoss(self.node, FaultClass.NODE_LOST, "NODE_LOST", text)
+        if self.is_leaving:
+            return NodeLoss(self.node, lost, "POD_DELETED", "the pod was deleted")
+        if self._end is not None and self._end.get("reason") == "OOMKilled":
+            text = "the kernel killed the agent of the pod: OOMKilled"
+            return NodeLoss(self.node, FaultClass.HOST_OOM, "OOMKilled", text)
+        if self.is_over:
+            text = message or f"the pod's container ended {_how(self._end or {})}"
+            return NodeLoss(self.node, lost, "POD_ENDED", text)
+        return None
+
+    def _disruption(self, events: Sequence[Document]) -> tuple[str, str] | None:
+        """Why the cluster took the pod away, as code and text.
+
+        A condition has the reason from 1.26 on, events have it before.
+        """
+        if self._status.get("reason") == "Evicted":
+            return "POD_EVICTED", f"evicted: {self._status.get('message') or 'no reason given'}"
+        target = condition_of(self.document, "DisruptionTarget")
+        if target:
+            is_preempted = "Preemption" in str(target.get("reason"))
+            code = "POD_PREEMPTED" if is_preempted else "POD_EVICTED"
+            return code, f"{target.get('reason')}: {target.get('message')}"
+        for event in reversed(events):
+            if event.get("reason") in _PREEMPTED:
+                return "POD_PREEMPTED", f"preempted: {event.get('message')}"
+            if event.get("reason") in _EVICTED:
+                return "POD_EVICTED", f"evicted: {event.get('message')}"
+        return None
+
+    def refusal(self) -> Refusal:
+        """Explain why the agent does not listen yet."""
+        name, status = self.name, self._status
+        scheduled = condition_of(self.document, "PodScheduled")
+        if scheduled.get("status") == "False":
+            text = scheduled.get("message") or scheduled.get("reason")
+            return Refusal(f"{name} has no node: {text}", is_room=True)
+        if self.is_over:
+            why = status.get("message") or status.get("reason") or _how(self._end or {})
+            # The kubelet refuses pods that do not fit after all: OutOfhuawei.com/Ascend910.
+            is_room = str(status.get("reason") or "").startswith(("OutOf", "UnexpectedAdmission"))
+            text = f"{name} on {self.node} ended before it was up: {why}"
+            return Refusal(text, is_room=is_room, is_final=True)
+        waiting = (self._agent.get("state") or {}).get("waiting") or {}
+        reason, message = waiting.get("reason"), waiting.get("message")
+        if reason and message:
+            is_final = reason in HOPELESS and _PASSES.search(message) is None
+            return Refusal(f"{name} on {self.node}: {reason}: {message}", is_final=is_final)
+        if not self.node:
+            return Refusal(f"{name} has no node yet: no scheduler has tried it", is_room=True)
+        problem = reason or f"its agent does not listen yet (phase {status.get('phase')})"
+        return Refusal(f"{name} on {self.node}: {problem}")
 
 
-def name_of(pod: Document) -> str:
-    """Name of the pod."""
-    return str(pod["metadata"]["name"])
+def read_pods(objects: Mapping[str, Document]) -> dict[str, Pod]:
+    """Wrap the documents of pods, by name."""
+    return {name: Pod(document) for name, document in objects.items()}
 
 
-def member_of(pod: Document) -> int:
-    """Index of its member; NO_MEMBER while it stands by."""
-    return int(pod["metadata"]["labels"].get(MEMBER, NO_MEMBER))
-
-
-def stands_by(pod: Document) -> bool:
-    """Whether it is no member's yet."""
-    return MEMBER not in pod["metadata"]["labels"]
-
-
-def stood_by(pod: Document) -> bool:
-    """Whether it was started before its member needed it."""
-    return STOOD_BY in pod["metadata"]["labels"]
-
-
-def schedule_cnt_of(pod: Document) -> int:
-    """How many times its member had been scheduled with it; 0 while it stands by."""
-    return int(pod["metadata"]["labels"].get(SCHEDULE_CNT, 0))
-
-
-def node_of(pod: Document) -> str:
-    """Name of its node, "" while it has none."""
-    return str(pod["spec"].get("nodeName") or "")
-
-
-def host_of(pod: Document) -> str:
-    """Its address, "" while it has none."""
-    return str(_status(pod).get("podIP") or "")
-
-
-def chips_of(pod: Document) -> tuple[int, ...]:
-    """Physical numbers of its chips, as Ascend's device plugin notes them; empty: not known."""
-    text = (pod["metadata"].get("annotations") or {}).get(ALLOCATED, "")
-    return tuple(int(number) for number in re.findall(r"-(\d+)\s*(?:,|$)", text))
-
-
-def is_leaving(pod: Document) -> bool:
-    """Whether it was deleted, and its node has not confirmed that yet."""
-    return pod["metadata"].get("deletionTimestamp") is not None
-
-
-def is_over(pod: Document) -> bool:
-    """Whether its container has ended."""
-    return _status(pod).get("phase") in ("Succeeded", "Failed") or _ended(pod) is not None
-
-
-def has_run(pod: Document) -> bool:
-    """Whether its container was ever started."""
-    status = _agent_status(pod)
-    return "running" in (status.get("state") or {}) or _ended(pod) is not None
-
-
-def is_up(pod: Document) -> bool:
-    """Whether its agent listens."""
-    if _status(pod).get("phase") != "Running" or is_over(pod):
-        return False
-    return bool(_agent_status(pod).get("started"))
-
-
-def _status(pod: Document) -> Mapping[str, Any]:
-    return pod.get("status") or {}
-
-
-def _agent_status(pod: Document) -> Mapping[str, Any]:
-    statuses = _status(pod).get("containerStatuses") or ()
-    return next((one for one in statuses if one.get("name") == AGENT), {})
-
-
-def _ended(pod: Document) -> Mapping[str, Any] | None:
-    found: Mapping[str, Any] | None = (_agent_status(pod).get("state") or {}).get("terminated")
-    return found
-
-
-def _condition(document: Document, kind: str) -> Mapping[str, Any]:
+def condition_of(document: Document, kind: str) -> Mapping[str, Any]:
+    """Find a condition in the status of a pod or a node; empty: it has none of this kind."""
     conditions = (document.get("status") or {}).get("conditions") or ()
-    return next((one for one in conditions if one.get("type") == kind), {})
+    return next((condition for condition in conditions if condition.get("type") == kind), {})
 
 
-def loss_of(pod: Document, notes: Sequence[Document] = ()) -> NodeLoss | None:
-    """How its container was lost, or is being lost; None while nothing speaks of that.
-
-    Args:
-        pod: of a member.
-        notes: events about the pod, oldest first, where they may be read.
-    """
-    status, node = _status(pod), node_of(pod)
-    reason, message = status.get("reason") or "", status.get("message") or ""
-    if (why := _disruption(pod, notes)) is not None:
-        return NodeLoss(node, FaultClass.CONTAINER_LOST, why[0], why[1])
-    if reason in _NODE_GOES_DOWN:
-        return NodeLoss(node, FaultClass.NODE_LOST, "NODE_LOST", f"{reason}: {message}")
-    if is_leaving(pod):
-        text = "the pod was deleted"
-        return NodeLoss(node, FaultClass.CONTAINER_LOST, "POD_DELETED", text)
-    ended = _ended(pod)
-    if ended is not None and ended.get("reason") == "OOMKilled":
-        text = "the agent of the pod was ended by the kernel: OOMKilled"
-        return NodeLoss(node, FaultClass.HOST_OOM, "OOMKilled", text)
-    if is_over(pod):
-        text = message or f"the pod's container ended {_how(ended or {})}"
-        return NodeLoss(node, FaultClass.CONTAINER_LOST, "POD_ENDED", text)
-    return None
+def _how(end: Mapping[str, Any]) -> str:
+    signal = end.get("signal")
+    how = f"by signal {signal}" if signal else f"with exit code {end.get('exitCode')}"
+    return f"{how} ({end['reason']})" if end.get("reason") else how
 
 
-def _how(ended: Mapping[str, Any]) -> str:
-    number = ended.get("signal")
-    how = f"by signal {number}" if number else f"with exit code {ended.get('exitCode')}"
-    return f"{how} ({ended['reason']})" if ended.get("reason") else how
+def explain_loss(events: Sequence[Document]) -> bool:
+    """Whether events about a pod report that it was preempted or evicted."""
+    return any(event.get("reason") in (*_PREEMPTED, *_EVICTED) for event in events)
 
 
-def _disruption(pod: Document, notes: Sequence[Document]) -> tuple[str, str] | None:
-    """Who took the pod away, as code and text: a condition from 1.26 on, events before."""
-    status = _status(pod)
-    if status.get("reason") == "Evicted":
-        return "POD_EVICTED", f"evicted: {status.get('message') or 'no reason given'}"
-    told = _condition(pod, "DisruptionTarget")
-    if told:
-        is_preempted = "Preemption" in str(told.get("reason"))
-        code = "POD_PREEMPTED" if is_preempted else "POD_EVICTED"
-        return code, f"{told.get('reason')}: {told.get('message')}"
-    for note in reversed(notes):
-        if note.get("reason") in _PREEMPTED:
-            return "POD_PREEMPTED", f"preempted: {note.get('message')}"
-        if note.get("reason") in _EVICTED:
-            return "POD_EVICTED", f"evicted: {note.get('message')}"
-    return None
-
-
-def says_who(notes: Sequence[Document]) -> bool:
-    """Whether events about a pod say that it was preempted or evicted."""
-    return any(note.get("reason") in (*_PREEMPTED, *_EVICTED) for note in notes)
-
-
-def gone(node: str) -> NodeLoss:
-    """The loss of a pod that is not in the cluster any more, and nobody saw it go."""
+def vanished(node: str) -> NodeLoss:
+    """The loss of a pod that is not in the cluster any more, without a trace."""
     text = "the pod is not there any more: it was deleted by force, or with its node"
     return NodeLoss(node, FaultClass.CONTAINER_LOST, "POD_DELETED", text)
 
 
 def lost_with_node(loss: NodeLoss, absence: str) -> NodeLoss:
-    """The loss of a pod whose node the cluster has no more: nobody can place it there again.
+    """The loss of a pod whose node has left the cluster, as the loss of a node.
 
     The cluster removes such a pod 40 s or more later, from 1.26 on with a DisruptionTarget
     (https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-garbage-collection).
 
     Args:
-        loss: of the pod.
+        loss: the pod's.
         absence: what became of its node, one sentence.
     """
     if loss.fault_class is not FaultClass.CONTAINER_LOST:
         return loss
     return NodeLoss(loss.node, FaultClass.NODE_LOST, "NODE_DELETED", f"{absence}; {loss.line}")
-
-
-def why_not_up(pod: Document) -> Refusal:
-    """Why its agent does not listen yet."""
-    name, scheduled = name_of(pod), _condition(pod, "PodScheduled")
-    if scheduled.get("status") == "False":
-        text = scheduled.get("message") or scheduled.get("reason")
-        return Refusal(f"{name} has no node: {text}", is_room=True)
-    if is_over(pod):
-        status = _status(pod)
-        why = status.get("message") or status.get("reason") or _how(_ended(pod) or {})
-        # The kubelet refuses what does not fit any more, such as OutOfhuawei.com/Ascend910.
-        is_room = str(status.get("reason") or "").startswith(("OutOf", "UnexpectedAdmission"))
-        text = f"{name} on {node_of(pod)} ended before it was up: {why}"
-        return Refusal(text, is_room=is_room, is_final=True)
-    waiting = (_agent_status(pod).get("state") or {}).get("waiting") or {}
-    reason, message = waiting.get("reason"), waiting.get("message")
-    if reason and message:
-        text = f"{name} on {node_of(pod)}: {reason}: {message}"
-        is_final = reason in HOPELESS and _PASSES.search(message) is None
-        return Refusal(text, is_final=is_final)
-    if not node_of(pod):
-        return Refusal(f"{name} has no node yet: no scheduler has looked at it", is_room=True)
-    what = reason or f"its agent does not listen yet (phase {_status(pod).get('phase')})"
-    return Refusal(f"{name} on {node_of(pod)}: {what}")
-
-
-def node_problem(node: Document) -> str:
-    """Why a node is not to be trusted, "" when it reports as it should."""
-    ready = _condition(node, "Ready")
-    if ready.get("status") == "True":
-        return ""
-    since = f" since {ready['lastTransitionTime']}" if ready.get("lastTransitionTime") else ""
-    return f"node is not ready{since}: {ready.get('message') or 'it never reported'}"

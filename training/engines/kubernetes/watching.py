@@ -1,7 +1,7 @@
-"""The objects of a kind as the API server last told them: a list, then a watch, again and again.
+"""A local copy of the objects of a kind: a list, then a watch, again and again.
 
-A gap (the server was away, or has forgotten the version) is closed by another list, so nothing is
-missed but what came and went in between. Times are seconds of CLOCK_MONOTONIC.
+Another list closes a gap (the server was away, or has forgotten the version), so that the copy
+misses only objects that came and went in between. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ RETRY_S = 1.0
 _log = logging.getLogger("perdure.engine")
 
 
-class Watched:
-    """The objects of a kind that fit a selector, by name; kept up to date by a thread.
+class Informer:
+    """The objects of a kind that fit a selector, by name; a thread keeps them up to date.
 
     Args:
-        api: of the cluster.
+        api: their cluster.
         resource: the kind.
         labels: label selector.
     """
@@ -41,7 +41,7 @@ class Watched:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """List once, then follow in the background; called again it does nothing.
+        """List once, then follow in the background; another call does nothing.
 
         Raises:
             ApiError: the first list failed.
@@ -50,13 +50,13 @@ class Watched:
             return
         self._list()
         name = f"watch {self._resource.plural}"
-        # A thread that held this object would follow for ever what nobody looks at any more.
+        # A thread that held this object would outlive all its users.
         target = partial(_follow, weakref.ref(self))
         self._thread = threading.Thread(target=target, daemon=True, name=name)
         self._thread.start()
 
     def refresh(self) -> None:
-        """List now: what this process has just done is among it.
+        """List now, so that the copy has what this process has just done.
 
         Raises:
             ApiError: the request failed.
@@ -65,7 +65,7 @@ class Watched:
 
     @property
     def objects(self) -> Mapping[str, Document]:
-        """By name, as last told."""
+        """By name, as of the last list or change."""
         with self._changed:
             return dict(self._objects)
 
@@ -75,7 +75,7 @@ class Watched:
         return self._is_away
 
     def wait(self, until: Callable[[Mapping[str, Document]], bool], *, timeout_s: float) -> bool:
-        """Wait until the objects are as wanted. Whether they are."""
+        """Wait until the objects meet a condition. Returns whether they do."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while not until(self._objects):
@@ -86,16 +86,16 @@ class Watched:
         return True
 
     def _follow_once(self) -> None:
-        """Take changes until the connection ends; where that was no good end, list anew."""
+        """Apply changes until the connection ends; list anew where it ended with an error."""
         try:
-            self._take_changes()
+            self._apply_changes()
         except ApiError as error:
             self._note_away(str(error), is_away=error.is_unreachable)
             time.sleep(RETRY_S)
             try:
                 self._list(patience_s=0.0)
-            except ApiError as again:
-                self._note_away(str(again), is_away=again.is_unreachable)
+            except ApiError as list_error:
+                self._note_away(str(list_error), is_away=list_error.is_unreachable)
                 return
             self._note_away("the API server answers again", is_away=False)
 
@@ -106,26 +106,26 @@ class Watched:
 
     def _list(self, patience_s: float | None = None) -> None:
         items, version = self._api.list(self._resource, labels=self._labels, patience_s=patience_s)
-        found = {item["metadata"]["name"]: item for item in items}
+        by_name = {item["metadata"]["name"]: item for item in items}
         with self._changed:
-            self._objects, self._version = found, version
+            self._objects, self._version = by_name, version
             self._changed.notify_all()
 
-    def _take_changes(self) -> None:
+    def _apply_changes(self) -> None:
         with self._changed:
             version = self._version
-        for kind, found in self._api.watch(self._resource, version=version, labels=self._labels):
+        for kind, document in self._api.watch(self._resource, version=version, labels=self._labels):
             with self._changed:
-                self._version = found["metadata"]["resourceVersion"]
+                self._version = document["metadata"]["resourceVersion"]
                 if kind == "DELETED":
-                    self._objects.pop(found["metadata"]["name"], None)
+                    self._objects.pop(document["metadata"]["name"], None)
                 elif kind != "BOOKMARK":
-                    self._objects[found["metadata"]["name"]] = found
+                    self._objects[document["metadata"]["name"]] = document
                 self._changed.notify_all()
 
 
-def _follow(watched: weakref.ref[Watched]) -> None:
-    """Follow until the objects are no more wanted; a connection lasts a minute at most."""
-    while (one := watched()) is not None:
-        one._follow_once()  # noqa: SLF001 its own thread
-        del one
+def _follow(reference: weakref.ref[Informer]) -> None:
+    """Follow until nobody uses the informer; a connection lasts a minute at most."""
+    while (informer := reference()) is not None:
+        informer._follow_once()  # noqa: SLF001 its own thread
+        del informer

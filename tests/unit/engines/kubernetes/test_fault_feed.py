@@ -11,8 +11,8 @@ from perdure.training.engines.kubernetes.fault_feed import FaultFeed
 
 
 def test_an_api_server_that_is_away_is_one_warning_for_all_nodes(caplog):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     settings = client.Configuration()
     settings.host = f"http://127.0.0.1:{port}"
     settings.retries = False

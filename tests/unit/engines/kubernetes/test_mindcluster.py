@@ -10,7 +10,7 @@ import pytest
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, NodeOutput
 from perdure.training.engines.kubernetes import mindcluster
-from perdure.training.engines.kubernetes.fault_feed import taken_out, texts_of
+from perdure.training.engines.kubernetes.fault_feed import exclusions, fault_logs
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 NODE = "n1"
@@ -25,11 +25,13 @@ def chip_fault(
 ):
     """A fault of a chip, with the level of each code."""
     level = next(iter(codes.values()))
-    told = {code: {"fault_time": at, "fault_level": own} for code, own in codes.items()}
+    times_and_levels = {
+        code: {"fault_time": at, "fault_level": level} for code, level in codes.items()
+    }
     return {
         "fault_type": kind, "npu_name": chip, "large_model_fault_level": level,
         "fault_level": level, "fault_handling": level, "fault_code": ",".join(codes),
-        "fault_time_and_level_map": told,
+        "fault_time_and_level_map": times_and_levels,
     }  # fmt: skip
 
 
@@ -53,7 +55,7 @@ def device_info(*faults, by_hand: str = "", **lists) -> list[mindcluster.Reporte
 
 
 def evidence_of(faults, *, since_s: float = BEGAN_S, chips=()):
-    return [*texts_of(faults, since_s=since_s, chips=chips)]
+    return [*fault_logs(faults, since_s=since_s, chips=chips)]
 
 
 def fault_of(faults):
@@ -86,26 +88,26 @@ def test_a_chip_has_each_of_its_codes_with_its_own_level_and_time():
     ],
 )
 def test_a_chip_takes_its_node_out_where_nothing_new_may_be_put_on_it(level, takes_out):
-    found = taken_out({NODE: device_info(chip_fault("Ascend910-4", {"80C98000": level}))})
-    assert bool(found) is takes_out
+    nodes_out = exclusions({NODE: device_info(chip_fault("Ascend910-4", {"80C98000": level}))})
+    assert bool(nodes_out) is takes_out
     if takes_out:
-        assert found[NODE] == f"Ascend910-4: {level} 80C98000 since 2025-10-09T08:53:20+00:00"
+        assert nodes_out[NODE] == f"Ascend910-4: {level} 80C98000 since 2025-10-09T08:53:20+00:00"
 
 
 def test_chips_that_are_listed_without_a_code_take_their_node_out():
     faults = device_info(unhealthy="Ascend910-2,Ascend910-3", network="Ascend910-5")
-    assert taken_out({NODE: faults})[NODE] == (
+    assert exclusions({NODE: faults})[NODE] == (
         "Ascend910-5: CardNetworkUnhealthy; Ascend910-2: CardUnhealthy; Ascend910-3: CardUnhealthy"
     )
 
 
 def test_a_listed_chip_that_only_restarts_keeps_its_node():
     fault = chip_fault("Ascend910-2", {"80C98000": "RestartBusiness"})
-    assert not taken_out({NODE: device_info(fault, unhealthy="Ascend910-2")})
+    assert not exclusions({NODE: device_info(fault, unhealthy="Ascend910-2")})
 
 
 def test_a_chip_that_was_separated_by_hand_takes_its_node_out():
-    assert taken_out({NODE: device_info(by_hand="Ascend910-6")}) == {
+    assert exclusions({NODE: device_info(by_hand="Ascend910-6")}) == {
         NODE: "Ascend910-6: ManuallySeparateNPU"
     }
 
@@ -114,8 +116,8 @@ def test_a_public_fault_has_its_time_in_seconds():
     fault = chip_fault(
         "Ascend910-0", {"220001001": "SeparateNPU"}, kind="PublicFault", at=1_760_000_005
     )
-    (found,) = device_info(fault)
-    assert found.since_s == BEGAN_S + 5
+    (reported,) = device_info(fault)
+    assert reported.since_s == BEGAN_S + 5
 
 
 def node_document(status: str, *parts) -> dict[str, object]:
@@ -141,8 +143,8 @@ def node_part(level: str) -> dict[str, object]:
 )
 def test_a_node_is_out_when_its_own_parts_take_it_out(document, why):
     data = {"NodeInfo": json.dumps({"NodeInfo": document, "CheckCode": "0" * 64})}
-    found = taken_out({NODE: mindcluster.node_info(data, "mindx-dl-nodeinfo-n1")})
-    assert found.get(NODE) == why
+    nodes_out = exclusions({NODE: mindcluster.node_info(data, "mindx-dl-nodeinfo-n1")})
+    assert nodes_out.get(NODE) == why
 
 
 def test_a_fault_of_the_node_began_when_its_document_was_written():
@@ -173,8 +175,8 @@ def switch(level: str, status: str) -> dict[str, object]:
 )
 def test_the_status_of_a_switch_says_whether_its_node_is_out(level, status, is_out):
     data = {"SwitchInfoCfg": json.dumps(switch(level, status))}
-    found = taken_out({NODE: mindcluster.device_info(data, CONFIG_MAP)})
-    assert (NODE in found) is is_out
+    nodes_out = exclusions({NODE: mindcluster.device_info(data, CONFIG_MAP)})
+    assert (NODE in nodes_out) is is_out
 
 
 def test_documents_of_the_whole_cluster_name_the_nodes():
@@ -187,9 +189,9 @@ def test_documents_of_the_whole_cluster_name_the_nodes():
     )
     nodes = json.dumps({"mindx-dl-nodeinfo-n2": node_document("UnHealthy")})
     switches = json.dumps({"mindx-dl-switchinfo-n3": switch("Separate", "UnHealthy")})
-    assert list(taken_out(mindcluster.cluster_devices(devices, "d"))) == ["n1"]
-    assert list(taken_out(mindcluster.cluster_nodes(nodes, "n"))) == ["n2"]
-    assert list(taken_out(mindcluster.cluster_switches(switches, "s"))) == ["n3"]
+    assert list(exclusions(mindcluster.cluster_devices(devices, "d"))) == ["n1"]
+    assert list(exclusions(mindcluster.cluster_nodes(nodes, "n"))) == ["n2"]
+    assert list(exclusions(mindcluster.cluster_switches(switches, "s"))) == ["n3"]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def test_a_damaged_document_is_a_warning_and_speaks_against_nobody(data, caplog)
 def test_an_unknown_level_is_a_warning_and_takes_nothing_out(caplog):
     with caplog.at_level(logging.WARNING, logger="perdure.engine"):
         faults = device_info(chip_fault("Ascend910-4", {"80C98000": "ExorciseNPU"}))
-    assert not taken_out({NODE: faults})
+    assert not exclusions({NODE: faults})
     assert "'ExorciseNPU' of Ascend910-4 is not known" in caplog.text
 
 

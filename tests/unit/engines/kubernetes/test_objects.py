@@ -14,6 +14,7 @@ from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.objects import Owner, PodPlan
 from perdure.training.journal.records import Member
 from tests.jobs import small_job
+from tests.values import not_none
 
 OWNER = Owner("perdure-a", "uid-1")
 
@@ -22,15 +23,15 @@ def job(run_id: str = "a", **engine: object) -> Job:
     return small_job(run_id=run_id, engine={"kind": "kubernetes", "image": "perdure:1", **engine})
 
 
-def spec_of(given: Job) -> KubernetesEngineSpec:
-    assert isinstance(given.engine, KubernetesEngineSpec)
-    return given.engine
+def spec_of(spec_job: Job) -> KubernetesEngineSpec:
+    assert isinstance(spec_job.engine, KubernetesEngineSpec)
+    return spec_job.engine
 
 
-def pod(given: Job, *, node: str = "", store_secret: str | None = None, **placed: Any):
+def pod(pod_job: Job, *, node: str = "", store_secret: str | None = None, **placed: Any):
     member = Member(index=1, node=node, schedule_cnt=3)
     plan = PodPlan(member, "perdure-a-m1-s3-abcde", Placement(2, (member,), **placed))
-    return objects.pod(given, spec_of(given), OWNER, plan, store_secret=store_secret)
+    return objects.pod(pod_job, spec_of(pod_job), OWNER, plan, store_secret=store_secret)
 
 
 def container(document):
@@ -50,45 +51,48 @@ def test_a_pod_runs_one_agent_that_nothing_restarts_and_belongs_to_the_run():
 def test_members_are_on_nodes_of_their_own_away_from_avoided_ones_and_where_they_were():
     affinity = pod(job(), node="n2", avoid=("n1", "n4"), last=("n3",))["spec"]["affinity"]
     apart = affinity["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert [one["topologyKey"] for one in apart] == ["kubernetes.io/hostname"]
+    assert [term["topologyKey"] for term in apart] == ["kubernetes.io/hostname"]
     nodes = affinity["nodeAffinity"]
     terms = nodes["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert len(terms) == 1, "terms are alternatives, the fields of one are not"
-    assert [(one["operator"], one["values"]) for one in terms[0]["matchFields"]] == [
+    assert [(field["operator"], field["values"]) for field in terms[0]["matchFields"]] == [
         ("NotIn", ["n1"]),
         ("NotIn", ["n4"]),
     ]
     preferred = [
-        (one["weight"], one["preference"]["matchFields"][0]["operator"])
-        for one in nodes["preferredDuringSchedulingIgnoredDuringExecution"]
+        (entry["weight"], entry["preference"]["matchFields"][0]["operator"])
+        for entry in nodes["preferredDuringSchedulingIgnoredDuringExecution"]
     ]
     assert preferred == [(50, "NotIn"), (100, "In")]
 
 
 def test_a_node_that_is_silent_does_not_lose_its_pods_to_the_node_controller():
-    kept = {
-        one["key"] for one in pod(job())["spec"]["tolerations"] if "tolerationSeconds" not in one
+    keys = {
+        toleration["key"]
+        for toleration in pod(job())["spec"]["tolerations"]
+        if "tolerationSeconds" not in toleration
     }
-    assert kept == {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
+    assert keys == {"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"}
 
 
 def test_no_secret_value_is_in_a_pod():
     document = pod(job(env_secrets=["proxy"]), store_secret="perdure-a-store-keys")
-    names = [one["secretRef"]["name"] for one in container(document)["envFrom"]]
+    names = [source["secretRef"]["name"] for source in container(document)["envFrom"]]
     assert names == ["proxy", "perdure-a-store-keys"]
-    assert all("value" not in one or one["name"] == "PERDURE_CONTAINER"
-               for one in container(document)["env"])  # fmt: skip
+    assert all("value" not in variable or variable["name"] == "PERDURE_CONTAINER"
+               for variable in container(document)["env"])  # fmt: skip
 
 
 def test_resources_are_requests_and_limits_in_one_and_the_group_needs_them_all():
     resources = {"huawei.com/Ascend910": 8, "memory": "700Gi", "cpu": "1.5"}
-    given = job(nodes=4, slots_per_node=1, resources=resources, volcano={"queue": "train"})
-    document = pod(given)
+    gang_job = job(nodes=4, slots_per_node=1, resources=resources, volcano={"queue": "train"})
+    document = pod(gang_job)
     amounts = container(document)["resources"]
     assert amounts["requests"] == amounts["limits"] == {
         "huawei.com/Ascend910": "8", "memory": "700Gi", "cpu": "1.5",
     }  # fmt: skip
-    group = objects.pod_group(given, spec_of(given), OWNER)
+    spec = spec_of(gang_job)
+    group = objects.pod_group(gang_job, spec, not_none(spec.volcano), OWNER)
     assert group["spec"]["minMember"] == 4
     assert group["spec"]["minResources"] == {
         "huawei.com/Ascend910": "32", "memory": "2800Gi", "cpu": "6",

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from perdure.training.engines.kubernetes import pods
+from perdure.training.engines.kubernetes.nodes import NO_NODE, node_problem
 from perdure.training.engines.kubernetes.objects import AGENT, MEMBER, SCHEDULE_CNT
+from perdure.training.engines.kubernetes.pods import Pod
 from perdure.training.recovery.faults import FaultClass
 
 UNSCHEDULABLE = (
@@ -49,7 +51,7 @@ def ended(code: int, reason: str = "Error") -> dict[str, Any]:
     return {"terminated": {"exitCode": code, "reason": reason}}
 
 
-def note(reason: str, message: str) -> dict[str, Any]:
+def event(reason: str, message: str) -> dict[str, Any]:
     return {"reason": reason, "message": message}
 
 
@@ -60,7 +62,7 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "message": "by a pod 
 
 
 @pytest.mark.parametrize(
-    ("document", "notes", "expected"),
+    ("document", "events", "expected"),
     [
         (pod(), [], None),
         (pod(deleted=True), [], (FaultClass.CONTAINER_LOST, "POD_DELETED")),
@@ -69,9 +71,9 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "message": "by a pod 
          (FaultClass.CONTAINER_LOST, "POD_PREEMPTED")),
         (pod(deleted=True, conditions=[{**DISRUPTED, "reason": "EvictionByEvictionAPI"}]), [],
          (FaultClass.CONTAINER_LOST, "POD_EVICTED")),
-        (pod(deleted=True), [note("Preempted", "by default/big on node n1")],
+        (pod(deleted=True), [event("Preempted", "by default/big on node n1")],
          (FaultClass.CONTAINER_LOST, "POD_PREEMPTED")),
-        (pod(deleted=True), [note("Scheduled", "to n1"), note("Started", "agent")],
+        (pod(deleted=True), [event("Scheduled", "to n1"), event("Started", "agent")],
          (FaultClass.CONTAINER_LOST, "POD_DELETED")),
         (pod("Failed", state=ended(137, "OOMKilled")), [], (FaultClass.HOST_OOM, "OOMKilled")),
         (pod("Failed", state=ended(137)), [], (FaultClass.CONTAINER_LOST, "POD_ENDED")),
@@ -83,8 +85,8 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "message": "by a pod 
          "drained, as told from 1.26 on", "preempted, as an event tells", "events of its start",
          "its agent used too much memory", "its agent was killed", "its node shuts down"],
 )  # fmt: skip
-def test_how_a_pod_was_lost_has_a_class_and_a_code(document, notes, expected):
-    loss = pods.loss_of(document, notes)
+def test_how_a_pod_was_lost_has_a_class_and_a_code(document, events, expected):
+    loss = Pod(document).loss(events)
     assert (loss and (loss.fault_class, loss.code)) == expected
     assert loss is None or (loss.node == "n1" and loss.line)
 
@@ -92,28 +94,28 @@ def test_how_a_pod_was_lost_has_a_class_and_a_code(document, notes, expected):
 @pytest.mark.parametrize(
     "loss",
     [
-        pods.gone("n1"),
+        pods.vanished("n1"),
         # As the collector of pods marks them from 1.26 on, before it deletes them.
-        pods.loss_of(pod("Failed", conditions=[{**DISRUPTED, "reason": "DeletionByPodGC"}])),
+        Pod(pod("Failed", conditions=[{**DISRUPTED, "reason": "DeletionByPodGC"}])).loss(),
     ],
     ids=["nobody saw it go", "it is marked"],
 )
 def test_a_pod_that_was_lost_with_its_node_is_a_node_lost(loss):
-    found = pods.lost_with_node(loss, pods.NO_NODE)
-    assert (found.node, found.fault_class, found.code) == (
+    combined = pods.lost_with_node(loss, NO_NODE)
+    assert (combined.node, combined.fault_class, combined.code) == (
         "n1", FaultClass.NODE_LOST, "NODE_DELETED"
     )  # fmt: skip
-    assert found.line == f"{pods.NO_NODE}; {loss.line}"
+    assert combined.line == f"{NO_NODE}; {loss.line}"
 
 
 def test_what_ended_a_pod_before_its_node_was_deleted_stays_the_fault():
-    loss = pods.loss_of(pod("Failed", state=ended(137, "OOMKilled")))
+    loss = Pod(pod("Failed", state=ended(137, "OOMKilled"))).loss()
     assert loss is not None
-    assert pods.lost_with_node(loss, pods.NO_NODE) is loss
+    assert pods.lost_with_node(loss, NO_NODE) is loss
 
 
 def test_the_words_of_an_eviction_are_the_evidence():
-    loss = pods.loss_of(EVICTED)
+    loss = Pod(EVICTED).loss()
     assert loss is not None
     assert loss.line == "evicted: The node was low on resource: memory."
 
@@ -131,15 +133,15 @@ def test_the_words_of_an_eviction_are_the_evidence():
          "its container is made", "its container has ended, its phase says so later"],
 )  # fmt: skip
 def test_an_agent_can_be_reached_from_when_it_listens_to_its_end(document, is_up):
-    assert pods.is_up(document) is is_up
+    assert Pod(document).is_up is is_up
 
 
 def waiting(reason: str, message: str | None = None) -> dict[str, Any]:
     return pod("Pending", state={"waiting": {"reason": reason, "message": message}}, started=False)
 
 
-NO_NODE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
-NOT_PLACED = pod("Pending", conditions=[{**NO_NODE, "message": UNSCHEDULABLE}], started=False)
+UNPLACED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+NOT_PLACED = pod("Pending", conditions=[{**UNPLACED, "message": UNSCHEDULABLE}], started=False)
 NO_ROOM_LEFT = pod(
     "Failed", reason="OutOfhuawei.com/Ascend910", message="Node didn't have enough resource"
 )
@@ -171,7 +173,7 @@ NO_ROOM_LEFT = pod(
 def test_why_a_pod_is_not_up_is_in_the_words_of_scheduler_and_kubelet(
     document, text, is_room, is_final
 ):
-    refusal = pods.why_not_up(document)
+    refusal = Pod(document).refusal()
     assert text in refusal.text
     assert (refusal.is_room, refusal.is_final) == (is_room, is_final)
 
@@ -184,8 +186,8 @@ def test_a_node_that_does_not_report_is_a_problem_with_the_time_and_the_reason()
         "lastTransitionTime": "2026-11-24T02:00:00Z",
         "message": "Kubelet stopped posting node status.",
     }
-    assert pods.node_problem({"status": {"conditions": [ready]}}) == ""
-    assert pods.node_problem({"status": {"conditions": [silent]}}) == (
+    assert node_problem({"status": {"conditions": [ready]}}) == ""
+    assert node_problem({"status": {"conditions": [silent]}}) == (
         "node is not ready since 2026-11-24T02:00:00Z: Kubelet stopped posting node status."
     )
 
@@ -201,4 +203,4 @@ def test_a_node_that_does_not_report_is_a_problem_with_the_time_and_the_reason()
     ids=["it runs", "it has ended", "its image has no valid name", "nobody has placed it"],
 )
 def test_a_pod_that_never_ran_leaves_no_process_behind(document, has_run):
-    assert pods.has_run(document) is has_run
+    assert Pod(document).has_run is has_run

@@ -42,14 +42,14 @@ def user(name: str) -> dict[str, str]:
     ],
 )
 def test_a_user_is_for_the_images_that_a_node_would_use_it_for(key, image, fits):
-    found = credentials_of(secret({key: user("robot")})).for_image(image_name(image))
-    assert [one.username for one in found] == (["robot"] if fits else [])
+    users = credentials_of(secret({key: user("robot")})).for_image(image_name(image))
+    assert [user.username for user in users] == (["robot"] if fits else [])
 
 
 def test_the_user_of_the_longest_path_goes_first():
     auths = {"r.example.com": user("all"), "r.example.com/team": user("team")}
-    found = credentials_of(secret(auths)).for_image(image_name("r.example.com/team/a:1"))
-    assert [one.username for one in found] == ["team", "all"]
+    users = credentials_of(secret(auths)).for_image(image_name("r.example.com/team/a:1"))
+    assert [user.username for user in users] == ["team", "all"]
 
 
 def test_name_and_password_may_be_in_one_word_and_a_helper_has_none():
@@ -57,10 +57,10 @@ def test_name_and_password_may_be_in_one_word_and_a_helper_has_none():
         "a.example.com": {"auth": base64.b64encode(b"robot:with:colons").decode()},
         "b.example.com": {},
     }
-    found = credentials_of(secret(auths))
-    (one,) = found.for_image(image_name("a.example.com/a"))
-    assert (one.username, one.password.get_secret_value()) == ("robot", "with:colons")
-    assert found.for_image(image_name("b.example.com/a")) == []
+    credentials = credentials_of(secret(auths))
+    (user,) = credentials.for_image(image_name("a.example.com/a"))
+    assert (user.username, user.password.get_secret_value()) == ("robot", "with:colons")
+    assert credentials.for_image(image_name("b.example.com/a")) == []
 
 
 @pytest.mark.parametrize("word", ["robot:pw", "robot:pass", "robot:passw"])
@@ -68,16 +68,16 @@ def test_name_and_password_may_be_in_one_word_and_a_helper_has_none():
 def test_the_word_may_lack_its_padding_and_wins_over_name_and_password(word, is_padded):
     auth = base64.b64encode(word.encode()).decode()
     entry = user("other") | {"auth": auth if is_padded else auth.rstrip("=")}
-    found = credentials_of(secret({"a.example.com": entry, "b.example.com": user("b")}))
-    (one,) = found.for_image(image_name("a.example.com/a"))
+    credentials = credentials_of(secret({"a.example.com": entry, "b.example.com": user("b")}))
+    (one,) = credentials.for_image(image_name("a.example.com/a"))
     assert f"{one.username}:{one.password.get_secret_value()}" == word
-    assert found.for_image(image_name("b.example.com/a"))
+    assert credentials.for_image(image_name("b.example.com/a"))
 
 
 def test_a_secret_of_the_old_type_has_the_users_one_level_up():
     content = base64.b64encode(json.dumps({"r.example.com": user("robot")}).encode()).decode()
-    found = credentials_of({"type": OLD_KIND, "data": {".dockercfg": content}})
-    (one,) = found.for_image(image_name("r.example.com/a"))
+    credentials = credentials_of({"type": OLD_KIND, "data": {".dockercfg": content}})
+    (one,) = credentials.for_image(image_name("r.example.com/a"))
     assert (one.username, one.password.get_secret_value()) == ("robot", "of-robot")
 
 
