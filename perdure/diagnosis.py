@@ -18,9 +18,9 @@ from perdure.console import EXIT_INPUT, AsJson, make_console, print_json, warn
 from perdure.training.diagnosis.sources import (
     STANDARD_INPUT,
     PathDiagnosis,
-    context_of,
     diagnose_files,
-    files_of,
+    list_logs,
+    read_context,
 )
 from perdure.training.errors import InputError
 from perdure.training.recovery.faults import Fault
@@ -64,7 +64,7 @@ def _cases(paths: Sequence[str], *, each: bool) -> Iterator[PathDiagnosis]:
     if paths.count(STANDARD_INPUT) > 1:
         raise InputError("PATH", "'-' (standard input) can be read only once")
     # All paths first, so that a mistyped one is refused before a long log has been read.
-    path_files = [(path, files_of(Path(path))) for path in paths]
+    path_files = [(path, list_logs(Path(path))) for path in paths]
     now_s = time.time()
     year = datetime.fromtimestamp(now_s, UTC).year
     for path, files in path_files:
@@ -167,7 +167,9 @@ def _context(case: PathDiagnosis) -> Iterator[Text]:
     if case.path != STANDARD_INPUT and case.diagnosis.source is not None:
         base = Path(case.path)
         file = base if base.is_file() else base / case.diagnosis.source
-        around = context_of(file, line, radius=CONTEXT_LINES, near=case.diagnosis.offset) or around
+        around = (
+            read_context(file, line, radius=CONTEXT_LINES, near=case.diagnosis.offset) or around
+        )
     for text in around:
         is_key = text.strip() == line.strip()
         shown = text.strip("\r\n")[:LINE_WIDTH]

@@ -27,8 +27,8 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.files import home_folder
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import kept_of
-from perdure.training.journal.time_account import Account, SeenStep, account
+from perdure.training.journal.steps import drop_lost_steps
+from perdure.training.journal.time_account import Account, SeenStep, account_time
 from perdure.training.recovery.faults import Fault
 from perdure.training.reporting.ettr import Accountant
 from perdure.training.reporting.facts import FaultFacts, RecoveryFacts
@@ -96,7 +96,7 @@ class RunMonitor:
         agents = attempt.snapshot
         newest = newest_of(agents, now_s=now_s) if agents is not None else None
         account = self._account(history, records, newest, now_s)
-        kept_records = kept_of(records)
+        kept_records = drop_lost_steps(records)
         status = self._status(history, kept_records, account, agents, now_s=now_s)
         return RunSnapshot(status, history, kept_records, account)
 
@@ -159,7 +159,7 @@ class RunMonitor:
         if last is not None and history.ended is None and now_s < self._account_due_s:
             return last
         began_s = time.monotonic()
-        fresh = self._last_account = account(history, records, now_s=now_s, newest=newest)
+        fresh = self._last_account = account_time(history, records, now_s=now_s, newest=newest)
         self._account_due_s = now_s + (time.monotonic() - began_s) / ACCOUNT_SHARE
         return fresh
 

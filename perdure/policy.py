@@ -15,7 +15,7 @@ from perdure.training.config.job_file import load_job
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import EntryPlace, ExportedPolicy
-from perdure.training.platforms.settings import shown
+from perdure.training.platforms.settings import format_value
 from perdure.training.recovery.ladder import ladder_markdown
 from perdure.training.recovery.ladder_rules import RULES
 from perdure.training.recovery.repeated_fault import (
@@ -72,7 +72,9 @@ def _document(platform: str, printed: ExportedPolicy) -> dict[str, Any]:
         "entries": dict(printed.entries),
         "by_place": {str(place): entries for place, entries in printed.by_place().items()},
         "warnings": list(printed.warnings),
-        "without_entry": {name: shown(value) for name, value in printed.without_entry.items()},
+        "without_entry": {
+            name: format_value(value) for name, value in printed.without_entry.items()
+        },
     }
 
 

@@ -41,8 +41,8 @@ from perdure.training.files import home_folder
 from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import RunReopened
-from perdure.training.journal.steps import StepReader, kept_of
-from perdure.training.journal.time_account import Account, account
+from perdure.training.journal.steps import StepReader, drop_lost_steps
+from perdure.training.journal.time_account import Account, account_time
 from perdure.training.preflight.job import CheckedJob, check_job
 from perdure.training.reporting.ettr import ettr_text, timeline_picture
 from perdure.training.reporting.rows import loss_picture, story_rows
@@ -210,13 +210,13 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
         console.print(f"fault: {last.fault.evidence}")
         console.print(f"       {last.fault.explanation}")
     records = StepReader(store, job.run_id).read()
-    kept_steps = kept_of(records)
+    kept_steps = drop_lost_steps(records)
     if kept_steps:
         picture = folder / "loss.png"
         picture.write_bytes(loss_picture(history, kept_steps))
         console.print(f"steps kept: {len(kept_steps)}")
         console.print(f"loss picture: {picture}", soft_wrap=True)
-    _print_account(console, account(history, records, now_s=time.time()), folder)
+    _print_account(console, account_time(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
 
 

@@ -26,7 +26,7 @@ from perdure.console import warn
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder, private_folder, write_whole
-from perdure.training.masking import masked_text
+from perdure.training.masking import mask_text
 from perdure.training.processes import free_port, is_alive
 
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
@@ -364,7 +364,7 @@ def owner_of(port: int) -> PortOwner | None:
             command = shlex.join(process.cmdline()) or process.name()
             home = _home_of(process, port)
     is_prefect = _PREFECT_APP in command or _answers_as_prefect(port)
-    return PortOwner(pid, masked_text(command, ())[:MAX_COMMAND], is_prefect, home or None)
+    return PortOwner(pid, mask_text(command, ())[:MAX_COMMAND], is_prefect, home or None)
 
 
 def owner_text(owner: PortOwner | None, port: int, *, advice: str = ANOTHER_PORT) -> str:

@@ -11,7 +11,7 @@ import psutil
 
 from perdure.training.config.drill import Victim
 from perdure.training.injection.victims import kill, parts_of, processes_of, workers_of
-from perdure.training.processes import is_tracker, oldest_first
+from perdure.training.processes import is_tracker, sort_by_start
 
 
 class LocalRun:
@@ -45,5 +45,5 @@ class LocalRun:
         Resource trackers end by themselves then, and remove the semaphores that would have gone
         with the machine.
         """
-        processes = oldest_first(self.processes(node))
+        processes = sort_by_start(self.processes(node))
         return kill([one for one in processes if not is_tracker(one)])

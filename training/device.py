@@ -1,6 +1,6 @@
-"""Which accelerator a worker computes on; the only module that knows torch_npu.
+"""The accelerator of a worker; the only module that knows torch_npu.
 
-Written against torch 2.13 and torch_npu 2.13. docs/ascend.md has what was run on what, and the
+Written against torch 2.13 and torch_npu 2.13. docs/ascend.md lists the tests on hardware, and the
 file of torch_npu behind each statement about it.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 # Dense bf16/fp16 peak of one device in TFLOP/s, by a part of the device's name: NVIDIA's from its
 # data sheets, the sources of Ascend's in docs/ascend.md. A 910C has two dies, each a device of its
-# own. What is not listed is measured with a matmul.
-PEAK_TFLOPS: Mapping[str, float] = {
+# own. A matmul measures other devices.
+_PEAK_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,
     "H100": 989.0,
     "A100": 312.0,
@@ -28,16 +28,16 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "Ascend910B3": 313.0,
     "Ascend910_939": 376.0,
 }
-MEASURED_SIZE = 512  # of the matrices on a CPU
-MEASURED_SIZE_OF_ACCELERATORS = 4096  # a smaller product measures how fast kernels are launched
+_MEASURED_SIZE = 512  # of the matrices on a CPU
+_MEASURED_SIZE_OF_ACCELERATORS = 4096  # a smaller product measures how fast kernels are launched
 
-BACKENDS: Mapping[str, str] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
+_BACKENDS: Mapping[str, str] = {"npu": "hccl", "cuda": "nccl", "cpu": "gloo"}
 # Backends whose operations end with the device's tasks, and by no abort of their own.
 ENDED_BY_THE_DEVICE = frozenset({"hccl"})
 
 
-def load_npu() -> bool:
-    """Register torch_npu where it is installed. Whether an NPU backend is available.
+def _load_npu() -> bool:
+    """Register torch_npu where it is installed. Return whether an NPU backend is available.
 
     TORCH_DEVICE_BACKEND_AUTOLOAD=0, torch's own switch, keeps to the CPU.
     """
@@ -49,8 +49,8 @@ def load_npu() -> bool:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """The device of a local rank: its accelerator, or the CPU where there is none."""
-    load_npu()
+    """Choose the device of a local rank: its accelerator, or the CPU where there is none."""
+    _load_npu()
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     torch.accelerator.set_device_index(local_rank)
@@ -60,13 +60,13 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def local_devices() -> int:
-    """How many accelerators this process sees."""
-    load_npu()
+    """Count the accelerators that this process sees."""
+    _load_npu()
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """Bytes of the device's memory that are free, and all; None on the CPU."""
+    """Return free and total bytes of the device's memory; None on the CPU."""
     if device.type == "cpu":
         return None
     free, total = torch.get_device_module(device).mem_get_info(device)
@@ -74,34 +74,34 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def backend_of(device: torch.device) -> str:
-    """The collective library for a device type.
+    """Return the collective library for a device type.
 
     Raises:
-        ValueError: no backend is known for it.
+        ValueError: no backend is known for the type.
     """
-    if device.type not in BACKENDS:
-        raise ValueError(f"no collective backend known for {device.type}; known: {list(BACKENDS)}")
-    return BACKENDS[device.type]
+    if device.type not in _BACKENDS:
+        raise ValueError(f"no collective backend known for {device.type}; known: {list(_BACKENDS)}")
+    return _BACKENDS[device.type]
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of one device: from the table, else what a matmul reaches here."""
+    """Return the peak FLOP/s of a device: from the table, else by a matmul here."""
     name = device_name(device)
-    for part, tflops in PEAK_TFLOPS.items():
+    for part, tflops in _PEAK_TFLOPS.items():
         if part in name:
             return tflops * 1e12
-    size = MEASURED_SIZE if device.type == "cpu" else MEASURED_SIZE_OF_ACCELERATORS
-    return _measured_flops(device, dtype, size=size)
+    size = _MEASURED_SIZE if device.type == "cpu" else _MEASURED_SIZE_OF_ACCELERATORS
+    return _measure_flops(device, dtype, size=size)
 
 
 def device_name(device: torch.device) -> str:
-    """What the vendor calls it, such as Ascend910B3; empty on the CPU."""
+    """Return the vendor's name, such as Ascend910B3; empty on the CPU."""
     if device.type == "cpu":
         return ""
     return str(torch.get_device_module(device).get_device_name(device))
 
 
-def _measured_flops(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
+def _measure_flops(device: torch.device, dtype: torch.dtype, *, size: int) -> float:
     a_MM = torch.ones(size, size, device=device, dtype=dtype)  # noqa: N806 shape suffix
     best_s = float("inf")
     for _ in range(10):
@@ -120,7 +120,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def device_rng_state(device: torch.device) -> torch.Tensor | None:
-    """The random state of the device, uint8; None on the CPU, whose state is torch's own."""
+    """Return the device's random state, uint8; None on the CPU, whose state torch has."""
     if device.type == "cpu":
         return None
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -128,7 +128,7 @@ def device_rng_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set what `device_rng_state` returned."""
+    """Set a state from `device_rng_state`."""
     torch.get_device_module(device).set_rng_state(state, device)
 
 
@@ -137,10 +137,10 @@ def pin(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
     Args:
         host: uint8, memory that stays mapped until the returned function has been called.
-        device: what copies into it; only CUDA has a call for memory that it did not allocate.
+        device: device that copies into it; only CUDA has a call for memory of another owner.
 
     Returns:
-        What undoes it.
+        A function that releases the lock.
     """
     if device.type != "cuda":
         return lambda: None
@@ -170,48 +170,48 @@ def abort_group(collectives: Any) -> None:
 
 
 # torch_npu/npu/_recovery.py; a watchdog that runs again forgets what it has seen of a fault.
-WATCHDOG_RUN = 1
+_WATCHDOG_RUN = 1
 WATCHDOG_STOP = 2
 
 
 def open_group(group: Any, collectives: Any, device: torch.device) -> None:
     """Make the communicator of an HCCL group now; collective.
 
-    It would otherwise be made in the first operation of each rank, which may be a transfer between
-    two. `get_hccl_comm_name` would make it, too, and hold Python's lock while it waits for ranks
+    Otherwise the first operation of each rank would make it, and that may be a transfer between two
+    ranks. `get_hccl_comm_name` would make it, too, and hold Python's lock while it waits for ranks
     that do not come (Init.cpp has no call_guard there).
 
     Args:
-        group: that has `collectives`.
+        group: the group with these `collectives`.
         collectives: a ProcessGroupHCCL.
-        device: of this process, for the calling thread.
+        device: the device of this process, set for the calling thread.
     """
     torch.accelerator.set_device_index(device.index or 0)
-    collectives.set_watchdog_status(WATCHDOG_RUN)
+    collectives.set_watchdog_status(_WATCHDOG_RUN)
     group.allreduce([torch.zeros(1, device=device)], dist.AllreduceOptions())
 
 
 class DeviceBeyondHealing(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
-    """The device does not take work again in this process."""
+    """A device takes no work in this process any more."""
 
 
 class Healing(Protocol):
-    """What a device needs between a fault and the next step."""
+    """The steps of a device between a fault and the next step of training."""
 
     def stop(self) -> None:
-        """End what the device still works on; from any thread."""
+        """End the device's tasks; from any thread."""
         ...
 
     def settle(self) -> None:
-        """Wait for what a later `stop` would cut short, and which must be whole."""
+        """Wait for tasks that a later `stop` would cut short, and which must be whole."""
         ...
 
     def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:
-        """Have it take work again.
+        """Make the device take work again.
 
         Args:
             tensors: model and optimizer state on the device.
-            is_damaged: the device has reported that memory is damaged.
+            is_damaged: whether the device has reported damaged memory.
 
         Returns:
             Whether the tensors still have their values.
@@ -223,30 +223,30 @@ class Healing(Protocol):
 
 
 class NothingToHeal:
-    """The CPU."""
+    """Healing of the CPU, which needs none."""
 
     def stop(self) -> None:
-        """Nothing runs on."""
+        """Do nothing: no task outlives its call."""
 
     def settle(self) -> None:
-        """Everything is done when a call returns."""
+        """Do nothing: a call returns after its task."""
 
     def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:  # noqa: ARG002
-        """Nothing is left behind."""
+        """Do nothing: no task is left."""
         return not is_damaged
 
 
 class CudaHealing:
-    """CUDA; not run on hardware. NCCL's groups have been aborted when this is asked."""
+    """Healing of CUDA, not run on hardware; NCCL's groups have been aborted before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def stop(self) -> None:
-        """An aborted kernel returns by itself."""
+        """Do nothing: an aborted kernel returns by itself."""
 
     def settle(self) -> None:
-        """What was launched is executed, whatever becomes of the groups."""
+        """Do nothing: launched tasks run even without their groups."""
 
     def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:  # noqa: ARG002
         """Wait for the queue; an uncorrectable memory error stays with the context.
@@ -266,7 +266,7 @@ UCE_HIGH_LEVEL = 3  # tensors have lost their data; always so for HBM multi-bit 
 
 
 class NpuHealing:
-    """Ascend, in MindCluster's order.
+    """Healing of Ascend, in MindCluster's order.
 
     stop_device, then check_uce_in_memory and tensors made safe where memory is damaged, then
     restart_device. Process groups are new ones with every generation. Source: MindCluster's
@@ -288,14 +288,14 @@ class NpuHealing:
             raise RuntimeError("stop_device: the driver has not aborted the device's tasks")
 
     def settle(self) -> None:
-        """Wait for the stream: what is in it when the device is stopped is never executed.
+        """Wait for the stream: a stop of the device would drop its tasks.
 
         MindSpeed-LLM does the same at the end of an optimizer's step (tft_replica_optimizer.py).
         """
         torch.accelerator.current_stream(self._device).synchronize()
 
     def clean(self, tensors: Sequence[torch.Tensor], *, is_damaged: bool) -> bool:
-        """Find out about the damage, make tensors safe to write, and start the device again.
+        """Assess the damage, make tensors safe to write, and start the device again.
 
         Raises:
             DeviceBeyondHealing: the damage is of a kind that the driver does not repair.
@@ -315,7 +315,7 @@ class NpuHealing:
 
 
 def healing_of(device: torch.device) -> Healing:
-    """What this device needs."""
+    """Choose the healing of a device."""
     match device.type:
         case "npu":
             return NpuHealing(device)

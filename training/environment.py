@@ -22,13 +22,13 @@ from perdure.training.wire.node import VISIBLE, device_ids
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
-EVENT_MARGIN_S = 32
+_EVENT_MARGIN_S = 32
 HOST_PORTS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One environment variable: its value, and why it is set."""
+    """An environment variable with its value and the reason for it."""
 
     name: str
     value: str
@@ -54,7 +54,7 @@ _RANGES: Mapping[str, _Range] = {
     "TORCH_HCCL_ASYNC_ERROR_HANDLING": _Range(0, 3, "a mode"),
     "OMP_NUM_THREADS": _Range(1, 4096, "threads"),
 }
-# By CANN's documents; which form a series that is not named reads cannot be said.
+# By CANN's documents, which do not name the form for other series.
 _SERIES_OF_FORM: Mapping[RankTableForm, tuple[str, ...]] = {
     RankTableForm.V1_0: ("a2", "a3"),
     RankTableForm.V1_2: ("a3",),
@@ -63,36 +63,36 @@ _OP_RETRY = re.compile(r"L[01]:[01](,\s*L[012]:[01])*")
 
 
 def worker_variables(job: Job) -> list[Variable]:
-    """The variables of every worker of `job`, in the order they are printed.
+    """List the variables of every worker of `job`, in the order of their output.
 
     The node agent adds what differs from rank to rank: the rendezvous, the ranks, and
     ASCEND_PROCESS_LOG_PATH, a folder beside the rank's own output, or below that of the job.
     """
     variables = [*_hccl(job), *_op_retry(job), *_torch(job), *_logs(), *_preload(job)]
-    own = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
-    return [own.pop(v.name, v) for v in variables] + list(own.values())
+    by_name = {name: Variable(name, value, "set by the job") for name, value in job.env.items()}
+    return [by_name.pop(v.name, v) for v in variables] + list(by_name.values())
 
 
 def variables_of(job: Job) -> dict[str, str]:
-    """The same by name, as processes are given them."""
+    """Map the same variables from name to value, as processes get them."""
     return {variable.name: variable.value for variable in worker_variables(job)}
 
 
 def interface_variables(host: str) -> dict[str, str]:
-    """Variables that keep a node's process groups on the network of its address.
+    """Choose variables that keep a node's process groups on its address's network.
 
-    Without them gloo listens wherever the name of the machine leads to. What the platform or the
-    job sets comes before them.
+    Without them gloo listens on the address behind the name of the machine. Variables of the
+    platform or the job come before them.
 
     Args:
-        host: address of the node that the engine gives.
+        host: address of the node by the engine.
     """
     interface = interface_of(host)
     return {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
 
 
 def worker_path() -> str:
-    """PATH of the workers: this Python's programs first, so that `torchrun` is its own."""
+    """Build PATH of the workers: this Python's programs first, so that `torchrun` is its own."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -119,7 +119,7 @@ def check_environment(job: Job) -> None:
 
 
 def _check_rank_table(job: Job) -> None:
-    """What of the table that is written for each attempt is known before any node is asked."""
+    """Check the parts of a rank table that are known before any node reports its devices."""
     form, env = job.comm.rank_table, job.env
     if form is None:
         return
@@ -162,7 +162,7 @@ def _check_pairs(values: Mapping[str, str], job: Job) -> None:
 
 
 def _check_white_list(values: Mapping[str, str]) -> None:
-    """HCCL reads the list only where it is switched on, and ends where there is none."""
+    """Check that HCCL finds its list where it reads one, and reads a list that is set."""
     is_on, file = values["HCCL_WHITELIST_DISABLE"] == "0", values.get("HCCL_WHITELIST_FILE")
     if is_on and file is None:
         raise InputError("env.HCCL_WHITELIST_DISABLE", "0 needs HCCL_WHITELIST_FILE, the list")
@@ -197,7 +197,7 @@ def _hccl(job: Job) -> Iterator[Variable]:
         f"to a multiple of 68); {_EXEC_WHY[comm.timeouts]}",
     )  # fmt: skip
     yield Variable(
-        "HCCL_EVENT_TIMEOUT", str(_execution_s(job) + EVENT_MARGIN_S),
+        "HCCL_EVENT_TIMEOUT", str(_execution_s(job) + _EVENT_MARGIN_S),
         "seconds; must exceed HCCL_EXEC_TIMEOUT or the cause is masked",
     )  # fmt: skip
     yield Variable(
@@ -216,9 +216,9 @@ def _hccl(job: Job) -> Iterator[Variable]:
 
 
 def _execution_s(job: Job) -> int:
-    """HCCL_EXEC_TIMEOUT in effect; a value of the job's own that is no number is refused later."""
-    own = job.env.get("HCCL_EXEC_TIMEOUT", "")
-    return int(own) if own.isdecimal() else job.comm.timeouts_s.exec_s
+    """Return HCCL_EXEC_TIMEOUT in effect; a later check refuses a text that is no number."""
+    text = job.env.get("HCCL_EXEC_TIMEOUT", "")
+    return int(text) if text.isdecimal() else job.comm.timeouts_s.exec_s
 
 
 def _op_retry(job: Job) -> Iterator[Variable]:
@@ -240,7 +240,7 @@ def _op_retry(job: Job) -> Iterator[Variable]:
 
 
 def _has_watchdog(job: Job) -> bool:
-    """Whether an error of a collective is to end its process."""
+    """Whether an error of a collective must end its process."""
     if job.comm.watchdog is not None:
         return job.comm.watchdog
     return job.worker.is_command and not job.comm.op_retry.enabled

@@ -1,4 +1,4 @@
-"""Small files of this machine: written whole, read from their end, and where they are kept."""
+"""Small files of this machine: their folder, writes of whole files, reads from their end."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ HOME_ENV = "PERDURE_HOME"
 
 
 def home_folder() -> Path:
-    """`$PERDURE_HOME`, else `~/.perdure`; absolute."""
+    """Return `$PERDURE_HOME`, else `~/.perdure`; absolute."""
     return Path(os.environ.get(HOME_ENV) or Path.home() / ".perdure").expanduser().resolve()
 
 
 def private_folder(path: Path) -> Path:
-    """A folder that its owner alone may enter, made where it is missing; what is in it is private.
+    """Make a folder that its owner alone may enter; its content is private.
 
     Raises:
-        OSError: it cannot be made, or belongs to another user.
+        OSError: the folder cannot be made, or belongs to another user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:  # made by an earlier version, or by a caller's mkdir(parents)
@@ -26,17 +26,17 @@ def private_folder(path: Path) -> Path:
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Replace a file in one step: its readers see all of it or what was there before.
+    """Replace a file in a single step: its readers see all of it, or the previous content.
 
     There must not be two writers at a time.
 
     Args:
-        path: in a folder that is there.
+        path: a file in an existing folder.
         content: text is written as UTF-8.
-        private: readable by the owner alone, for it holds a token or a job.
+        private: whether the owner alone may read it, because it holds a token or a job.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; the previous content stays.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # of a writer that was killed, perhaps readable by all
@@ -49,7 +49,7 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log, or why there is none."""
+    """Return the last line of a log, or the reason why there is none."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     except OSError as error:

@@ -1,7 +1,7 @@
 """Log lines of Perdure's own processes: `perdure: <text>`, written out at once.
 
-Modules log through the standard library (`logging.getLogger("perdure.agent")`); what a process
-prints is decided where it starts. A program that imports us and sets up nothing sees warnings.
+Modules log through the standard library (`logging.getLogger("perdure.agent")`); the start of a
+process decides which lines it prints. A program that imports us and sets up nothing sees warnings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _LineHandler(logging.Handler):
 
 
 def start_logging(*, is_command: bool = False) -> None:
-    """Print what Perdure's modules log; once in each process, a second call changes nothing.
+    """Print the log of Perdure's modules; a second call in a process changes nothing.
 
     Args:
         is_command: stdout is for results, so every line goes to stderr; else errors alone do.

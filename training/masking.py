@@ -1,9 +1,8 @@
-"""Secrets out of logs, before they leave the node.
+"""Masks over secrets in logs, before the logs leave the node.
 
-What is known is masked wherever it is: values of credentials, tokens, and of environment
-variables whose names mark them as secret. What is not known is masked by its form. Pure and
-streaming: bytes come in pieces of any size, a piece may end in the middle of a secret. Sizes are
-bytes.
+Known secrets are masked everywhere: values of credentials, tokens, and of environment variables
+whose names mark them as secret. Unknown secrets are masked by their form. Pure and streaming:
+bytes come in pieces of any size, a piece may end in the middle of a secret. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from urllib.parse import quote
 MASK = b"***"
 # A shorter value would be masked everywhere, and would give itself away by that.
 MIN_SECRET_BYTES = 6
-# No match is longer, so that one that ends beyond what has been read can be waited for.
+# No match is longer, so a match that ends beyond the bytes read can be awaited.
 MAX_MATCH_BYTES = 8 << 10
 WINDOW_BYTES = 64 << 10
 _VALUE = rb"""[^\s"'<>&,;]{1,4096}"""
@@ -32,10 +31,9 @@ _SECRET_NAME = re.compile(
     r"|(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)S?(?:_|$)",
     re.IGNORECASE,
 )
-# Names of variables, with commas between them, that are secret whatever they are called: an agent
-# tells its workers so.
+# Names of further secret variables, with commas between them: an agent sets it for its workers.
 SECRETS_ENV = "PERDURE_SECRETS"
-# Keys that show what they are.
+# Keys of well-known forms.
 _KEYS = (
     rb"(?<![A-Za-z0-9])(?:AKIA|ASIA)[0-9A-Z]{12,128}",
     rb"\bhf_[A-Za-z0-9]{20,200}",
@@ -78,7 +76,7 @@ _PEM_END = re.compile(rb"-----END [A-Z0-9 ]{0,40}PRIVATE KEY-----")
 
 
 def secret_values(environment: Mapping[str, str]) -> frozenset[str]:
-    """Values of the variables that their names, or `SECRETS_ENV`, mark as secret."""
+    """Collect the values of variables that their names, or `SECRETS_ENV`, mark as secret."""
     marked = environment.get(SECRETS_ENV, "").split(",")
     return frozenset(
         value for name, value in environment.items() if name in marked or is_secret_name(name)
@@ -91,32 +89,32 @@ def is_secret_name(name: str) -> bool:
 
 
 def has_key(text: str) -> bool:
-    """Whether a key that shows what it is, or an address with a password, is in a text."""
+    """Whether a text has a key of a well-known form, or an address with a password."""
     return _ANY_KEY.search(text.encode(errors="surrogateescape")) is not None
 
 
-def masked(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]:
-    """The same bytes with every secret replaced by `MASK`.
+def mask_stream(pieces: Iterable[bytes], secrets: Collection[str]) -> Iterator[bytes]:
+    """Replace every secret in a stream of bytes by `MASK`.
 
     Args:
-        pieces: of one text, in their order.
-        secrets: known values; one over several lines is masked line by line.
+        pieces: parts of a text, in their order.
+        secrets: known values; a value of several lines is masked line by line.
     """
-    literals = literals_of(secrets)
+    literals = literal_forms(secrets)
     lines = _Lines(literals, _pattern(literals))
     for piece in pieces:
         yield from lines.feed(piece)
     yield from lines.end()
 
 
-def masked_text(text: str, secrets: Collection[str]) -> str:
-    """A short text, likewise."""
-    return mask_of(secrets)(text)
+def mask_text(text: str, secrets: Collection[str]) -> str:
+    """Replace every secret in a short text by `MASK`."""
+    return make_mask(secrets)(text)
 
 
-def mask_of(secrets: Collection[str]) -> Callable[[str], str]:
-    """A function that masks short texts; for many of them its secrets are prepared once."""
-    literals = literals_of(secrets)
+def make_mask(secrets: Collection[str]) -> Callable[[str], str]:
+    """Make a function that masks short texts; it prepares its secrets only at this call."""
+    literals = literal_forms(secrets)
     pattern = _pattern(literals)
 
     def mask(text: str) -> str:
@@ -128,44 +126,46 @@ def mask_of(secrets: Collection[str]) -> Callable[[str], str]:
 
 
 class _Lines:
-    """Masks line by line; of a line that does not end, what is certain already."""
+    """A mask over lines; it returns the part of an unfinished line that is safe."""
 
     def __init__(self, literals: Sequence[bytes], pattern: re.Pattern[bytes]) -> None:
         self._literals = literals
         self._pattern = pattern
-        self._rest = b""
+        self._pending = b""
         self._in_key = False  # between the lines of a private key
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """What can be given away after one more piece."""
-        self._rest += piece
-        end = max(self._rest.rfind(b"\n"), self._rest.rfind(b"\r")) + 1
+        """Yield the masked bytes that are safe after a further piece."""
+        self._pending += piece
+        end = max(self._pending.rfind(b"\n"), self._pending.rfind(b"\r")) + 1
         if end:
-            whole, self._rest = self._rest[:end], self._rest[end:]
+            whole, self._pending = self._pending[:end], self._pending[end:]
             yield self._mask(whole)
-        if len(self._rest) > WINDOW_BYTES:
+        if len(self._pending) > WINDOW_BYTES:
             cut = self._safe_cut()
-            ready, self._rest = self._rest[:cut], self._rest[cut:]
+            ready, self._pending = self._pending[:cut], self._pending[cut:]
             yield self._mask(ready)
 
     def end(self) -> Iterator[bytes]:
-        """The rest."""
-        if self._rest:
-            yield self._mask(self._rest)
+        """Yield the remaining bytes."""
+        if self._pending:
+            yield self._mask(self._pending)
 
     def _safe_cut(self) -> int:
-        """Where the rest may be cut without cutting a secret."""
-        cut = len(self._rest) - MAX_MATCH_BYTES
-        if self._may_hold(self._rest):
-            for match in self._pattern.finditer(self._rest):
+        """Return where the pending bytes may be cut without cutting a secret."""
+        cut = len(self._pending) - MAX_MATCH_BYTES
+        if self._may_hold(self._pending):
+            for match in self._pattern.finditer(self._pending):
                 if match.start() < cut < match.end():
                     return match.start()
         return cut
 
     def _may_hold(self, text: bytes) -> bool:
-        """Whether there may be a secret in it."""
+        """Whether a text may hold a secret."""
         lower = text.lower()
-        return any(hint in lower for hint in _HINTS) or any(one in text for one in self._literals)
+        return any(hint in lower for hint in _HINTS) or any(
+            literal in text for literal in self._literals
+        )
 
     def _mask(self, text: bytes) -> bytes:
         if self._in_key or _PEM_MARK in text:
@@ -173,7 +173,7 @@ class _Lines:
         if not self._may_hold(text):
             return text
         return b"".join(
-            self._pattern.sub(_kept, line) if self._may_hold(line) else line
+            self._pattern.sub(_mask_match, line) if self._may_hold(line) else line
             for line in text.splitlines(keepends=True)
         )
 
@@ -200,13 +200,13 @@ class _Lines:
             at = end.end()
 
 
-def _kept(match: re.Match[bytes]) -> bytes:
-    kept = next((text for text in match.groupdict().values() if text is not None), b"")
-    return kept + MASK
+def _mask_match(match: re.Match[bytes]) -> bytes:
+    content = next((text for text in match.groupdict().values() if text is not None), b"")
+    return content + MASK
 
 
-def literals_of(secrets: Collection[str]) -> list[bytes]:
-    """What known values look like in a text, longest first: one may begin with another."""
+def literal_forms(secrets: Collection[str]) -> list[bytes]:
+    """List the forms of known values in a text, longest first: one may begin with another."""
     lines = {line.strip() for secret in secrets for line in secret.splitlines()}
     # As it is, in an address, and as JSON and Python print it.
     forms = {
@@ -214,8 +214,8 @@ def literals_of(secrets: Collection[str]) -> list[bytes]:
         for line in lines
         for form in (line, quote(line, safe=""), json.dumps(line)[1:-1], repr(line)[1:-1])
     }
-    found = {form.encode(errors="surrogateescape") for form in forms}
-    fit = (form for form in found if MIN_SECRET_BYTES <= len(form) <= MAX_MATCH_BYTES)
+    literals = {form.encode(errors="surrogateescape") for form in forms}
+    fit = (form for form in literals if MIN_SECRET_BYTES <= len(form) <= MAX_MATCH_BYTES)
     return sorted(fit, key=lambda form: (-len(form), form))
 
 

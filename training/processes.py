@@ -1,10 +1,8 @@
 """Processes and ports of this machine.
 
-Processes of a container are found and ended whatever they did to their sessions and parents.
-
-Every process of a container inherits a marker variable; together with the subreaper flag it
-lets nothing get away: not a data loader, not a torchrun child in a session of its own.
-Times are seconds.
+Every process of a container inherits a marker variable; together with the subreaper flag it lets
+no process get away, even one that changes its session and parent: not a data loader, not a
+torchrun child in a session of its own. Times are seconds.
 """
 
 from __future__ import annotations
@@ -26,10 +24,9 @@ import psutil
 
 MARKER = "PERDURE_CONTAINER"
 PRELOAD = "PERDURE_PRELOAD"  # in the environment of a fork server: names of modules
-TRACKER_TIMEOUT_S = 2.0
+_TRACKER_TIMEOUT_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
-# Launchers give a rank its number and its place on the node: torchrun and what follows it, msrun,
-# Open MPI.
+# Launchers give a rank its number and its place on the node: torchrun, msrun, Open MPI.
 _RANK_NAMES = (
     ("RANK", "LOCAL_RANK"),
     ("RANK_ID", "DEVICE_ID"),
@@ -44,20 +41,20 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def become_subreaper() -> None:
-    """Have orphaned descendants re-parented to this process instead of to init."""
+    """Adopt orphaned descendants in this process instead of init."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def reap_adopted(own: Collection[int]) -> None:
-    """Collect the exit status of ended children that were not started by us (`own` pids)."""
+def reap_adopted(own_pids: Collection[int]) -> None:
+    """Collect the exit status of ended children but those in `own_pids`, whose owners do."""
     # Mostly there is none: one call of the kernel, where looking for them reads all of /proc.
     with contextlib.suppress(ChildProcessError):
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
     for child in psutil.Process().children():
-        if child.pid in own:
+        if child.pid in own_pids:
             continue
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
@@ -67,18 +64,18 @@ def reap_adopted(own: Collection[int]) -> None:
 def container_processes(
     marker: str, *, spare: Collection[int] = frozenset()
 ) -> list[psutil.Process]:
-    """All living processes of a container, except the caller and the pids in `spare`.
+    """List all living processes of a container, but the caller and the pids in `spare`.
 
-    Those that carry the marker, and whatever descends from them or from the caller's own
-    children: a program may start others with an environment of its own.
+    They carry the marker, or descend from such a process or from the caller's own children: a
+    program may start others with an environment of its own.
     """
     entry = f"{MARKER}={marker}".encode()
-    found: dict[int, psutil.Process] = {}
+    by_pid: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
-        if process.pid not in found and _carries(process, entry):
-            for one in (process, *_descendants(process)):
-                found[one.pid] = one
-    return [one for pid, one in found.items() if pid != os.getpid() and pid not in spare]
+        if process.pid not in by_pid and _carries(process, entry):
+            for member in (process, *_descendants(process)):
+                by_pid[member.pid] = member
+    return [member for pid, member in by_pid.items() if pid != os.getpid() and pid not in spare]
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
@@ -105,8 +102,8 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def rank_in(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """The global and the local rank that a launcher put into an environment, None where none is."""
+def read_rank(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Read the global and the local rank that a launcher put into an environment, or None."""
     for rank, local_rank in _RANK_NAMES:
         number, place = environment.get(rank, ""), environment.get(local_rank, "")
         if number.isdecimal():
@@ -115,7 +112,7 @@ def rank_in(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with, empty where it cannot be read."""
+    """Read the environment with which a process started; empty where it cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 procfs
             entries = file.read().split(b"\0")
@@ -126,14 +123,14 @@ def environment_of(pid: int) -> dict[str, str]:
 
 
 def signal_all(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
-    """Send a signal to each that still lives."""
+    """Send a signal to each process that still lives."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
 
 
-def oldest_first(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """In the order of their starts: parents before what they started, also where pids wrap."""
+def sort_by_start(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Sort processes by their starts: parents before children, also where pids wrap."""
     return sorted(processes, key=_started_s)
 
 
@@ -153,14 +150,14 @@ def kill_container(
         Whether nothing is left; a process in uninterruptible sleep cannot be killed.
     """
     deadline_s = time.monotonic() + timeout_s
-    trackers_end_s = time.monotonic() + TRACKER_TIMEOUT_S
+    trackers_end_s = time.monotonic() + _TRACKER_TIMEOUT_S
     while processes := container_processes(marker, spare=spare):
         if time.monotonic() > deadline_s:
             return False
-        killed = [one for one in processes if not is_tracker(one)]
+        killed = [process for process in processes if not is_tracker(process)]
         if time.monotonic() > trackers_end_s:
             killed = processes
-        signal_all(oldest_first(killed), signal.SIGKILL)
+        signal_all(sort_by_start(killed), signal.SIGKILL)
         psutil.wait_procs(processes, timeout=0.2)
     return True
 
@@ -181,14 +178,14 @@ def is_alive(pid: int, process_started_s: float) -> bool:
     """Whether this very process lives; a reused pid does not count."""
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - process_started_s) < 1.0
+        is_same = abs(process.create_time() - process_started_s) < 1.0
     except psutil.NoSuchProcess:
         return False
-    return same and _lives(process)
+    return is_same and _lives(process)
 
 
 def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
-    """A port of the host that no process listens on at this moment.
+    """Find a port of the host on which no process listens at this moment.
 
     Args:
         host: name or address.
@@ -208,11 +205,11 @@ def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface of this machine that has the address of a host, None: none has."""
+    """Find the network interface of this machine that has the address of a host, or None."""
     with contextlib.suppress(OSError):
         address = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0])
         for name, assigned in psutil.net_if_addrs().items():
-            if any(_has(one.family, one.address, address) for one in assigned):
+            if any(_has(interface.family, interface.address, address) for interface in assigned):
                 return name
     return None
 
@@ -220,15 +217,17 @@ def interface_of(host: str) -> str | None:
 def _has(family: int, assigned: str, address: _Address) -> bool:
     if family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    found = ipaddress.ip_address(assigned.partition("%")[0])  # a link-local one names its interface
+    assigned_address = ipaddress.ip_address(
+        assigned.partition("%")[0]
+    )  # a link-local one names its interface
     # All of 127.0.0.0/8 is on the loopback interface, which has only its first address.
-    return found == address or (found.is_loopback and address.is_loopback)
+    return assigned_address == address or (assigned_address.is_loopback and address.is_loopback)
 
 
 def oom_kills(
     read: Callable[[Path], str] = lambda path: path.read_text(encoding="ascii"),
 ) -> int:
-    """How often the kernel killed for memory on this host, 0 where it is not known."""
+    """Count the kernel's kills for memory on this host; 0 where the count is unknown."""
     try:
         lines = read(Path("/proc/vmstat")).splitlines()
     except OSError:
@@ -237,7 +236,7 @@ def oom_kills(
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for the state of a process: R, S, D, T (stopped), Z (ended)."""
+    """Read the kernel's letter for a process's state: R, S, D, T (stopped), Z (ended)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123 procfs
             return file.read().rpartition(")")[2].split()[0]
@@ -247,12 +246,12 @@ def process_state(pid: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StacksTarget:
-    """A process whose stacks are wanted.
+    """A process whose stacks a diagnosis needs.
 
     Attributes:
-        rank: that it is or belongs to; None: of no rank.
-        own_file: where it prints them itself on SIGUSR2; None when it does not.
-        name: of the text; empty: that of a rank's own process.
+        rank: rank that it is or belongs to; None for no rank.
+        own_file: file to which it prints them itself on SIGUSR2; None when it does not.
+        name: name of the text; empty for a rank's own process.
     """
 
     rank: int | None

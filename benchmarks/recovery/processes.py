@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from perdure.training.processes import MARKER, container_processes, is_tracker, oldest_first
+from perdure.training.processes import MARKER, container_processes, is_tracker, sort_by_start
 
 POLL_S = 0.05
 CONNECTION_TIMEOUT_S = 60.0
@@ -116,7 +116,7 @@ def node_of_this_process() -> list[int]:
     Resource trackers are left out: they end by themselves, and remove semaphores that would have
     gone with the machine.
     """
-    others = oldest_first(container_processes(os.environ[MARKER]))
+    others = sort_by_start(container_processes(os.environ[MARKER]))
     return [process.pid for process in others if not is_tracker(process)]
 
 

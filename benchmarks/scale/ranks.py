@@ -24,8 +24,8 @@ from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver
 from perdure.training.drill.job import drill_job, write_corpus
 from perdure.training.injection.victims import kill, processes_of
-from perdure.training.journal.steps import kept_steps
-from perdure.training.processes import MARKER, is_tracker, oldest_first
+from perdure.training.journal.steps import read_kept_steps
+from perdure.training.processes import MARKER, is_tracker, sort_by_start
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
@@ -118,7 +118,7 @@ class _Loss:
 
     def _kill(self) -> None:
         """End all processes of the node, its agent first."""
-        doomed = oldest_first(processes_of(lambda marker: marker.startswith(self._nodes + LOST)))
+        doomed = sort_by_start(processes_of(lambda marker: marker.startswith(self._nodes + LOST)))
         self.killed_at_s = time.time()
         kill([one for one in doomed if not is_tracker(one)])
 
@@ -166,7 +166,7 @@ def measure(shape: Shape, *, warm_spares: int = 0, pace_s: float = 0.05) -> Repl
         job = _job(home, shape, warm_spares, pace_s)
         loss = _Loss(home, f"node-{shape.nodes}")
         outcome = RunDriver(home, limit_s=PATIENCE_S).run(job, hook=loss.look)
-        steps = kept_steps(RunHandle(job, home=home).store, RUN_ID).values()
+        steps = read_kept_steps(RunHandle(job, home=home).store, RUN_ID).values()
     recoveries = [one for view in outcome.history.attempts for one in view.recoveries]
     rungs = [str(one.began.decision.rung) for one in recoveries]
     killed_at_s = loss.killed_at_s

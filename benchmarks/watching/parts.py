@@ -32,8 +32,8 @@ def measure(rounds: int) -> bool:
     print(f"heartbeat of a step, {COLLECTIVES} collectives: {_spread(beats_s, 1e6)} us")
     with tempfile.TemporaryDirectory() as folder:
         sampler = Sampler(Path(folder), 8)
-        sampler.look()  # which finds the tools, once
-        samples_s = [_cpu_s(sampler.look) for _ in range(rounds)]
+        sampler.take_sample()  # which finds the tools, once
+        samples_s = [_cpu_s(sampler.take_sample) for _ in range(rounds)]
     period_s = WatchSpec().sample_every_s
     share = median(samples_s) / period_s
     print(f"look at a node: {_spread(samples_s, 1e3)} ms of processor, {share:.3%} of a core")

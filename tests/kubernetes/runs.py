@@ -24,7 +24,7 @@ from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.job import PACE_ENV, drill_job, write_corpus
 from perdure.training.engines.kubernetes import objects
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import Decision
 from perdure.training.supervisor.run_handle import RunHandle
@@ -111,7 +111,7 @@ class ClusterRuns:
     def _print_times(self, job: Job, history: RunHistory, done_s: Sequence[float]) -> None:
         """For docs/kubernetes.md: to the first step, and from each deed to a step after it."""
         run = RunHandle(job, home=self.home, credentials=KEYS)
-        at_s = sorted(one.at_s for one in kept_steps(run.store, job.run_id).values())
+        at_s = sorted(one.at_s for one in read_kept_steps(run.store, job.run_id).values())
         if not at_s:
             return
         print(f"\n{job.run_id}: first step {at_s[0] - history.created_s:.1f} s after the start")
@@ -143,7 +143,7 @@ class ClusterRuns:
     def kept(self, job: Job) -> int:
         """The newest step whose record is in the store."""
         run = RunHandle(job, home=self.home, credentials=KEYS)
-        return max(kept_steps(run.store, job.run_id), default=0)
+        return max(read_kept_steps(run.store, job.run_id), default=0)
 
     def history(self, job: Job) -> RunHistory:
         """What is on record of a run."""

@@ -24,7 +24,7 @@ from perdure.training.journal.attempt_log import parse_lines
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from tests.local_run import LocalRun
 from tests.values import not_none
 from tests.waiting import PATIENCE_S, wait_for
@@ -269,7 +269,7 @@ class Running:
 
     def curve(self) -> dict[int, float]:
         """Loss of every kept step, all digits."""
-        kept = kept_steps(open_store(self.job.storage), self.job.run_id)
+        kept = read_kept_steps(open_store(self.job.storage), self.job.run_id)
         return {step: not_none(record.loss) for step, record in kept.items()}
 
     def rungs(self) -> list[str]:

@@ -18,7 +18,7 @@ from perdure.training.config.job import Job, parse_job
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.environment import worker_path
 from perdure.training.journal.ledger import Ledger
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
@@ -74,7 +74,9 @@ def agent_logs(home: Path, job: Job) -> list[str]:
 
 def recorded(job: Job) -> dict[int, float | None]:
     """The loss of every step that is on record."""
-    return {step: one.loss for step, one in kept_steps(open_store(job.storage), job.run_id).items()}
+    return {
+        step: one.loss for step, one in read_kept_steps(open_store(job.storage), job.run_id).items()
+    }
 
 
 @dataclass

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.runtime.step_loop.skipping import skipped_prefix
 from tests.process.framework_runs import STEPS, FrameworkRuns, fault, whole_curve
 from tests.process.program_jobs import by_hand, printed
@@ -97,8 +97,8 @@ def test_a_loop_over_accelerate_passes_over_an_abnormal_batch(loop, undisturbed)
     assert all(curve[step] == undisturbed[step] for step in range(1, 12))
     store = open_store(running.job.storage)
     assert len(list(store.list(skipped_prefix(running.job.run_id)))) == 1
-    with_all = kept_steps(store, "accelerate-undisturbed")
-    without = kept_steps(store, running.job.run_id)
+    with_all = read_kept_steps(store, "accelerate-undisturbed")
+    without = read_kept_steps(store, running.job.run_id)
     for step in range(1, STEPS):
         expected = with_all[step + 1 if step >= 12 else step].position
         assert without[step].position == expected

@@ -12,7 +12,7 @@ from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import list_recoveries
 from perdure.training.drill.job import drill_job
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.recovery.rungs import Rung
 from tests.process.harness import REPO, assert_as_undisturbed
 from tests.recipes.two_optimizers import rate
@@ -62,7 +62,8 @@ def rates(home: Path, name: str) -> dict[int, float]:
     """The learning rate on record of every step that was kept."""
     store = drill_job(home, name, kind=ParallelKind.DDP, steps=STEPS, changes={}).storage
     return {
-        step: not_none(record.lr) for step, record in kept_steps(open_store(store), name).items()
+        step: not_none(record.lr)
+        for step, record in read_kept_steps(open_store(store), name).items()
     }
 
 

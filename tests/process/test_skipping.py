@@ -16,7 +16,7 @@ from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import differences, list_recoveries
 from perdure.training.drill.job import drill_job
 from perdure.training.journal.events import BatchSkipped
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.repair import SkippedBatch
 from perdure.training.recovery.rungs import Rung
@@ -70,7 +70,7 @@ def on_record(job: Job) -> list[SkippedBatch]:
 
 def positions(job: Job) -> dict[int, int]:
     """Of every kept step, the samples consumed with it."""
-    kept = kept_steps(open_store(job.storage), job.run_id)
+    kept = read_kept_steps(open_store(job.storage), job.run_id)
     return {step: not_none(record.position) for step, record in kept.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.journal.time_account import account
+from perdure.training.journal.time_account import account_time
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -57,7 +57,7 @@ def test_the_time_of_a_command_that_ran_on_without_a_supervisor_is_the_commands(
     (tmp_path / "end").touch()
     assert second.finish() == 0, second.out
     assert len(second.history.attempts) == 1
-    spent = account(second.history, (), now_s=0.0).seconds
+    spent = account_time(second.history, (), now_s=0.0).seconds
     assert spent["unsupervised"] == 0
     (gap,) = second.history.unattended
     assert spent["command"] > gap[1] - gap[0] > 0

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from perdure.training.masking import masked_text
+from perdure.training.masking import mask_text
 from perdure.training.processes import StacksTarget, process_state
 from perdure.training.telemetry import vendor_tools
 from perdure.training.telemetry.npu_smi import Chip, parse_table
@@ -39,7 +39,7 @@ NO_ANSWER = "the driver's tool gives no answer"
 
 def without_secrets(texts: Iterable[NodeLog], secrets: Collection[str]) -> tuple[NodeLog, ...]:
     """The same texts, with every occurrence of a secret replaced."""
-    return tuple(one.model_copy(update={"text": masked_text(one.text, secrets)}) for one in texts)
+    return tuple(one.model_copy(update={"text": mask_text(one.text, secrets)}) for one in texts)
 
 
 def ascend_folder(log_folder: Path, log_name: str, *, own: str | None = None, of: str = "") -> Path:
@@ -116,7 +116,7 @@ def output_of(
 ) -> NodeLog:
     """What a program prints, or that it gives no answer in time (`COMMAND_TIMEOUT_S`)."""
     try:
-        text = vendor_tools.ask(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
+        text = vendor_tools.run_tool(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
     except NoAnswer as error:
         text = f"{NO_ANSWER}: {error}"
     return NodeLog(name=" ".join(command), device=device, text=text)

@@ -24,7 +24,7 @@ from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.environment import interface_variables
 from perdure.training.journal.attempt_log import FILE_NAME, AttemptLog
 from perdure.training.journal.events import ChipsHealed
-from perdure.training.node_checks.chip_health import look_at_chips, reset_chips
+from perdure.training.node_checks.chip_health import inspect_chips, reset_chips
 from perdure.training.recovery.healing import (
     CHECK_LIMIT_S,
     Act,
@@ -189,13 +189,13 @@ class _Course:
     def _check_once(self, devices: Sequence[int]) -> ActDone:
         order = self._order
         try:
-            look = look_at_chips(order.plan, order.slots_per_node, self._folder, closely=devices)
+            look = inspect_chips(order.plan, order.slots_per_node, self._folder, suspects=devices)
         except OSError as error:
             return ActDone(Act.CHECK, is_good=False, seen=f"not possible: {error}")
         if not look.is_good:
-            return ActDone(Act.CHECK, is_good=False, seen=look.seen, codes=look.codes)
+            return ActDone(Act.CHECK, is_good=False, seen=look.text, codes=look.codes)
         wrong = self._compute(devices)
-        seen = "; ".join(wrong) or f"{look.seen}, and computes right"
+        seen = "; ".join(wrong) or f"{look.text}, and computes right"
         return ActDone(Act.CHECK, is_good=not wrong, seen=seen, codes=look.codes)
 
     def _compute(self, devices: Sequence[int]) -> list[str]:

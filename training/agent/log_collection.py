@@ -32,7 +32,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
 from perdure.training.agent.workers import STREAMS, WorkerGroup
 from perdure.training.config.job import Job
-from perdure.training.masking import masked, secret_values
+from perdure.training.masking import mask_stream, secret_values
 from perdure.training.wire.agent import AgentConfig, NodeLog, StartOrder
 from perdure.training.wire.logs import (
     Collected,
@@ -73,7 +73,7 @@ def read_logs(
         offset = query.offsets.get(f"{config.node}/{log.name}") if is_same else None
         raw, end = _read(log, offset, query.tail_bytes, min(left, PIECE_BYTES), is_over=is_over)
         left -= len(raw)
-        text = b"".join(masked([raw], secrets)).decode(errors="replace")
+        text = b"".join(mask_stream([raw], secrets)).decode(errors="replace")
         pieces.append(
             LogPiece(
                 placement=started.placement,
@@ -360,7 +360,7 @@ def pack(log: Log, secrets: frozenset[str], *, limit_bytes: int) -> Packed | Non
         cut = log.size_bytes - keep
         pieces = _pieces(log, log.start + cut)
         data, read = compress(
-            masked(_whole_lines(pieces) if cut else pieces, secrets), limit_bytes=limit_bytes
+            mask_stream(_whole_lines(pieces) if cut else pieces, secrets), limit_bytes=limit_bytes
         )
         if data is not None:
             return Packed(data, cut)

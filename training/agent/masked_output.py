@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from perdure.training.files import write_whole
-from perdure.training.masking import MASK, literals_of
+from perdure.training.masking import MASK, literal_forms
 
 PIECE_BYTES = 64 << 10
 PIPE_BYTES = 1 << 20  # so that a worker rarely waits for the agent
@@ -37,7 +37,7 @@ class LiteralMask:
     """
 
     def __init__(self, secrets: Collection[str]) -> None:
-        self._literals = literals_of(secrets)
+        self._literals = literal_forms(secrets)
         self._pattern = re.compile(b"|".join(map(re.escape, self._literals)) or rb"(?!)")
         self._longest = max(map(len, self._literals), default=0)
         self._rest = b""

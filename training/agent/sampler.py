@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from perdure.training.telemetry.sampling import LOOK_LIMIT_S, Sampler
+from perdure.training.telemetry.sampling import SAMPLE_LIMIT_S, Sampler
 from perdure.training.wire.node import NodeSample
 
 MISSED_SAMPLES = 3
@@ -51,7 +51,7 @@ class Sampling:
         """Sample these devices and the host from now on, every `every_s`."""
         self.end()
         self._ended = threading.Event()
-        self._stale_s = MISSED_SAMPLES * every_s + LOOK_LIMIT_S
+        self._stale_s = MISSED_SAMPLES * every_s + SAMPLE_LIMIT_S
         sampler = Sampler(self._folder, num_devices)
         arguments = (sampler, every_s, self._ended)
         threading.Thread(
@@ -65,7 +65,7 @@ class Sampling:
     def _look(self, sampler: Sampler, every_s: float, ended: threading.Event) -> None:
         # A tool may take its time: the sample of an attempt that is over counts no more.
         while not ended.is_set():
-            sample = sampler.look()
+            sample = sampler.take_sample()
             if not ended.is_set():
                 self._taken_s = self._clock()
                 self._newest = sample

@@ -36,11 +36,11 @@ from perdure.training.commands.leftovers import LeftRunning
 from perdure.training.commands.progress import ShownSteps
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.config.job import RESERVED_NAMES
-from perdure.training.diagnosis.ending import early_end
+from perdure.training.diagnosis.ending import explain_early_end
 from perdure.training.diagnosis.exits import was_killed
 from perdure.training.files import write_whole
 from perdure.training.liveness.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
-from perdure.training.masking import SECRETS_ENV, masked_text, secret_values
+from perdure.training.masking import SECRETS_ENV, mask_text, secret_values
 from perdure.training.processes import (
     RANK_VARIABLES,
     StacksTarget,
@@ -327,7 +327,7 @@ class WorkerGroup:
 
     def mended_retries(self) -> dict[int, int]:
         """How often HCCL sent again and succeeded, by rank."""
-        found = {rank: self.retries.mended(self.device_folder(rank)) for rank in self.ranks}
+        found = {rank: self.retries.count_mended(self.device_folder(rank)) for rank in self.ranks}
         return {rank: count for rank, count in found.items() if count}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
@@ -338,7 +338,7 @@ class WorkerGroup:
             WorkerLog(
                 rank=rank,
                 path=str(path),
-                text=masked_text(tail(path, tail_bytes), self.secrets),
+                text=mask_text(tail(path, tail_bytes), self.secrets),
                 written_s=path.stat().st_mtime,
             )
             for rank, path in paths
@@ -508,7 +508,7 @@ class WorkerGroup:
         if self.order.is_command or worker.process.returncode != 0:
             return None
         beat = worker.beat()
-        return early_end(beat.step if beat is not None else 0, self._target_step)
+        return explain_early_end(beat.step if beat is not None else 0, self._target_step)
 
     def _error_of(self, worker: Worker) -> dict[str, Any]:
         """What its program left about its end, without secrets."""
@@ -517,7 +517,7 @@ class WorkerGroup:
         if early is not None:
             error["message"] = early
         if error.get("message"):
-            error["message"] = masked_text(error["message"], self.secrets)
+            error["message"] = mask_text(error["message"], self.secrets)
         return error
 
     def _status(self, worker: Worker) -> WorkerStatus:

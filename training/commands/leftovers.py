@@ -17,13 +17,13 @@ from typing import Protocol
 import psutil
 
 from perdure.training.commands.ranks import SHELLS, CommandRanks
-from perdure.training.masking import masked_text
+from perdure.training.masking import mask_text
 from perdure.training.processes import (
     LAUNCHER,
     container_processes,
     environment_of,
     is_tracker,
-    rank_in,
+    read_rank,
 )
 from perdure.training.wire.agent_status import LeftProcess
 
@@ -81,7 +81,7 @@ class LeftRunning:
         self.found = tuple(
             LeftProcess(
                 pid=one.pid,
-                name=masked_text(_name(one), group.secrets)[:MAX_NAME_CHARS],
+                name=mask_text(_name(one), group.secrets)[:MAX_NAME_CHARS],
                 trains=one.pid in beating or _trains(one, command.helpers),
             )
             for one in left
@@ -103,7 +103,7 @@ def _of_command(marker: str, spare: Collection[int]) -> Iterator[psutil.Process]
 
 def _trains(process: psutil.Process, helpers: Collection[int]) -> bool:
     """Whether it is a rank or starts ranks; what a rank has started inherits its variables."""
-    rank, _ = rank_in(environment_of(process.pid))
+    rank, _ = read_rank(environment_of(process.pid))
     return _is_launcher(process) or (rank is not None and process.pid not in helpers)
 
 

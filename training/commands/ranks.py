@@ -20,9 +20,9 @@ from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader, rank
 from perdure.training.processes import (
     StacksTarget,
     environment_of,
-    oldest_first,
     process_state,
-    rank_in,
+    read_rank,
+    sort_by_start,
 )
 
 LOOK_S = 5.0  # a look reads /proc of the whole node
@@ -183,10 +183,10 @@ def _below(pid: int) -> Iterator[CommandProcess]:
     except psutil.NoSuchProcess:
         return
     known: dict[int, tuple[int | None, int | None]] = {}
-    for process in (first, *oldest_first(below)):
+    for process in (first, *sort_by_start(below)):
         with contextlib.suppress(psutil.NoSuchProcess):
             before = known.get(process.ppid(), (None, None))
-            own = rank_in(environment_of(process.pid))
+            own = read_rank(environment_of(process.pid))
             rank, local_rank = known[process.pid] = own if own[0] is not None else before
             is_rank = rank is not None and rank != before[0]
             state = process_state(process.pid)

@@ -50,7 +50,7 @@ from perdure.training.config.run_name import NAME, TEMPLATE, InitFromSpec
 from perdure.training.config.secrets import SecretSource
 from perdure.training.config.watch import PreflightSpec, WatchSpec
 from perdure.training.errors import InputError
-from perdure.training.platforms.modelarts import GRACE
+from perdure.training.platforms.forms import GRACE
 from perdure.training.recovery.replicas import ParallelLayout
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job

@@ -24,7 +24,7 @@ from perdure.training.platforms.settings import (
     Fact,
     ImportedSettings,
     Setting,
-    shown,
+    format_value,
 )
 from perdure.training.platforms.tft import TFT, read_snapshot_steps
 from perdure.training.recovery.rungs import JobPolicy, Policy
@@ -254,7 +254,7 @@ class RestartSpec(JobPolicy):
             name: getattr(self, name)
             for name in self.model_fields_set & (POLICY_FIELDS | JOB_FIELDS)
         }
-        self.read_platform([Setting(n, v, f"{n}={shown(v)}") for n, v in chosen.items()])
+        self.read_platform([Setting(n, v, f"{n}={format_value(v)}") for n, v in chosen.items()])
         return self
 
     def policy(self, *, operator_retry: bool) -> Policy:
@@ -264,7 +264,7 @@ class RestartSpec(JobPolicy):
 
     def read_platform(self, settings: Sequence[Setting] = ()) -> ImportedSettings:
         """Read from_platform as fields, beside the job's other settings."""
-        return read_platform(self.from_platform, given=settings)
+        return read_platform(self.from_platform, job_settings=settings)
 
 
 def _snapshot_interval(entries: Mapping[str, str], document: Mapping[str, Any]) -> dict[str, int]:
@@ -429,8 +429,10 @@ class CommSpec(FrozenModel):
         enabled, is_on = self.op_retry.enabled, bool(self.watchdog)
         unset = "" if "op_retry" in self.model_fields_set else " (its default)"
         return (
-            Setting("operator_retry", enabled, f"comm.op_retry.enabled={shown(enabled)}{unset}"),
+            Setting(
+                "operator_retry", enabled, f"comm.op_retry.enabled={format_value(enabled)}{unset}"
+            ),
             Setting(Fact.CHIP, self.chip or "unknown", f"comm.chip={self.chip or 'unknown'}"),
-            Setting(Fact.MC2, self.mc2, f"comm.mc2={shown(self.mc2)}"),
-            Setting(Fact.WATCHDOG, is_on, f"comm.watchdog={shown(is_on)}"),
+            Setting(Fact.MC2, self.mc2, f"comm.mc2={format_value(self.mc2)}"),
+            Setting(Fact.WATCHDOG, is_on, f"comm.watchdog={format_value(is_on)}"),
         )

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from perdure.training.masking import mask_of
+from perdure.training.masking import make_mask
 from perdure.training.recovery.actions import Action
 from perdure.training.recovery.attempt import Attempt
 from perdure.training.recovery.event_history import (
@@ -46,7 +46,7 @@ class HistoryWriter:
     def __init__(self, folder: Path, attempt: Attempt, secrets: Collection[str] = ()) -> None:
         self._folder = folder
         self._attempt = attempt
-        self._mask = mask_of(secrets)
+        self._mask = make_mask(secrets)
         self._version = version("perdure")
         self._limit = max(MIN_STIMULI, STIMULI_PER_RANK * attempt.memory.world_size)
         self._number = 0

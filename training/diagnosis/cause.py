@@ -1,8 +1,12 @@
-"""Which of many findings is the first cause: by role, then by time, then by place.
+"""The first cause among the findings of output: by role, then by time, then by place.
 
-One rank fails and a thousand others print timeouts. A cause beats a symptom, a symptom an echo;
-among equals the earliest in time wins, across ranks whose clocks have been merged. What training
-survived is no cause. Times are seconds since the epoch.
+`_standing` and `_detail` rank lines of output: which line of a source, and which source, shows the
+cause. They do not rank processes; `_Tier` in classify.py decides which process, node or refusal
+of an attempt is to blame, with or without output.
+
+A rank fails and a thousand others print timeouts. A cause beats a symptom, a symptom an echo;
+among equals the earliest in time wins, across ranks whose clocks have been merged. A fault that
+training survived is no cause. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -20,17 +24,17 @@ from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, Recovera
 
 MAX_RUNNERS_UP = 5
 MAX_EVIDENCE_CHARS = 2000
-ONE_EVENT_S = 60.0  # what a source prints within this time is about one event
+_EVENT_SPAN_S = 60.0  # lines that a source prints within this time are about the same event
 
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
-    """Findings of one file or process, with what is known about where it ran.
+    """Findings of a file or process, with the place where it ran as far as it is known.
 
     Attributes:
         name: path or other label.
         order: position among the sources, for findings without a time.
-        clock_offset_s: to be added to its times to get those of the first source.
+        clock_offset_s: difference of the first source's clock from that of this source.
     """
 
     name: str
@@ -44,25 +48,25 @@ class LogSource:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One possible cause."""
+    """A finding that may be the first cause, with its source."""
 
     source: LogSource
     finding: Finding
 
     @property
     def at_s(self) -> float | None:
-        """When, on the merged clock."""
+        """Time on the merged clock."""
         seen_s = self.finding.seen_s
         return None if seen_s is None else seen_s + self.source.clock_offset_s
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The first cause and what else the evidence would have allowed, most likely first.
+    """The first cause, and the runners-up of the evidence, most likely first.
 
     Attributes:
-        source: the file that holds the key line, when files were read.
-        offset: where the line begins in it, roughly.
+        source: name of the file with the key line; None where no file was read.
+        offset: rough begin of the line in the file.
     """
 
     fault: Fault
@@ -71,7 +75,7 @@ class Diagnosis:
     offset: int = 0
 
 
-def counts_as_failure(finding: Finding) -> bool:
+def _counts_as_failure(finding: Finding) -> bool:
     """Whether a finding is a failure: not logged as harmless, not survived by training."""
     if finding.is_low_level:
         return False
@@ -81,18 +85,18 @@ def counts_as_failure(finding: Finding) -> bool:
 
 
 def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -> list[Candidate]:
-    """Every finding that counts, first cause first.
+    """List every finding that counts, first cause first.
 
     Args:
         sources: findings by file or process.
-        has_failed: it is known that something failed, so that what seems to have been survived
-            counts when nothing else explains it.
+        has_failed: there was a failure for certain, so a fault that training seems to have
+            survived counts where no other finding explains it.
     """
     candidates = [
         Candidate(source, finding)
         for source in sources
         for finding in source.findings
-        if counts_as_failure(finding)
+        if _counts_as_failure(finding)
     ]
     if has_failed and all(c.finding.role is Role.HINT for c in candidates):
         candidates += [
@@ -101,13 +105,13 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
             for finding in source.findings
             if not finding.is_low_level and finding.is_survived
         ]
-    yields = any(is_unnamed(candidate.finding) for candidate in candidates)
+    yields = any(candidate.finding.is_unnamed for candidate in candidates)
     first: dict[tuple[int, float], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.finding.offset):
         first.setdefault((candidate.source.order, _standing(candidate, yields=yields)), candidate)
 
     def key(candidate: Candidate) -> tuple[float, float, int, int, int, int]:
-        """A source is as early as its first line of the role; then comes its most precise line."""
+        """Order by standing, its first time in the source, the source, and the line's detail."""
         source, finding = candidate.source, candidate.finding
         standing = _standing(candidate, yields=yields)
         began = first[source.order, standing]
@@ -119,37 +123,34 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
     return sorted(candidates, key=key)
 
 
-# What a device shows explains an exception that nothing else does; what peers and launchers print
-# of the end of its process does not.
-OF_DEVICES = frozenset(met for met, traits in TRAITS.items() if traits.hardware_fault) | {
+# A symptom of a device explains an exception that no table knows; lines of peers and launchers
+# about the end of its process do not.
+DEVICE_FAULTS = frozenset(
+    fault_class for fault_class, traits in TRAITS.items() if traits.hardware_fault
+) | {
     FaultClass.OPERATOR_ERROR,
     FaultClass.DEVICE_OOM,
 }
 
 
-def is_unnamed(finding: Finding) -> bool:
-    """Whether it is an exception that no table knows: it ended its process, whatever it means."""
-    return finding.role is Role.ROOT and finding.fault_class is FaultClass.UNKNOWN
-
-
 def _standing(candidate: Candidate, *, yields: bool) -> float:
-    """The role, with room below what a device shows for exceptions that no table knows."""
+    """Rank a finding by role, exceptions that no table knows below symptoms of a device."""
     finding = candidate.finding
-    if is_unnamed(finding):
+    if finding.is_unnamed:
         return Role.SYMPTOM + 0.1
-    is_other = finding.role is Role.SYMPTOM and finding.fault_class not in OF_DEVICES
+    is_other = finding.role is Role.SYMPTOM and finding.fault_class not in DEVICE_FAULTS
     return Role.SYMPTOM + 0.2 if yields and is_other else finding.role
 
 
 def _is_later(candidate: Candidate, began: Candidate) -> bool:
-    """Whether a line belongs to another event than the first one of its role in the source."""
+    """Tell whether a line belongs to another event than the first of its role in the source."""
     if candidate.at_s is None or began.at_s is None:
         return False
-    return candidate.at_s - began.at_s > ONE_EVENT_S
+    return candidate.at_s - began.at_s > _EVENT_SPAN_S
 
 
-# torch_npu wraps what CANN reports, CANN collects what its modules logged and adds the calls that
-# led there: what is nearest to the device is most precise.
+# torch_npu wraps reports of CANN, and CANN collects logs of its modules and adds the calls that led
+# there: the report nearest to the device is the most precise.
 _PLOG = re.compile(
     r"\[ERROR\] ?[A-Z]+\(\d+,|\bThe error from device\b"
     r"|\b[kK]ernel execute failed\b|\bKernel task happen error\b"
@@ -173,7 +174,7 @@ _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
 
 
 class _Detail(IntEnum):
-    """How precise a line is, compared with lines of the same role in its source."""
+    """The precision of a line, compared with lines of the same role in its source."""
 
     NEAREST = 0
     OWN_WORDS = 1
@@ -200,8 +201,8 @@ def _detail(finding: Finding) -> _Detail:
     return next((d for d, holds in _DETAILS if holds(finding)), _Detail.OWN_WORDS)
 
 
-def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
-    """A line that names a failed kernel, with what other lines of its event add.
+def _add_event_details(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
+    """Add to a line that names a failed kernel the facts in other lines of its event.
 
     "EZ9999: <what failed>" describes the failure, the exception around it has the number,
     and the dump of the core's errors shows when the kernel's own addresses are wrong.
@@ -209,13 +210,13 @@ def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     finding = best.finding
     if finding.fault_class is not FaultClass.OPERATOR_ERROR or finding.role is Role.ROOT:
         return best
-    same = [o for o in ranked if o.source is best.source]
-    theirs = [o.finding for o in same if o.finding.fault_class is FaultClass.OPERATOR_ERROR]
-    if any(one.recoverable_by is RecoverableBy.USER_FIX for one in theirs):
+    candidates = [o for o in ranked if o.source is best.source]
+    theirs = [o.finding for o in candidates if o.finding.fault_class is FaultClass.OPERATOR_ERROR]
+    if any(finding.recoverable_by is RecoverableBy.USER_FIX for finding in theirs):
         answer = finding.recoverable_by or RecoverableBy.USER_FIX
         finding = replace(finding, recoverable_by=answer)
         best = replace(best, finding=finding)
-    for other in same:
+    for other in candidates:
         wrapper = other.finding
         if _detail(wrapper) is _Detail.WRAPPER:
             informed = replace(
@@ -229,26 +230,26 @@ def _informed(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def choose(
+def choose_cause(
     sources: Sequence[LogSource], *, at_s: float, step: int | None = None
 ) -> Diagnosis | None:
-    """The first cause with its runners-up; None when nothing counts as a failure.
+    """Choose the first cause with its runners-up; None when nothing counts as a failure.
 
     Args:
         sources: findings by file or process.
-        at_s: taken for a cause without a time of its own.
-        step: last completed step, when known.
+        at_s: the time of a cause whose line has none.
+        step: last completed step, if known.
     """
     ranked = rank_candidates(sources)
     if not ranked:
         return None
-    best, runners_up = _informed(ranked[0], ranked), []
-    seen = {_kind(ranked[0])}
+    best, runners_up = _add_event_details(ranked[0], ranked), []
+    kinds = {_kind(ranked[0])}
     for candidate in ranked[1:]:
-        if _kind(candidate) not in seen:
-            seen.add(_kind(candidate))
-            runners_up.append(fault_of(candidate, at_s=at_s, step=step))
-    fault = fault_of(best, at_s=at_s, step=step)
+        if _kind(candidate) not in kinds:
+            kinds.add(_kind(candidate))
+            runners_up.append(build_fault(candidate, at_s=at_s, step=step))
+    fault = build_fault(best, at_s=at_s, step=step)
     return Diagnosis(
         fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name, best.finding.offset
     )
@@ -258,12 +259,12 @@ def _kind(candidate: Candidate) -> tuple[str, FaultClass]:
     return candidate.finding.rule, candidate.finding.fault_class
 
 
-def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
-    """The fault that a candidate is, with its class's traits filled in."""
+def build_fault(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
+    """Build the fault that a candidate stands for, with the traits of its class."""
     finding, source, origin = candidate.finding, candidate.source, candidate.finding.origin
     traits = TRAITS[finding.fault_class]
     answer = finding.recoverable_by or _usual_answer(finding)
-    user = _either(finding.user_fault, traits.user_fault)
+    user = _value_or(finding.user_fault, traits.user_fault)
     return Fault(
         fault_class=finding.fault_class,
         at_s=candidate.at_s if candidate.at_s is not None else at_s,
@@ -278,20 +279,20 @@ def fault_of(candidate: Candidate, *, at_s: float, step: int | None) -> Fault:
         recoverable_by=answer,
         user_fault=user
         if finding.recoverable_by is not RecoverableBy.RETRY
-        else _either(finding.user_fault, False),
-        hardware_fault=_either(finding.hardware_fault, traits.hardware_fault),
+        else _value_or(finding.user_fault, False),
+        hardware_fault=_value_or(finding.hardware_fault, traits.hardware_fault),
         severity=severity_of(finding.line),
     )
 
 
 def _usual_answer(finding: Finding) -> RecoverableBy:
-    """The class's own answer; a crash before any step is the program's, and comes again."""
+    """Return the answer of the class; a crash before any step is the program's, and recurs."""
     if finding.fault_class is FaultClass.NATIVE_CRASH and not finding.is_after_steps:
         return RecoverableBy.USER_FIX
     return TRAITS[finding.fault_class].recoverable_by
 
 
-def _either(value: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
+def _value_or(value: bool | None, default: bool) -> bool:  # noqa: FBT001 a value, not a switch
     return default if value is None else value
 
 
@@ -304,6 +305,6 @@ _ACTIONS = {
 
 
 def _action(fault_class: FaultClass, answer: RecoverableBy) -> str:
-    """The class's own advice where its usual answer holds, else the answer's."""
+    """Return the advice of the class where its usual answer holds, else that of the answer."""
     traits = TRAITS[fault_class]
     return traits.action if answer is traits.recoverable_by else _ACTIONS[answer]

@@ -1,7 +1,10 @@
-"""From what is left of an attempt to one fault: the first cause, not the loudest symptom.
+"""The diagnosis of an attempt: the first cause in its evidence, not the loudest symptom.
+
+`_Tier` ranks causes between processes, nodes and refusals: whom to blame. Within the output of
+one process cause.py ranks the lines (`_standing`, `_detail`): which line shows the cause.
 
 A rank that dies makes every other rank print errors within milliseconds. Causes are therefore
-ordered by role (a cause before an echo), then by time. Pure: evidence in, `Diagnosis` out; times
+ordered by tier (a cause before an echo), then by time. Pure: evidence in, `Diagnosis` out; times
 are seconds since the epoch.
 """
 
@@ -14,26 +17,30 @@ from datetime import UTC, datetime
 from enum import IntEnum
 
 from perdure.training.diagnosis.cause import (
+    DEVICE_FAULTS,
     MAX_RUNNERS_UP,
-    OF_DEVICES,
     Candidate,
     Diagnosis,
     LogSource,
-    fault_of,
-    is_unnamed,
+    build_fault,
     rank_candidates,
 )
-from perdure.training.diagnosis.ending import PIPE_ADVICE, SHORT_CODE, FalseSuccess, first_failed
+from perdure.training.diagnosis.ending import (
+    PIPE_ADVICE,
+    SHORT_CODE,
+    FalseSuccess,
+    find_first_failed,
+)
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
     ExitMeaning,
-    meaning_of,
+    explain_exit,
     signal_name,
     signal_of,
 )
-from perdure.training.diagnosis.peers import compare
+from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
@@ -45,7 +52,7 @@ _TRACED = "Traceback (most recent call last)"
 
 
 class _Tier(IntEnum):
-    NODE = 0  # a container that is gone explains whatever its peers printed or died of
+    NODE = 0  # a lost container explains all output and all ends of its peers
     ROOT = 1
     GIVEN_UP = 2  # known from outside alone: a line that names a cause is more precise
     OF_DEVICE = 3  # a symptom that may explain an exception of any rank
@@ -67,14 +74,14 @@ _TIER_OF = {
 
 
 def _tier_of(finding: Finding) -> _Tier:
-    if is_unnamed(finding):
+    if finding.is_unnamed:
         return _Tier.UNNAMED
-    is_of_device = finding.role is Role.SYMPTOM and finding.fault_class in OF_DEVICES
+    is_of_device = finding.role is Role.SYMPTOM and finding.fault_class in DEVICE_FAULTS
     return _Tier.OF_DEVICE if is_of_device else _TIER_OF[finding.role]
 
 
-# What ranks print whose peer is gone.
-_OF_PEERS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
+# Faults in the output of ranks whose peer has ended.
+_PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
@@ -88,30 +95,30 @@ class _Cause:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Name the first cause. Total: evidence that shows nothing gives `unknown`."""
     causes = [
-        *_lost_nodes(evidence),
-        *_staging(evidence),
-        *_workers(evidence),
-        *_silence(evidence),
-        *_outputs(evidence),
-        *_given_up(evidence),
-        *_coordinator(evidence),
-        *_refusal(evidence),
-        *_slowness(evidence),
+        *_blame_lost_nodes(evidence),
+        *_blame_staging(evidence),
+        *_blame_workers(evidence),
+        *_blame_silent_ranks(evidence),
+        *_blame_outputs(evidence),
+        *_blame_fault_given_up(evidence),
+        *_blame_coordinator(evidence),
+        *_blame_refusal(evidence),
+        *_blame_slow_node(evidence),
     ]
     if not causes:
-        return Diagnosis(_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
+        return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
-    best, further = replace(causes[0].fault, num_other_nodes=_num_other_nodes(causes)), []
-    seen = {best.fault_class}
+    best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
+    classes = {best.fault_class}
     for cause in causes[1:]:
-        if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in seen:
-            seen.add(cause.fault.fault_class)
+        if cause.tier is not _Tier.STOPPED and cause.fault.fault_class not in classes:
+            classes.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
 
 
-def _num_other_nodes(causes: Sequence[_Cause]) -> int:
-    """On how many nodes beside that of the first cause the same is the cause."""
+def _count_other_nodes(causes: Sequence[_Cause]) -> int:
+    """Count the nodes, beside that of the first cause, that have the same cause."""
     first = causes[0]
     nodes = {
         cause.fault.node
@@ -121,7 +128,7 @@ def _num_other_nodes(causes: Sequence[_Cause]) -> int:
     return len(nodes - {first.fault.node, None})
 
 
-def _fault(
+def _build_fault(
     fault_class: FaultClass,
     evidence: Evidence,
     line: str,
@@ -131,7 +138,7 @@ def _fault(
     code: str | None = None,
     why: str = "",
 ) -> Fault:
-    """A fault that no line of output names, with its class's traits."""
+    """Build a fault that no line of output names, with the traits of its class."""
     traits = TRAITS[fault_class]
     is_killed = fault_class is FaultClass.NATIVE_CRASH and code == signal.SIGKILL.name
     return Fault(
@@ -150,117 +157,123 @@ def _fault(
     )
 
 
-def _lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
-    known = {loss.node for loss in evidence.losses}
+def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
+    explained = {loss.node for loss in evidence.losses}
     for loss in evidence.losses:
         line = f"{loss.node}: {loss.line}"
-        fault = _fault(
+        fault = _build_fault(
             loss.fault_class, evidence, line, node=loss.node, code=loss.code, why=loss.why
         )
         yield _Cause(_Tier.NODE, fault)
     for node in evidence.lost_nodes:
-        if node in known:
+        if node in explained:
             continue
         why = (
             "The first process of the container does not exist any more: the node went down, or "
             "the container was taken away."
         )
         line = f"the agent of {node} is gone"
-        fault = _fault(FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why)
+        fault = _build_fault(
+            FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
+        )
         yield _Cause(_Tier.NODE, fault)
 
 
-def _staging(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:
     for node, error in (evidence.staging_errors or {}).items():
         why = (
             "The processes could not be started: the token shards or a secret of env_from could "
             "not be read, or the node's folders could not be written."
         )
-        fault = _fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
+        fault = _build_fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
         yield _Cause(_Tier.ROOT, fault)
 
 
-def _given_up(evidence: Evidence) -> Iterator[_Cause]:
-    """What the coordinator knew: the end of a process that was replaced shows nowhere else."""
+def _blame_fault_given_up(evidence: Evidence) -> Iterator[_Cause]:
+    """Blame the fault that the coordinator gave up on; no output shows a replaced process."""
     given_up = evidence.given_up
-    # What an exception means is known by the output of its process alone.
+    # Only the output of its process shows the meaning of an exception.
     if given_up is None or given_up.fault.fault_class in _BY_OUTPUT_ALONE:
         return
-    known = given_up.fault
-    why = f"{TRAITS[known.fault_class].meaning} Recovery inside the processes: {given_up.why}."
-    fault = _fault(known.fault_class, evidence, known.evidence, why=why)
+    known_fault = given_up.fault
+    why = (
+        f"{TRAITS[known_fault.fault_class].meaning} Recovery inside the processes: {given_up.why}."
+    )
+    fault = _build_fault(known_fault.fault_class, evidence, known_fault.evidence, why=why)
     placed = replace(
         fault,
-        at_s=known.at_s,
-        node=known.node,
-        rank=known.rank,
-        device=known.device,
-        code=known.code,
-        step=known.step,
+        at_s=known_fault.at_s,
+        node=known_fault.node,
+        rank=known_fault.rank,
+        device=known_fault.device,
+        code=known_fault.code,
+        step=known_fault.step,
     )
-    is_peers = known.fault_class in _OF_PEERS
+    is_peers = known_fault.fault_class in _PEER_FAULTS
     yield _Cause(_Tier.GIVEN_UP_FOR_PEERS if is_peers else _Tier.GIVEN_UP, placed)
 
 
-def _coordinator(evidence: Evidence) -> Iterator[_Cause]:
-    """Every worker ends with its coordinator: none of them is to blame."""
+def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
+    """Blame a coordinator that ended: every worker ends with it, and none is to blame."""
     lost = evidence.coordinator
     if lost is None:
         return
     number = signal_of(lost.exit_code)
     code = signal_name(number) if number is not None else None
-    meaning = meaning_of(lost.exit_code, is_oom=lost.node in evidence.oom_nodes)
+    meaning = explain_exit(lost.exit_code, is_oom=lost.node in evidence.oom_nodes)
     fault_class = meaning.fault_class if meaning and number is not None else FaultClass.UNKNOWN
     how = f"by {code}" if code is not None else f"with exit code {lost.exit_code}: {lost.line}"
     how = f"was ended: {lost.line}" if lost.was_stopped else f"ended {how}"
     line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
-    fault = _fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
+    fault = _build_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
     yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))
 
 
-def _refusal(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:
     if evidence.refusal is not None:
         why = "The engine could not start the processes."
-        fault = _fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
+        fault = _build_fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
         yield _Cause(_Tier.UNEXPLAINED, fault)
 
 
-def _slowness(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
     slow = evidence.slow
     if slow is not None:
-        fault = _fault(FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank)
+        fault = _build_fault(
+            FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank
+        )
         yield _Cause(_Tier.NODE, replace(fault, device=slow.device))
 
 
-def _silence(evidence: Evidence) -> Iterator[_Cause]:
-    found = standstill_of(evidence.rank_progress) if evidence.silent else None
-    if found is not None and found.missing:
-        first = found.missing[0]
-        why = f"The processes live but make no progress. {'; '.join(found.ranks)}."
-        fault = _fault(
-            FaultClass.HANG, evidence, found.line, node=first.node, rank=first.rank, why=why
+def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
+    standstill = standstill_of(evidence.rank_progress) if evidence.silent else None
+    if standstill is not None and standstill.missing:
+        first = standstill.missing[0]
+        why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
+        fault = _build_fault(
+            FaultClass.HANG, evidence, standstill.line, node=first.node, rank=first.rank, why=why
         )
-        # Of a command the step of all may be known, and that of this rank not.
+        # The step of a whole command may be known while that of this rank is not.
         step = first.step if first.step >= 0 else evidence.step
         yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
         return
-    # One whose process a signal has stopped holds the others up.
-    for rank in sorted(evidence.silent, key=lambda one: not one.stopped):
+    # A rank whose process a signal has stopped holds the others up.
+    for rank in sorted(evidence.silent, key=lambda rank: not rank.stopped):
         why = "The processes live but none of their heartbeats advances."
         if rank.rank is None:
             why = "The program shows no sign of life."
-        if found is not None:
-            why = f"The processes live but make no progress. {found.line}."
-        fault = _fault(
+        if standstill is not None:
+            why = f"The processes live but make no progress. {standstill.line}."
+        fault = _build_fault(
             FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, why=why
         )
         yield _Cause(_Tier.ROOT, fault)
 
 
-def _outputs(evidence: Evidence) -> Iterator[_Cause]:
-    """Device logs and the output of health commands; their clocks are not the agents'."""
-    year = _year(evidence)
+def _blame_outputs(evidence: Evidence) -> Iterator[_Cause]:
+    """Blame findings of device logs and health commands; their clocks are not the agents'."""
+    year = _year_of(evidence)
     sources = [
         LogSource(
             output.name,
@@ -273,131 +286,137 @@ def _outputs(evidence: Evidence) -> Iterator[_Cause]:
         for order, output in enumerate(evidence.outputs)
     ]
     for candidate in rank_candidates(sources):
-        fault = fault_of(candidate, at_s=evidence.at_s, step=evidence.step)
+        fault = build_fault(candidate, at_s=evidence.at_s, step=evidence.step)
         rank = candidate.source.rank
         named = replace(fault, at_s=evidence.at_s, node=candidate.source.node, rank=rank)
         yield _Cause(_tier_of(candidate.finding), named)
 
 
-def _workers(evidence: Evidence) -> Iterator[_Cause]:
+def _blame_workers(evidence: Evidence) -> Iterator[_Cause]:
     failed = [end for end in evidence.workers if end.has_failed]
-    year = _year(evidence)
-    logs = compare(
+    year = _year_of(evidence)
+    logs = compare_sources(
         [
             LogSource(end.name, scan_text(end.log, year=year).findings, order, end.rank)
             for order, end in enumerate(failed)
         ]
     )
     for end, log in zip(failed, logs, strict=True):
-        yield _worker(end, _explained(end, log), evidence)
+        yield _blame_worker(end, _choose_finding(end, log), evidence)
 
 
-def _year(evidence: Evidence) -> int:
+def _year_of(evidence: Evidence) -> int:
     return datetime.fromtimestamp(evidence.at_s, UTC).year
 
 
-def _explained(end: WorkerEnd, log: LogSource) -> Finding | None:
-    """The finding that explains an exit: the recorded exception, else the output."""
+def _choose_finding(end: WorkerEnd, log: LogSource) -> Finding | None:
+    """Choose the finding that explains an exit: the recorded exception, else the output."""
     if end.bad_end is not None and end.bad_end.fault_class is not None:
-        return None  # nothing has crashed: what the output holds was survived
+        return None  # nothing has crashed: the program survived the errors in its output
     ranked = rank_candidates([log], has_failed=True)
     best = ranked[0].finding if ranked else None
-    raised = _recorded(end, log)
+    raised = _read_recorded_exception(end, log)
     if raised is None or best is None:
         return raised or best
-    # torch_npu raises "The Inner error is reported as above": what it was is in the output.
+    # torch_npu raises "The Inner error is reported as above": the output has the error itself.
     if raised.role > Role.SYMPTOM and best.role < raised.role:
         return best
-    # The output explains an exception that no table knows, if anything does.
-    return raised if not is_unnamed(raised) or best.role > Role.SYMPTOM else best
+    # Only the output can explain an exception that no table knows.
+    return raised if not raised.is_unnamed or best.role > Role.SYMPTOM else best
 
 
-def _recorded(end: WorkerEnd, log: LogSource) -> Finding | None:
-    """The exception that the worker recorded, with the traceback that its output has of it."""
+def _read_recorded_exception(end: WorkerEnd, log: LogSource) -> Finding | None:
+    """Read the exception that the worker recorded, with the traceback in its output."""
     if not end.error:
         return None
-    printed = [one for one in log.findings if one.line.strip().endswith(end.error.strip())]
+    printed = [
+        finding for finding in log.findings if finding.line.strip().endswith(end.error.strip())
+    ]
     if printed and printed[-1].replaces and printed[-1].role > Role.SYMPTOM:
         return None  # a mistake in the handling of a fault, which the output names
     place = end.log.rfind(end.error)
-    before = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
-    return recognise(end.error, before if _TRACED in before else _TRACED)
+    context = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
+    return recognise(end.error, context if _TRACED in context else _TRACED)
 
 
-def _worker(end: WorkerEnd, found: Finding | None, evidence: Evidence) -> _Cause:
+def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
     if end.stopped:
-        return _ended(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
+        return _cause_of_end(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
     if end.bad_end is not None:
-        return _not_well(end, end.bad_end, found, evidence)
-    meaning = meaning_of(end.exit_code, is_oom=end.node in evidence.oom_nodes)
+        return _blame_false_success(end, end.bad_end, finding, evidence)
+    meaning = explain_exit(end.exit_code, is_oom=end.node in evidence.oom_nodes)
     number = signal_of(end.exit_code)
     if meaning is not None and number is None:
-        line = found.line if found else f"exit code {end.exit_code}: {meaning.text}"
+        line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
-        return _ended(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
-    if meaning and number and (end.exit_code < 0 or found is None or _only_guesses(found)):
-        return _signalled(meaning, number, end, found, evidence)
-    if found is None or found.role is Role.HINT:
+        return _cause_of_end(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
+    if meaning and number and (end.exit_code < 0 or finding is None or _is_guess(finding)):
+        return _blame_signal(meaning, number, end, finding, evidence)
+    if finding is None or finding.role is Role.HINT:
         lines = [line.strip() for line in end.log.splitlines() if line.strip()]
-        line = end.error or (found.line if found else next(reversed(lines), ""))
+        line = end.error or (finding.line if finding else next(reversed(lines), ""))
         line = line or f"exit code {end.exit_code}"
-        return _ended(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
-    return _explained_by_output(end, found, evidence)
+        return _cause_of_end(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
+    return _blame_by_output(end, finding, evidence)
 
 
-def _not_well(
-    end: WorkerEnd, bad: FalseSuccess, found: Finding | None, evidence: Evidence
+def _blame_false_success(
+    end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
-    """A worker whose exit code says that nothing is wrong."""
+    """Blame a worker whose exit code reports success."""
     if bad.fault_class is FaultClass.UNKNOWN:
         why = "The command ended without an error before its target."
-        return _ended(_Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why)
+        return _cause_of_end(
+            _Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why
+        )
     if bad.fault_class is not None:
-        cause = _ended(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
+        cause = _cause_of_end(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
         return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
-    if found is None or found.role is Role.HINT:
+    if finding is None or finding.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN
-        return _ended(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)
-    cause = _explained_by_output(end, found, evidence)
+        return _cause_of_end(tier, fault_class, bad.text, end, evidence, why=PIPE_ADVICE)
+    cause = _blame_by_output(end, finding, evidence)
     explanation = f"{PIPE_ADVICE} {cause.fault.explanation}"
     return replace(cause, fault=replace(cause.fault, explanation=explanation))
 
 
-def _only_guesses(found: Finding) -> bool:
-    """Whether a finding infers from an exit what the exit code itself shows."""
-    return found.role is not Role.ROOT and found.fault_class is FaultClass.HOST_OOM
+def _is_guess(finding: Finding) -> bool:
+    """Whether a finding infers from an exit a cause that the exit code itself shows."""
+    return finding.role is not Role.ROOT and finding.fault_class is FaultClass.HOST_OOM
 
 
-def _explained_by_output(end: WorkerEnd, found: Finding, evidence: Evidence) -> _Cause:
-    """A worker whose end its output explains."""
-    killed = _only_guesses(found)
+def _blame_by_output(end: WorkerEnd, finding: Finding, evidence: Evidence) -> _Cause:
+    """Blame a worker whose output explains its end."""
+    killed = _is_guess(finding)
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
         name = signal.SIGKILL.name
-        return _ended(_Tier.ROOT, FaultClass.NATIVE_CRASH, found.line, end, evidence, name)
-    crashed = found.fault_class is FaultClass.NATIVE_CRASH
-    tier = _Tier.ROOT if killed or crashed else _tier_of(found)
-    candidate = Candidate(LogSource(end.name, (found,), rank=end.rank, node=end.node), found)
-    fault = fault_of(candidate, at_s=end.ended_s, step=evidence.step)
-    return _Cause(tier, _placed(fault, end))
+        return _cause_of_end(_Tier.ROOT, FaultClass.NATIVE_CRASH, finding.line, end, evidence, name)
+    crashed = finding.fault_class is FaultClass.NATIVE_CRASH
+    tier = _Tier.ROOT if killed or crashed else _tier_of(finding)
+    candidate = Candidate(LogSource(end.name, (finding,), rank=end.rank, node=end.node), finding)
+    fault = build_fault(candidate, at_s=end.ended_s, step=evidence.step)
+    return _Cause(tier, _place_fault(fault, end))
 
 
-def _signalled(
-    meaning: ExitMeaning, number: int, end: WorkerEnd, found: Finding | None, evidence: Evidence
+def _blame_signal(
+    meaning: ExitMeaning, number: int, end: WorkerEnd, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     name = signal_name(number) or f"SIG{number}"
-    is_echo = found is not None and found.fault_class in _OF_PEERS
-    if name == "SIGABRT" and found and found.role is not Role.ROOT and is_echo:
+    is_echo = finding is not None and finding.fault_class in _PEER_FAULTS
+    if name == "SIGABRT" and finding and finding.role is not Role.ROOT and is_echo:
         # Communication libraries abort the process when a peer is gone.
-        return _ended(_Tier.CASCADE, found.fault_class, found.line, end, evidence, name, found.why)
+        return _cause_of_end(
+            _Tier.CASCADE, finding.fault_class, finding.line, end, evidence, name, finding.why
+        )
     line = f"{end.name} ended by {name}"
     # Nothing of a crash: its own words follow from the code.
     is_killed = number == signal.SIGKILL and meaning.fault_class is FaultClass.NATIVE_CRASH
     why = "" if is_killed else meaning.text
-    return _ended(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, why)
+    return _cause_of_end(_Tier.ROOT, meaning.fault_class, line, end, evidence, name, why)
 
 
-def _ended(
+def _cause_of_end(
     tier: _Tier,
     fault_class: FaultClass,
     line: str,
@@ -406,15 +425,15 @@ def _ended(
     code: str | None = None,
     why: str = "",
 ) -> _Cause:
-    fault = _fault(fault_class, evidence, line, code=code, why=why)
-    return _Cause(tier, _placed(fault, end))
+    fault = _build_fault(fault_class, evidence, line, code=code, why=why)
+    return _Cause(tier, _place_fault(fault, end))
 
 
-def _placed(fault: Fault, end: WorkerEnd) -> Fault:
-    """A fault where and when its worker ended, with the way to the whole output."""
+def _place_fault(fault: Fault, end: WorkerEnd) -> Fault:
+    """Place a fault where and when its worker ended, with the path of the whole output."""
     more = f" Output of the rank: {end.log_path}" if end.log_path is not None else ""
     named = end.rank is not None or fault.rank is not None or end.stopped
-    first = None if named else first_failed(end.log)
+    first = None if named else find_first_failed(end.log)
     if first is not None:
         fault = replace(fault, rank=first.rank, device=first.local_rank)
     return replace(

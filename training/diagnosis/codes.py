@@ -1,6 +1,7 @@
-"""Numbers in error messages, looked up: what a code means when the text adds nothing.
+"""Numeric codes in error messages, and the tables of their meanings (`codes.toml`).
 
-The tables are in `codes.toml`. A code is a symptom unless its table marks it as a cause.
+A code explains a line whose words add nothing. It is a symptom unless its table marks it as a
+cause.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 
 
 class CodeSpec(Classification):
-    """One row of `codes.toml`: codes, or the first characters of codes, that mean the same."""
+    """A row of `codes.toml`: codes, or the first characters of codes, with the same meaning."""
 
     codes: tuple[str, ...]
     means: str
@@ -54,7 +55,7 @@ class CodeSpec(Classification):
 
 @dataclass(frozen=True, slots=True)
 class CodeFact:
-    """A code that was found in a line and looked up."""
+    """A code in a line, with its row of the table."""
 
     code: str
     table: str
@@ -62,13 +63,13 @@ class CodeFact:
 
     @property
     def role(self) -> Role:
-        """How near the code is to the cause."""
+        """Distance of the code from the cause."""
         return self.spec.role
 
 
 @cache
 def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
-    """Table name to code (or first characters of codes) to meaning."""
+    """Load the tables: code (or its first characters) to meaning, by table name."""
     text = resources.files("perdure.training.diagnosis").joinpath("codes.toml").read_text("utf-8")
     return {
         table: {
@@ -81,7 +82,7 @@ def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
     }
 
 
-# What the level that MindCluster gives a chip fault code comes down to.
+# Our answer to each level that MindCluster gives a chip fault code.
 ANSWERS: Mapping[ChipLevel, RecoverableBy] = {
     ChipLevel.NOT_HANDLED: RecoverableBy.RETRY,
     ChipLevel.SUB_HEALTHY: RecoverableBy.RETRY,
@@ -95,40 +96,40 @@ ANSWERS: Mapping[ChipLevel, RecoverableBy] = {
 }
 
 
-def _of_chip(code: str, spec: CodeSpec) -> CodeSpec:
-    """A chip's code with what the table of chip fault codes knows about it."""
+def _add_chip_fact(code: str, spec: CodeSpec) -> CodeSpec:
+    """Add to a chip's code its facts from the table of chip fault codes."""
     fact = chip_fact(code)
     if fact is None:
         return spec
-    known: dict[str, object] = {}
+    updates: dict[str, object] = {}
     if fact.level is not None:
-        known["recoverable_by"] = ANSWERS[fact.level]
+        updates["recoverable_by"] = ANSWERS[fact.level]
     if fact.level is ChipLevel.NOT_HANDLED:
-        known["role"] = Role.SYMPTOM
+        updates["role"] = Role.SYMPTOM
     if fact.cause:
-        known["means"] = f"{spec.means} ({fact.cause})"
+        updates["means"] = f"{spec.means} ({fact.cause})"
     if fact.kind is CodeKind.USER:
         # The chip cannot know that the input is the user's: the ladder counts (ModelArts).
-        known |= {"user_fault": True, "hardware_fault": False}
+        updates |= {"user_fault": True, "hardware_fault": False}
     elif fact.kind is CodeKind.HARDWARE:
-        known["hardware_fault"] = True
-    return spec.model_copy(update=known)
+        updates["hardware_fault"] = True
+    return spec.model_copy(update=updates)
 
 
-def look_up(line: str) -> CodeFact | None:
-    """The most precise code of a line, looked up; None when it carries none that is known."""
+def look_up_code(line: str) -> CodeFact | None:
+    """Look up the most precise code of a line; None when it has no known code."""
     if _HEADER.search(line):
         return None
     for table, pattern in _COMPILED.items():
-        for found in pattern.finditer(line):
-            code = next(group for group in found.groups() if group is not None).upper()
+        for match in pattern.finditer(line):
+            code = next(group for group in match.groups() if group is not None).upper()
             if table == "chip":
-                code = _worst(code)
-            if found.groupdict().get("errno"):
+                code = _worst_code(code)
+            if match.groupdict().get("errno"):
                 code = str(int(code, 16))
-            spec = _find(table, code)
+            spec = _find_spec(table, code)
             if spec is not None and table == "chip":
-                spec = _of_chip(code, spec) if chip_fact(code) is not None else None
+                spec = _add_chip_fact(code, spec) if chip_fact(code) is not None else None
             if spec is not None:
                 return CodeFact(code, table, spec)
     return None
@@ -139,41 +140,41 @@ _WORDS = re.compile(r"^\s*(?:Error Information)?\s*:\s*\S")
 _ANSWERED = re.compile(r"^\s*Error Code\s*:(.*)$", re.MULTILINE)
 
 
-def code_of_words(line: str, before: str, fault_class: FaultClass) -> CodeFact | None:
-    """The chip's code that a line of an answer of npu-smi has the words for.
+def find_chip_code(line: str, context: str, fault_class: FaultClass) -> CodeFact | None:
+    """Find the chip's code for a line of npu-smi that describes a code in words.
 
-    A chip may report several at once, and nothing says which words are whose: those of the same
-    class come first, then the one whose level asks for most.
+    A chip may report several codes at once, and npu-smi does not pair them with words: codes of
+    the same class come first, then the code whose level asks for most.
 
     Args:
-        line: with the words.
-        before: text shortly before it.
-        fault_class: what the words mean.
+        line: a line with the words.
+        context: text shortly before it.
+        fault_class: class that the rules give the words.
     """
-    answers = _ANSWERED.findall(before) if _WORDS.match(line) else []
+    answers = _ANSWERED.findall(context) if _WORDS.match(line) else []
     each = re.findall(rf"\b{_EIGHT}", answers[-1]) if answers else []
-    facts = [fact for code in each if (fact := look_up(f"Error Code : {code}")) is not None]
+    facts = [fact for code in each if (fact := look_up_code(f"Error Code : {code}")) is not None]
     fitting = [fact for fact in facts if fact.spec.fault_class is fault_class] or facts
     if not fitting:
         return None
-    worst = _worst(" ".join(fact.code for fact in fitting))
+    worst = _worst_code(" ".join(fact.code for fact in fitting))
     return next(fact for fact in fitting if fact.code == worst)
 
 
-def _worst(codes: str) -> str:
-    """Of the codes that a chip reports together, the one whose level asks for most."""
+def _worst_code(codes: str) -> str:
+    """Return the code, of those that a chip reports together, whose level asks for most."""
     each = [code[-8:] for code in re.split(r",? ", codes)]
     facts = [fact for code in each if (fact := chip_fact(code)) is not None]
     order = list(ChipLevel)
     rated = [(order.index(fact.level), fact.code) for fact in facts if fact.level is not None]
-    return max(rated, key=lambda one: one[0], default=(0, each[0]))[1]
+    return max(rated, key=lambda pair: pair[0], default=(0, each[0]))[1]
 
 
-def _find(table: str, code: str) -> CodeSpec | None:
-    known = load_codes()[table]
+def _find_spec(table: str, code: str) -> CodeSpec | None:
+    specs = load_codes()[table]
     if table in {"acl", "hccl"}:
-        return known.get(code)
+        return specs.get(code)
     for length in range(len(code), -1, -1):
-        if code[:length] in known:
-            return known[code[:length]]
+        if code[:length] in specs:
+            return specs[code[:length]]
     return None

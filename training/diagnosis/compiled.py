@@ -1,13 +1,13 @@
-"""All patterns compiled together: what finds the lines that are worth reading.
+"""The database of all patterns, compiled together: it finds the lines that are worth reading.
 
-That takes seconds of a processor, so the compiled form is kept on this machine, under a name that
-holds for these patterns, this Hyperscan and this kind of machine alone. It is trusted like
+Compilation takes seconds of a processor, so the compiled form stays on this machine, under a name
+that stands for these patterns, this Hyperscan and this kind of machine. It is trusted like
 Python's own bytecode cache: a file of the user's, with a checksum against damage. Without a place
-for it the patterns are compiled each time.
+for the file every process compiles the patterns.
 
-A recovery must not wait for it: `compile_beside` has a process of its own do it while the run
-starts, with little claim to the processors. In a thread the end of this process would cut the
-compiler off in the middle of its work, which may crash.
+A recovery must not wait for the compiler: `start_compiler` starts a process for it, of low
+priority, when the run starts. In a thread the end of this process would cut the compiler off in
+the middle of its work, which may crash.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from pathlib import Path
 
 import hyperscan
 
-from perdure.training.diagnosis.recognise import patterns
+from perdure.training.diagnosis.recognise import list_patterns
 from perdure.training.files import home_folder
 
-LONGEST_S = 120.0  # that the other process is waited for
-NICENESS = 10  # what starts meanwhile comes first
+_MAX_WAIT_S = 120.0  # for the compiler to end
+_NICENESS = 10  # the processes of the starting run come first
 _FLAGS = hyperscan.HS_FLAG_MULTILINE | hyperscan.HS_FLAG_PREFILTER
 _lock = threading.Lock()
-_beside: subprocess.Popen[bytes] | None = None
+_compiler: subprocess.Popen[bytes] | None = None
 
 
-def compile_beside() -> None:
-    """Begin, once in a process, to have the patterns compiled and kept."""
-    global _beside  # noqa: PLW0603 one for each process, as the compiled form is
+def start_compiler() -> None:
+    """Start, once in a process, a process that compiles the patterns and stores them."""
+    global _compiler  # noqa: PLW0603 one for each process, as the compiled form is
     with _lock:
-        if _beside is not None or _every_match.cache_info().currsize:
+        if _compiler is not None or _database.cache_info().currsize:
             return
         try:
-            _beside = subprocess.Popen(
+            _compiler = subprocess.Popen(
                 [sys.executable, "-m", "perdure.training.diagnosis.compiled"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -52,32 +52,32 @@ def compile_beside() -> None:
                 start_new_session=True,
             )
         except OSError:
-            return  # whoever needs them first compiles them
-        atexit.register(_beside.kill)
+            return  # the first scan compiles them
+        atexit.register(_compiler.kill)
 
 
-def every_match() -> hyperscan.Database:
-    """Reports every place where a pattern matches."""
+def wait_for_database() -> hyperscan.Database:
+    """Return the database that reports every match of a pattern; wait for its compiler."""
     with _lock:
-        if _beside is not None:
+        if _compiler is not None:
             with suppress(subprocess.TimeoutExpired):
-                _beside.wait(LONGEST_S)  # two at a time would both take longer
-        return _every_match()
+                _compiler.wait(_MAX_WAIT_S)  # two compilers at a time would both take longer
+        return _database()
 
 
 @cache
-def _every_match() -> hyperscan.Database:
-    wanted = patterns()
-    path = _place(wanted)
-    found = _load(path)
-    if found is None:
-        found = _compile(wanted)
-        _keep(path, found)
-    return found
+def _database() -> hyperscan.Database:
+    wanted = list_patterns()
+    path = _cache_path(wanted)
+    database = _load(path)
+    if database is None:
+        database = _compile(wanted)
+        _save(path, database)
+    return database
 
 
-def _place(wanted: Sequence[bytes]) -> Path:
-    """Where the compiled form of some patterns is kept."""
+def _cache_path(wanted: Sequence[bytes]) -> Path:
+    """Return the path of the compiled form of these patterns."""
     version = importlib.metadata.version("hyperscan").encode()
     key = hashlib.sha256(b"\n".join([*wanted, version, platform.machine().encode()])).hexdigest()
     return home_folder() / "cache" / f"diagnosis-{key[:32]}"
@@ -110,7 +110,7 @@ def _load(path: Path) -> hyperscan.Database | None:
     return database
 
 
-def _keep(path: Path, database: hyperscan.Database) -> None:
+def _save(path: Path, database: hyperscan.Database) -> None:
     body = hyperscan.dumpb(database)
     temporary = path.with_suffix(f".{id(database):x}")
     try:
@@ -122,9 +122,9 @@ def _keep(path: Path, database: hyperscan.Database) -> None:
 
 
 def main() -> None:
-    """Compile them, unless that has been done."""
-    os.nice(NICENESS)
-    every_match()
+    """Compile the patterns, unless their compiled form is there."""
+    os.nice(_NICENESS)
+    wait_for_database()
 
 
 if __name__ == "__main__":

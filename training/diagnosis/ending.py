@@ -1,17 +1,14 @@
-"""Which rank failed first, by the summary that torchrun prints at last. Pure.
+"""Ends of commands: which rank failed first, and which exits with code 0 are failures.
 
-torchrun has one output for all ranks of a node, and names the failures of that node. Its times are
-whole seconds: peers of a rank that was killed fail in the same one.
+The exit status of a shell's pipeline is that of its last command, so a crash behind `| tee` reads
+as 0. Two signs show it: the death of a program or of its launcher as the last event in the output,
+or a count of steps that has stopped short of its target. An error that the program survived or
+only logged shows nothing.
 
-What a fault means for a command, whose files are its own. Pure.
+torchrun has one output for all ranks of a node, and its summary at the end names the failures of
+that node. Its times are whole seconds: peers of a killed rank fail in the same second.
 
-Ends that only look well: exit code 0 of a command whose program has failed.
-
-The exit status of a shell's pipeline is that of its last command, so that a crash behind `| tee`
-reads as 0. What shows it is the death of a program or of its launcher as the last thing in the
-output, or a count of steps that has stopped short of its target. An error that the program has
-survived shows nothing, and neither does one that it logged and went on from. Pure; times are
-seconds since the epoch, steps completed optimizer steps.
+Pure; times are seconds since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,16 +28,17 @@ _ENTRY = re.compile(
     r"\btime +: (\S+)[^\n]*\n[^\n]*\bhost +: [^\n]*\n"
     r"[^\n]*\brank +: (\d+) \(local_rank: (\d+)\)[^\n]*\n[^\n]*\bexitcode +: (-?\d+)"
 )
-# What torchrun sends to the others, and how communication libraries end when a peer is gone.
+# Signals that torchrun sends to the other ranks, or by which communication libraries end when a
+# peer has ended.
 _ECHOES = frozenset({-signal.SIGTERM, -signal.SIGABRT})
 
 
 @dataclass(frozen=True, slots=True)
 class FailedRank:
-    """An entry of the summary.
+    """A rank in the summary of torchrun.
 
     Attributes:
-        time: as it is printed, in whole seconds.
+        time: text of it, in whole seconds.
         exit_code: negative for a signal.
     """
 
@@ -51,12 +49,12 @@ class FailedRank:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal ended it that is no answer to the end of another rank."""
+        """Whether a signal ended it, but not as an answer to the end of another rank."""
         return self.exit_code < 0 and self.exit_code not in _ECHOES
 
 
-def first_failed(text: str) -> FailedRank | None:
-    """The rank that failed first; None where the output does not tell it from others.
+def find_first_failed(text: str) -> FailedRank | None:
+    """Find the rank that failed first; None where the output does not single it out.
 
     Args:
         text: the end of the output of a node's launcher.
@@ -68,32 +66,32 @@ def first_failed(text: str) -> FailedRank | None:
     root = _ENTRY.search(text, place)
     if root is None:
         return None
-    entries = [_entry(found) for found in _ENTRY.finditer(text, begin)]
-    first = [one for one in entries if one.time == _entry(root).time]
-    killed = [one for one in first if one.is_killed]
+    entries = [_read_entry(match) for match in _ENTRY.finditer(text, begin)]
+    first = [entry for entry in entries if entry.time == _read_entry(root).time]
+    killed = [entry for entry in first if entry.is_killed]
     candidates = killed or first
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _entry(found: re.Match[str]) -> FailedRank:
-    time, rank, local_rank, exit_code = found.groups()
+def _read_entry(match: re.Match[str]) -> FailedRank:
+    time, rank, local_rank, exit_code = match.groups()
     return FailedRank(time, int(rank), int(local_rank), int(exit_code))
 
 
-CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
+_CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
 CORRUPT_ACTION = (
     "Move the damaged checkpoint away, so that the program resumes from the one before it."
 )
 
 
-def of_command(fault: Fault) -> Fault:
-    """A fault as it holds for a command: what Perdure mends for sessions is the user's."""
+def fault_of_command(fault: Fault) -> Fault:
+    """Adapt a fault to a command: its user repairs what Perdure repairs for sessions."""
     if fault.fault_class is not FaultClass.CHECKPOINT_CORRUPT:
         return fault
     # A reading that was cut short may succeed the next time; the ladder tries that once.
     return replace(
         fault,
-        explanation=f"{fault.explanation} {CORRUPT_WHY} {CORRUPT_ACTION}".strip(),
+        explanation=f"{fault.explanation} {_CORRUPT_WHY} {CORRUPT_ACTION}".strip(),
         action=CORRUPT_ACTION,
         recoverable_by=RecoverableBy.USER_FIX,
         user_fault=True,
@@ -101,21 +99,21 @@ def of_command(fault: Fault) -> Fault:
 
 
 SHORT_CODE = "ENDED_SHORT"
-# A stream that was last written so long before another of its process does not hold the end.
+# A stream that was last written so long before another stream of its process lacks the end.
 LAST_WITHIN_S = 10.0
 # The message of an exception may have further lines, and an interpreter that exits may warn.
-MAX_LINES_AFTER = 12
+_MAX_LINES_AFTER = 12
 
 PIPE_ADVICE = (
     "The command failed, but exited with 0: a shell's pipeline has the exit status of its last "
     "command, and one such as `torchrun ... | tee train.log` needs `set -o pipefail`."
 )
 
-LEFT_WHY = (
+_LEFTOVERS_WHY = (
     "The script has ended, and with it the container's work, while the training that it had "
     "started was still running: that was ended with the container."
 )
-LEFT_ACTION = (
+_LEFTOVERS_ACTION = (
     "Let the script wait for the training: start the launcher without `&`, or end with `wait`."
 )
 UNSEEN_NOTE = (
@@ -139,7 +137,7 @@ _NOT_FOUND = re.compile(r"^\S+: (?:(?:line )?\d+: )?\S{1,200}: (?:command )?not 
 _STEPS = frozenset(MARGINS) - {"done"}  # a script may print that it is done, whatever became of it
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
 _CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
-# What comes before the traceback of an exception that does not end its program.
+# Lines before the traceback of an exception that does not end its program.
 _SURVIVED = re.compile(
     r"^(?:Exception ignored |Exception in (?:thread|callback) |Error in atexit|Error in sys\."
     r"|Task exception was never retrieved|--- Logging error ---)"
@@ -150,7 +148,7 @@ _OF_CHILD = re.compile(r"^Process \S+:$")  # multiprocessing
 _AT_EXIT = re.compile(
     r"^(?:BrokenPipe|ConnectionReset|ConnectionRefused|EOF|FileNotFound)Error\b|^KeyboardInterrupt"
 )
-# CPython 3.8 to 3.12: complains at exit about what another process has removed already.
+# CPython 3.8 to 3.12 complains at exit about a segment that another process has removed already.
 _AT_EXIT_FRAME = re.compile(r"/multiprocessing/resource_tracker\.py$")
 _LOGGED = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\d{0,4} |^[EF]\d{4} \d\d:\d\d:\d\d\.")
 # PyTorch logs a traceback with its prefix before every line: torch/_logging/_internal.py.
@@ -165,13 +163,13 @@ _OWN_WISH = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FalseSuccess:
-    """Why exit code 0 is no good end.
+    """The reason why an exit with code 0 is a failure.
 
     Attributes:
         text: the evidence.
-        fault_class: what it is; None: the output of the worker explains it.
-        why: what it means, if not what its class does.
-        action: what to do, likewise.
+        fault_class: None where the output of the worker explains it.
+        why: replaces the meaning of its class, if not empty.
+        action: replaces the action of its class, if not empty.
     """
 
     text: str
@@ -182,10 +180,10 @@ class FalseSuccess:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The end of one stream of a process.
+    """The end of a stream of a process.
 
     Attributes:
-        written_s: when it was last written; None: not known.
+        written_s: time of its last line; None where it is unknown.
     """
 
     text: str
@@ -194,13 +192,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How far a program has counted.
+    """The progress of a program toward its target, by its own count.
 
     Attributes:
-        step: the last one that was seen.
-        target: where it was to end.
-        stride: from one that is shown to the next.
-        name: what the program calls a step.
+        step: the last step in the output.
+        target: the step where the program should end.
+        stride: steps between two counts in the output.
+        name: the program's word for a step.
     """
 
     step: int
@@ -210,12 +208,12 @@ class Count:
 
     @property
     def is_short(self) -> bool:
-        """Whether the target was not reached, even if the next one to be shown is missing."""
+        """Whether the target was not reached, even if the next count to be shown is missing."""
         return self.step + self.stride < self.target
 
 
-def early_end(step: int, target: int) -> str | None:
-    """What is wrong with a session program that exited with 0; None where it was at its target."""
+def explain_early_end(step: int, target: int) -> str | None:
+    """Explain how a session program ended with 0 early; None where it was at its target."""
     if step >= target:
         return None
     return (
@@ -224,8 +222,8 @@ def early_end(step: int, target: int) -> str | None:
     )
 
 
-def short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
-    """The end of a program by whose counts it has not reached its target."""
+def find_short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
+    """Find a program's end short of its target by its counts; None where it was there."""
     for count in counts:
         if count is not None and count.is_short:
             return FalseSuccess(
@@ -234,26 +232,26 @@ def short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
     return None
 
 
-def left_end(processes: Sequence[str]) -> FalseSuccess:
-    """The end of a script that did not wait for the training that it had started.
+def judge_leftovers(processes: Sequence[str]) -> FalseSuccess:
+    """Judge a script that did not wait for the training that it had started.
 
     Args:
-        processes: that were still running, for people; at least one.
+        processes: text about each process that was still running, at least one text.
     """
     return FalseSuccess(
-        f"exit code 0 while {_listed(processes)} was still running",
+        f"exit code 0 while {_list_processes(processes)} was still running",
         FaultClass.LAUNCH_MISCONFIGURED,
-        why=LEFT_WHY,
-        action=LEFT_ACTION,
+        why=_LEFTOVERS_WHY,
+        action=_LEFTOVERS_ACTION,
     )
 
 
-def left_note(processes: Sequence[str]) -> str:
-    """A warning about processes that were still running, of which none trained."""
-    return f"{_listed(processes)} was still running and has been ended with the container"
+def describe_leftovers(processes: Sequence[str]) -> str:
+    """Describe, as a warning, processes that were still running and did not train."""
+    return f"{_list_processes(processes)} was still running and has been ended with the container"
 
 
-def _listed(processes: Sequence[str]) -> str:
+def _list_processes(processes: Sequence[str]) -> str:
     more = f" (and {len(processes) - 1} more)" if len(processes) > 1 else ""
     return f"{processes[0]}{more}"
 
@@ -261,15 +259,15 @@ def _listed(processes: Sequence[str]) -> str:
 def shows_steps(text: str) -> bool:
     """Whether some output has a line of a training step, an epoch or a loss."""
     counts = StepCounts()
-    counts.read("\n".join(_lines(text)), 0)
+    counts.read("\n".join(_split_lines(text)), 0)
     return counts.has_any
 
 
-def again_short(fault: Fault, before: Fault | None) -> Fault:
-    """A program that ends at the same step when it is started again does so by itself."""
-    if fault.code != SHORT_CODE or before is None:
+def blame_repeated_end(fault: Fault, previous: Fault | None) -> Fault:
+    """Blame the program for its second end without an error at the same step."""
+    if fault.code != SHORT_CODE or previous is None:
         return fault
-    if (before.code, before.evidence) != (fault.code, fault.evidence):
+    if (previous.code, previous.evidence) != (fault.code, fault.evidence):
         return fault
     traits = TRAITS[FaultClass.USER_CODE_ERROR]
     return replace(
@@ -283,43 +281,43 @@ def again_short(fault: Fault, before: Fault | None) -> Fault:
     )
 
 
-def crash_in(outputs: Sequence[Output]) -> str | None:
-    """The line that shows that a program has failed at its end; None when nothing does.
+def find_crash(outputs: Sequence[Output]) -> str | None:
+    """Find the line that shows a failure at the end of a program; None without such a line.
 
     Args:
-        outputs: the streams of one process, and of what it has started.
+        outputs: the streams of a process and of its descendants.
     """
-    times = [one.written_s for one in outputs if one.written_s is not None]
+    times = [output.written_s for output in outputs if output.written_s is not None]
     newest_s = max(times, default=0.0)
-    for one in outputs:
-        if one.written_s is None or newest_s - one.written_s <= LAST_WITHIN_S:
-            found = _last_words(_lines(one.text))
-            if found is not None:
-                return found
+    for output in outputs:
+        if output.written_s is None or newest_s - output.written_s <= LAST_WITHIN_S:
+            line = _find_death(_split_lines(output.text))
+            if line is not None:
+                return line
     return None
 
 
-def count_in(text: str) -> Count | None:
-    """The last iteration of how many that a program has printed; None where it ended by its wish.
+def find_count(text: str) -> Count | None:
+    """Read the last iteration and the target in a program's output; None for an end by request.
 
     Only counts of the whole training are read: a progress bar may be that of an epoch.
     """
-    found = list(_COUNT.finditer(text))
-    if not found or _OWN_WISH.search(text, found[-1].end()):
+    matches = list(_COUNT.finditer(text))
+    if not matches or _OWN_WISH.search(text, matches[-1].end()):
         return None
-    step, target = int(found[-1][1]), int(found[-1][2])
-    earlier = next((int(one[1]) for one in reversed(found) if int(one[1]) < step), 0)
+    step, target = int(matches[-1][1]), int(matches[-1][2])
+    earlier = next((int(match[1]) for match in reversed(matches) if int(match[1]) < step), 0)
     return Count(step, target, step - earlier, "iteration")
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     parts = (_COLOURS.sub("", part) for part in re.split(r"[\r\n]+", text))
     lines = (_PREFIX.sub("", part).rstrip() for part in parts if part.strip())
     return [_LOGGED_TRACEBACK.sub("", line) for line in lines]
 
 
-def _last_words(lines: Sequence[str]) -> str | None:
-    """How a program died, if nothing after it shows that training went on."""
+def _find_death(lines: Sequence[str]) -> str | None:
+    """Find the line of a program's death, if no later line shows that training continued."""
     counts = StepCounts()
     for index, line in enumerate(lines):
         counts.read(line, index)
@@ -331,29 +329,31 @@ def _last_words(lines: Sequence[str]) -> str | None:
     begin = next((i for i in range(len(lines) - 1, -1, -1) if re.search(TRACEBACK, lines[i])), None)
     if begin is None or counts.goes_on_after(begin):
         return None
-    return _uncaught(lines, begin)
+    return _find_uncaught(lines, begin)
 
 
-def _uncaught(lines: Sequence[str], begin: int) -> str | None:
-    """The last line of the traceback that begins here, if the output ends with it."""
+def _find_uncaught(lines: Sequence[str], begin: int) -> str | None:
+    """Return the last line of the traceback at `begin`, if the output ends with it."""
     inside = begin + 1
     while inside < len(lines) and lines[inside][:1].isspace():
         inside += 1
     raised = lines[min(inside, len(lines) - 1)]
     frames = _FRAME.findall("\n".join(lines[begin:inside]))
     # A bar is printed once more when it is closed.
-    after = [one for one in lines[inside + 1 :] if not is_low_level(one) and not is_progress(one)]
-    before = _before_chain(lines, begin)
-    limit = 0 if _LOGGED.search(before) else MAX_LINES_AFTER
-    if len(after) > limit or _SURVIVED.search(before):
+    following = [
+        line for line in lines[inside + 1 :] if not is_low_level(line) and not is_progress(line)
+    ]
+    heading = _line_before_chain(lines, begin)
+    limit = 0 if _LOGGED.search(heading) else _MAX_LINES_AFTER
+    if len(following) > limit or _SURVIVED.search(heading):
         return None
     if frames and _AT_EXIT_FRAME.search(frames[-1]):
         return None
-    return None if _OF_CHILD.search(before) and _AT_EXIT.search(raised) else raised
+    return None if _OF_CHILD.search(heading) and _AT_EXIT.search(raised) else raised
 
 
-def _before_chain(lines: Sequence[str], begin: int) -> str:
-    """The line before a traceback, or before the first one of those that belong together."""
+def _line_before_chain(lines: Sequence[str], begin: int) -> str:
+    """Return the line before a traceback, or before the first of a chain of them."""
     while begin > 0 and _CHAINED.search(lines[begin - 1]):
         earlier = (i for i in range(begin - 1, -1, -1) if re.search(TRACEBACK, lines[i]))
         begin = next(earlier, 0)

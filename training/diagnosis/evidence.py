@@ -1,4 +1,4 @@
-"""What is left of an attempt that has ended: what a diagnosis starts from.
+"""The evidence of an attempt that has ended, from which a diagnosis starts.
 
 Times are seconds since the epoch.
 """
@@ -17,17 +17,17 @@ from perdure.training.recovery.protocol import AttemptGivenUp
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
-    """How one worker ended.
+    """The end of a worker.
 
     Attributes:
-        rank: None for a command, whose one process has all the ranks of its node.
-        device: likewise.
+        rank: None for a command, whose process has all the ranks of its node.
+        device: None for a command.
         exit_code: negative for a signal.
-        error: last line of the exception it recorded, if it did.
+        error: last line of the exception that it recorded; None without an exception.
         log: the end of its output.
-        stopped: whether it was asked to stop before it ended.
-        bad_end: why an exit with 0 was no good end.
-        log_path: where its output is, on its node.
+        stopped: whether a request to stop came before its end.
+        bad_end: the reason why its exit with 0 was a failure.
+        log_path: path of its output on its node.
     """
 
     rank: int | None
@@ -43,12 +43,12 @@ class WorkerEnd:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended other than well."""
+        """Whether its end was a failure."""
         return self.exit_code != EXIT_DONE or self.bad_end is not None
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Its name in messages."""
         return f"rank {self.rank}" if self.rank is not None else f"the command on {self.node}"
 
 
@@ -57,9 +57,9 @@ class SilentRank:
     """A rank without progress beyond its limit.
 
     Attributes:
-        rank: None for a command: which of its ranks holds the others up is not known by that.
-        node: None where nothing tells one from the others.
-        why: what shows it.
+        rank: None for a command: its silence does not show which rank holds the others up.
+        node: None where the nodes do not differ.
+        why: the sign of the silence.
         stopped: its processes, of no rank, that a signal has stopped.
     """
 
@@ -73,24 +73,24 @@ class SilentRank:
 
     @property
     def line(self) -> str:
-        """For the evidence."""
+        """The text of its evidence."""
         where = self.node if self.node is not None else "every node"
-        who = f"rank {self.rank}" if self.rank is not None else f"the command on {where}"
+        subject = f"rank {self.rank}" if self.rank is not None else f"the command on {where}"
         if self.stopped:
-            return f"{who}: stopped by a signal: {', '.join(self.stopped)}"
+            return f"{subject}: stopped by a signal: {', '.join(self.stopped)}"
         silence = f"no progress for {self.silent_s:.0f} s in phase {self.phase}"
         limit = f"limit {self.limit_s:.0f} s"
-        return f"{who}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
+        return f"{subject}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorLost:
-    """The coordinator of the attempt ended under it.
+    """A coordinator that ended before its attempt.
 
     Attributes:
         exit_code: negative for a signal.
-        line: the last one of its log, or why it was ended.
-        was_stopped: whether a signal had stopped it, for which it was ended.
+        line: last line of its log, or the reason why the supervisor ended it.
+        was_stopped: whether the supervisor ended it because a signal had stopped it.
     """
 
     node: str
@@ -102,13 +102,12 @@ class CoordinatorLost:
 
 @dataclass(frozen=True, slots=True)
 class NodeLoss:
-    """How the container of a node was lost, as the engine knows it.
+    """The loss of a node's container, as the engine knows it.
 
     Attributes:
-        fault_class: what broke.
         code: symptom code, such as "POD_EVICTED".
-        line: what shows it, in the words of the platform.
-        why: what that means, one sentence; empty: the meaning of the class.
+        line: its evidence in the words of the platform.
+        why: its meaning, a sentence; empty for the meaning of the class.
     """
 
     node: str
@@ -120,7 +119,7 @@ class NodeLoss:
 
 @dataclass(frozen=True, slots=True)
 class SlowNode:
-    """A node that is left because one of its ranks holds the others up."""
+    """A node that is evacuated because its rank holds the other ranks up."""
 
     node: str
     rank: int | None
@@ -130,7 +129,7 @@ class SlowNode:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutput:
-    """Text of a node that is no worker's output: a device log, or what a health command prints."""
+    """Text of a node beside its workers' output: a device log, or a health command's output."""
 
     node: str
     name: str
@@ -141,13 +140,13 @@ class NodeOutput:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Everything known about the end of an attempt.
+    """All facts about the end of an attempt.
 
     Attributes:
-        losses: what the engine knows of containers that are gone, or about to be.
-        rank_progress: of all ranks when one of them was found to be silent.
-        given_up: the fault for which the coordinator had all processes end, before anybody else
-            ordered it; None when it did not.
+        losses: containers that the engine has lost, or is about to lose.
+        rank_progress: progress of all ranks at the moment when a rank was silent.
+        given_up: the fault for which the coordinator ended all processes before any other order
+            to end them; None where there was none.
     """
 
     at_s: float

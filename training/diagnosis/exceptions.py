@@ -1,8 +1,8 @@
-"""Python exceptions that no rule knows: judged by their type and by the files they came through.
+"""Python exceptions that no rule knows, judged by their types and the files that they came through.
 
-A message never seen before is the program's only where its type and the file that raised it leave
-no doubt, because such an error ends the run. All others are of storage, peers, memory or versions
-by their type, or unknown.
+An unfamiliar message blames the program only where its type and the file that raised it leave no
+doubt, because such an error ends the run. By their type all others are errors of storage, peers,
+memory or versions, or unknown.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PATTERN = (
     rf"(?:^|[\s\]:|>)\"])(?:[A-Za-z_]\w*\.){{0,8}}(?P<type>{_NAMES})(?::\s|:?\s*$)|{_WITH_MODULE}"
 )
 _PATTERN = re.compile(PATTERN)
-# The same without what comes before the name: cheap to look for in every line. A name that only
-# its module marks is looked for after a traceback alone.
+# The same without the text before the name: a cheap search in every line. A search for names that
+# only their module marks follows tracebacks alone.
 PREFILTER = (
     r"(?:Error|Exception|Interrupt|Timeout|Failure|Failed|Exit|Conflict|Disconnected|NotFound"
     r"|TooLarge|Unsupported|Expired|BadZipFile|Iteration)(?::\s|:?\s*$)"
@@ -45,13 +45,13 @@ _ERRNO_USER = {"1", "2", "13", "17", "20", "21", "22", "28", "30", "122"}
 
 
 class ExceptionSpec(Classification):
-    """One row of `exceptions.toml`.
+    """A row of `exceptions.toml`.
 
     Attributes:
         frames: searched in the last files of the traceback.
         raised_in: searched in the last one, whose line raised the exception.
         message: searched in the exception's own line.
-        said: likewise, and in the line of source that raised it.
+        said: searched in that line and in the line of source that raised it.
     """
 
     types: tuple[str, ...]
@@ -63,11 +63,11 @@ class ExceptionSpec(Classification):
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception's last line, judged.
+    """The last line of an exception, with its judgment.
 
     Attributes:
         type: last part of the exception's name.
-        frame: file that raised it, when a traceback came before.
+        frame: file that raised it; None without a traceback.
     """
 
     type: str
@@ -79,7 +79,7 @@ class Raised:
 
 @cache
 def load_exceptions() -> tuple[ExceptionSpec, ...]:
-    """The table, in order of precedence."""
+    """Load the table, in order of precedence."""
     text = (
         resources.files("perdure.training.diagnosis").joinpath("exceptions.toml").read_text("utf-8")
     )
@@ -87,40 +87,40 @@ def load_exceptions() -> tuple[ExceptionSpec, ...]:
     return tuple(ExceptionSpec.model_validate(row) for row in rows)
 
 
-def judge(line: str, before: str) -> Raised | None:
+def judge_exception(line: str, context: str) -> Raised | None:
     """Classify a line as the last one of a traceback.
 
     Args:
         line: one line of output.
-        before: text shortly before the line, where its traceback would be.
+        context: text shortly before the line, where its traceback would be.
 
     Returns:
         None when the line names no exception.
     """
-    found = _PATTERN.search(line)
-    if found is None or line.rstrip().endswith("Traceback (most recent call last):"):
+    match = _PATTERN.search(line)
+    if match is None or line.rstrip().endswith("Traceback (most recent call last):"):
         return None
-    name = found["type"] or found["dotted"]
-    traced = bool(_TRACEBACK.search(before))
-    if found["type"] is None and not traced:
+    name = match["type"] or match["dotted"]
+    traced = bool(_TRACEBACK.search(context))
+    if match["type"] is None and not traced:
         return None
-    frames = frames_of(before)
-    said = f"{_source_line(before)}\n{line}"
+    frames = frames_of(context)
+    said = f"{_source_line(context)}\n{line}"
     spec = next(row for row in load_exceptions() if _applies(row, name, frames, line, said))
     role = spec.role
-    stands_alone = found.start() == 0 or not line[: found.start()].strip(" \t")
+    stands_alone = match.start() == 0 or not line[: match.start()].strip(" \t")
     if not traced and not stands_alone and role is Role.ROOT:
         role = Role.SYMPTOM  # a message that mentions an exception, not an exception
-    if _ANNOUNCES.search(line[found.end() :]):
+    if _ANNOUNCES.search(line[match.end() :]):
         role = max(role, Role.SYMPTOM)
-    if _QUOTED.search(line[: found.start()]):
+    if _QUOTED.search(line[: match.start()]):
         role = Role.CASCADE
     return Raised(name, spec, role, frames[-1] if frames else None, _answer(spec, line))
 
 
-def _source_line(before: str) -> str:
-    """The line of source that the traceback quotes for its innermost file; empty without one."""
-    lines = [one for one in before.splitlines()[-4:] if not _MARKS.match(one)]
+def _source_line(context: str) -> str:
+    """Return the line of source that the traceback quotes last; empty without a traceback."""
+    lines = [line for line in context.splitlines()[-4:] if not _MARKS.match(line)]
     return lines[-1] if len(lines) > 1 and FRAME.search(lines[-2]) else ""
 
 
@@ -148,9 +148,9 @@ def names_exception(line: str) -> bool:
     return _PATTERN.search(line) is not None
 
 
-def was_raised_in_handling(line: str, before: str) -> bool:
+def was_raised_in_handling(line: str, context: str) -> bool:
     """Whether an exception's last line belongs to a traceback that began in another's handling."""
     return (
         _PATTERN.search(line) is not None
-        and _HANDLING in before[max(0, before.rfind("Traceback (most recent") - 200) :]
+        and _HANDLING in context[max(0, context.rfind("Traceback (most recent") - 200) :]
     )

@@ -1,6 +1,7 @@
-"""What the exit code of a worker means: the codes agreed with the runtime, and signals.
+"""The meanings of workers' exit codes: the codes agreed with the runtime, and signals.
 
-One table, read while an attempt lives (`fault_of_end`) and when it has ended (`classify`).
+A living attempt (`fault_of_end`) and the diagnosis of an ended attempt (`classify`) read the same
+table.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from perdure.training.diagnosis.exceptions import judge
+from perdure.training.diagnosis.exceptions import judge_exception
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import WorkerEnded
 
@@ -17,20 +18,20 @@ EXIT_DONE = 0
 EXIT_USER = 2
 EXIT_RESTART_ME = 75
 EXIT_ABOVE_PROCESS = 76
-EXIT_NO_COMMAND = 127
+_EXIT_NO_COMMAND = 127
 SHELL_SIGNAL_BASE = 128  # a shell whose child was ended by signal n exits with 128 + n
 # Raised by training/device.py, which loads torch.
-DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
+_DEVICE_BEYOND_HEALING = "DeviceBeyondHealing"
 
 
 @dataclass(frozen=True, slots=True)
 class ExitMeaning:
-    """What an exit code means.
+    """The meaning of an exit code.
 
     Attributes:
-        text: one sentence for the report.
-        is_symptom: workers that another one's fault has stopped end so, too.
-        alone: its class where it is the only end of a living attempt, if that differs.
+        text: a sentence for the report.
+        is_symptom: whether workers that a fault elsewhere has stopped end so, too.
+        alone: class of the only end in a living attempt; None where it does not differ.
     """
 
     fault_class: FaultClass
@@ -39,7 +40,7 @@ class ExitMeaning:
     alone: FaultClass | None = None
 
 
-EXITS: Mapping[int, ExitMeaning] = {
+_EXITS: Mapping[int, ExitMeaning] = {
     EXIT_USER: ExitMeaning(
         FaultClass.USER_CODE_ERROR, "The program reports that its user must fix it."
     ),
@@ -54,7 +55,7 @@ EXITS: Mapping[int, ExitMeaning] = {
     EXIT_ABOVE_PROCESS: ExitMeaning(
         FaultClass.DEVICE_LOST, "The worker cannot go on in this container."
     ),
-    EXIT_NO_COMMAND: ExitMeaning(
+    _EXIT_NO_COMMAND: ExitMeaning(
         FaultClass.LAUNCH_MISCONFIGURED,
         "The command cannot be started: it is not there, or names what nothing sets.",
     ),
@@ -66,7 +67,7 @@ CRASHED = ExitMeaning(
     FaultClass.NATIVE_CRASH,
     "The process was ended by the operating system, not by an exception.",
 )
-# Of SIGKILL where the OOM killer's count shows that it was not that.
+# For a SIGKILL that, by its count, the OOM killer did not send.
 KILLED_WHY = (
     "SIGKILL ended the process. The kernel of the node counts no kill for memory meanwhile: a "
     "person, a script or the platform has sent it."
@@ -78,17 +79,17 @@ KILLED_ACTION = (
 OUT_OF_MEMORY = ExitMeaning(FaultClass.HOST_OOM, "The kernel's OOM killer was active on the node.")
 
 
-def meaning_of(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
-    """What an exit code means; None where only the worker's output explains it.
+def explain_exit(exit_code: int, *, is_oom: bool = False) -> ExitMeaning | None:
+    """Explain an exit code; None where only the worker's output explains it.
 
     Args:
         exit_code: negative for a signal, or 128 + signal from a shell.
-        is_oom: the kernel killed for memory on the node meanwhile.
+        is_oom: whether the kernel killed for memory on the node meanwhile.
     """
     number = signal_of(exit_code)
     if number == signal.SIGKILL and is_oom:
         return OUT_OF_MEMORY
-    return EXITS.get(exit_code) if number is None else EXITS.get(-number, CRASHED)
+    return _EXITS.get(exit_code) if number is None else _EXITS.get(-number, CRASHED)
 
 
 def was_killed(exit_code: int, error: str | None) -> bool:
@@ -97,12 +98,12 @@ def was_killed(exit_code: int, error: str | None) -> bool:
 
 
 def signal_name(number: int) -> str | None:
-    """Name of a signal; real-time signals have numbers without names."""
+    """Return the name of a signal; real-time signals have numbers without names."""
     return signal.Signals(number).name if number in set(signal.Signals) else None
 
 
 def signal_of(exit_code: int) -> int | None:
-    """The signal that ended a process, or the child of a shell that reports it; None for none."""
+    """Return the signal that ended a process, or a shell's child as the shell reports; or None."""
     if exit_code < 0:
         return -exit_code
     number = exit_code - SHELL_SIGNAL_BASE
@@ -110,16 +111,16 @@ def signal_of(exit_code: int) -> int | None:
 
 
 def fault_of_end(ended: WorkerEnded, *, node: str | None, step: int) -> Fault:
-    """The fault of a worker that ended while its attempt lives, as far as its exit shows.
+    """Build the fault of a worker that ended while its attempt lives, as its exit shows it.
 
     A process that ends by an exception of its own is not replaced: the whole diagnosis reads its
     output once the attempt has ended. Until then it is unknown, unless its type leaves no doubt.
     """
-    meaning = OUT_OF_MEMORY if ended.is_oom else meaning_of(ended.exit_code)
-    if ended.exit_code >= 0 and (ended.error or "").startswith(DEVICE_BEYOND_HEALING):
+    meaning = OUT_OF_MEMORY if ended.is_oom else explain_exit(ended.exit_code)
+    if ended.exit_code >= 0 and (ended.error or "").startswith(_DEVICE_BEYOND_HEALING):
         fault_class = FaultClass.DEVICE_MEMORY_ERROR
     elif meaning is None:
-        raised = judge(ended.error or "", "")
+        raised = judge_exception(ended.error or "", "")
         is_theirs = raised is not None and raised.spec.fault_class is FaultClass.USER_CODE_ERROR
         fault_class = FaultClass.USER_CODE_ERROR if is_theirs else FaultClass.UNKNOWN
     else:

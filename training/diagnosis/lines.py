@@ -1,6 +1,6 @@
-"""Where and when a line of output was written: its time, rank, node, device, code and level.
+"""The prefix of a line of output: its time, rank, node, device, code and level.
 
-Every stack has a prefix of its own; each is one row of a table below. Times are seconds since
+Every stack has a prefix of its own; each is a row of a table below. Times are seconds since
 the epoch with the log's own wall clock read as UTC: they order lines, nothing else.
 """
 
@@ -17,7 +17,6 @@ _CLOCK = (
     r"(?P<hour>[01]\d|2[0-3]):(?P<minute>[0-5]\d):(?P<second>[0-5]\d)(?:[.,](?P<fraction>[\d.]+))?"
 )
 _ANY_CLOCK = re.compile(r"\d:[0-5]\d:[0-5]\d")
-_ANY_CLOCK_BYTES = re.compile(rb":[0-5]\d:[0-5]\d")  # begins with what is rare: found fast
 _TIMES: Sequence[re.Pattern[str]] = (
     # CANN plog 2025-11-21-13:18:47.639.860, ISO 8601, Python logging
     re.compile(r"(?P<year>20\d\d)[-/](?P<month>\d\d)[-/](?P<day>\d\d)[-T _]" + _CLOCK),
@@ -98,7 +97,7 @@ _SEVERITY = re.compile(
     re.IGNORECASE,
 )
 
-# A line that a run prints because it goes on.
+# Lines that a run prints as it trains.
 PROGRESS = (
     r"\biteration\s{1,8}\d+/",
     r"\b[sS]tep\s?[=:]?\s?\[?\d+\b.{0,120}\bloss\b",
@@ -112,7 +111,7 @@ FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')  # of a Python traceback
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a line comes from; None where it does not show that."""
+    """The place where a line comes from; None for each part that the line does not show."""
 
     at_s: float | None = None
     rank: int | None = None
@@ -126,38 +125,33 @@ def origin_of(line: str, *, year: int) -> Origin:
 
     Args:
         line: one line of output.
-        year: taken where the line's own time has none.
+        year: the year of a time that has none.
     """
-    device, rank = _first(_DEVICES, line), _first(_RANKS, line)
+    device, rank = _search_first(_DEVICES, line), _search_first(_RANKS, line)
     return Origin(
         at_s=time_of(line, year=year),
         rank=int(rank) if rank is not None else None,
-        node=_first(_NODES, line),
+        node=_search_first(_NODES, line),
         device=int(device) if device is not None else None,
         code=code_of(line),
     )
 
 
 def code_of(line: str) -> str | None:
-    """The error code that a line carries, as the stack prints it; hexadecimal in capitals."""
-    found = _first(_CODES, line)
-    return found.upper() if found is not None else None
-
-
-def has_clock(region: bytes, begin: int, stop: int) -> bool:
-    """Whether a part of some output may hold a time of day; it need not be a line's own."""
-    return _ANY_CLOCK_BYTES.search(region, begin, stop) is not None
+    """Return the error code in a line, as the stack prints it; hexadecimal in capitals."""
+    code = _search_first(_CODES, line)
+    return code.upper() if code is not None else None
 
 
 def time_of(line: str, *, year: int) -> float | None:
-    """Seconds since the epoch, the line's wall clock read as UTC; None without a time."""
+    """Return the line's wall clock, read as UTC, as seconds since the epoch, or None."""
     if not _ANY_CLOCK.search(line):
         return None
     for pattern in _TIMES:
-        found = pattern.search(line)
-        if found is None:
+        match = pattern.search(line)
+        if match is None:
             continue
-        parts = found.groupdict()
+        parts = match.groupdict()
         month = _MONTHS.get(parts["name"], 0) if parts.get("name") else int(parts["month"])
         day = int(parts["day"])
         if not (1 <= month <= 12 and 1 <= day <= 31):
@@ -170,11 +164,11 @@ def time_of(line: str, *, year: int) -> float | None:
 
 
 def severity_of(line: str) -> int | None:
-    """The driver's severity of an event, 0 hint to 3 critical; None where it has none."""
-    found = _SEVERITY.search(line)
-    if found is None:
+    """Return the driver's severity of an event, 0 hint to 3 critical; None without one."""
+    match = _SEVERITY.search(line)
+    if match is None:
         return None
-    word = found[1].lower()
+    word = match[1].lower()
     return int(word) if word.isdigit() else _SEVERITIES[word]
 
 
@@ -185,17 +179,17 @@ def is_low_level(line: str) -> bool:
 
 
 def is_progress(line: str) -> bool:
-    """Whether a line shows that training went on."""
+    """Whether a line shows that training continued."""
     return bool(_PROGRESS.search(line))
 
 
-def _first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
+def _search_first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
     for pattern in patterns:
-        if found := pattern.search(line):
-            return found.group(1)
+        if match := pattern.search(line):
+            return match.group(1)
     return None
 
 
-def frames_of(before: str) -> list[str]:
-    """The last files of the traceback that ends a text, innermost last."""
-    return FRAME.findall(before[max(0, before.rfind("Traceback")) :])[-12:]
+def frames_of(context: str) -> list[str]:
+    """List the last files of the traceback at the end of a text, innermost last."""
+    return FRAME.findall(context[max(0, context.rfind("Traceback")) :])[-12:]

@@ -1,4 +1,4 @@
-"""What one line of output means: by a rule, else by its code, else as an exception, else little.
+"""The meaning of a line of output: by a rule, else by its code, else as an exception, else little.
 
 `recognise` is pure: a line and the text shortly before it in, a `Finding` or nothing out.
 """
@@ -26,7 +26,7 @@ UNEXPLAINED = (
     r"|NCCL WARN "
 )
 _UNEXPLAINED = re.compile(UNEXPLAINED)
-_NOTHING_KNOWN = Classification.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
+_UNKNOWN = Classification.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
 
 
@@ -36,19 +36,19 @@ class Finding:
 
     Attributes:
         rule: id of the rule that recognised it; "code-" with a table's name, "exception" and
-            "error-line" for the general ones.
-        offset: where the line begins in its source.
+            "error-line" for the general recognisers.
+        offset: begin of the line in its source.
         origin: time and place in the line itself.
-        seen_s: time of the line, or of the nearest line before it that has one.
-        is_low_level: logged as information or a warning, and its rule does not count those; or an
-            event for which the driver's severity, a hint, asks for nothing.
-        is_survived: training went on after it in the same source.
-        is_after_steps: training had counted steps before it.
+        seen_s: time of the line, or of the nearest line before it that has a time.
+        is_low_level: whether it is logged as information or a warning, and its rule does not
+            count those; or the driver's severity of its event, a hint, asks for nothing.
+        is_survived: whether training continued after it in the same source.
+        is_after_steps: whether training had counted steps before it.
         frame: file that raised the exception, for exceptions.
-        replaces: raised while the exception before it was being handled, so that one was not
+        replaces: whether the handling of the exception before it raised it, so that one was not
             the end.
-        is_repeated: tried again each time it is printed, so that the last such line is the one
-            that training did not survive.
+        is_repeated: whether the program tried again each time it printed the line, so that
+            training did not survive the last such line.
     """
 
     rule: str
@@ -71,32 +71,37 @@ class Finding:
     replaces: bool = False
     is_repeated: bool = False
 
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether it is an exception that no table knows: it ended its process all the same."""
+        return self.role is Role.ROOT and self.fault_class is FaultClass.UNKNOWN
 
-def recognise(line: str, before: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
-    """What a line means: by the first rule that matches, else by a code, else as an exception.
+
+def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
+    """Recognise a line: by the first rule that matches, else by a code, else as an exception.
 
     Args:
         line: one line of output.
-        before: text shortly before it.
+        context: text shortly before it.
         candidates: rules to try, in order; None: all.
     """
-    finding = _recognised(line, before, candidates)
+    finding = _find_evidence(line, context, candidates)
     if finding is None or severity_of(line) != Severity.HINT:
         return finding
     is_drivers = finding.rule == _CHIP_RULE or TRAITS[finding.fault_class].hardware_fault
     return replace(finding, is_low_level=finding.is_low_level or is_drivers)
 
 
-def _recognised(line: str, before: str, candidates: Iterable[Rule] | None) -> Finding | None:
-    if _is_no_evidence(line, before):
+def _find_evidence(line: str, context: str, candidates: Iterable[Rule] | None) -> Finding | None:
+    if _is_quotation(line, context):
         return None
-    if matched := match_line(line, before, candidates):
-        rule, found = matched
+    if matched := match_line(line, context, candidates):
+        rule, match = matched
         yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
-        coded = _by_code(line) if yields else None
+        coded = _find_code(line) if yields else None
         is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
-        return coded if is_better else _with_chips_code(_by_rule(rule, found, line), before)
-    return _by_code(line) or _by_exception(line, before) or _by_level(line)
+        return coded if is_better else _add_chip_code(_apply_rule(rule, match, line), context)
+    return _find_code(line) or _find_exception(line, context) or _find_level(line)
 
 
 # CANN's own guesses at causes, and the box that rich draws around a traceback.
@@ -106,16 +111,16 @@ _ADVICE = re.compile(
 _FRAME_END = re.compile(r'File "[^"\n]+", line \d+(?:, in [^\n]+)?$')
 
 
-def _is_no_evidence(line: str, before: str) -> bool:
+def _is_quotation(line: str, context: str) -> bool:
     """Whether a line is advice, or source code quoted in a traceback."""
     if _ADVICE.search(line):
         return True
-    quoted = _FRAME_END.search(before.rstrip()) is not None
+    quoted = _FRAME_END.search(context.rstrip()) is not None
     return quoted and not exceptions.names_exception(line)
 
 
-def _classified(rule: str, row: Classification, line: str, why: str) -> Finding:
-    """A line with its row of a table."""
+def _build_finding(rule: str, row: Classification, line: str, why: str) -> Finding:
+    """Build a finding from a line and its row of a table."""
     return Finding(
         rule=rule,
         fault_class=row.fault_class,
@@ -131,10 +136,10 @@ def _classified(rule: str, row: Classification, line: str, why: str) -> Finding:
     )
 
 
-def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
-    spec, groups = rule.spec, found.groupdict()
+def _apply_rule(rule: Rule, match: re.Match[str], line: str) -> Finding:
+    spec, groups = rule.spec, match.groupdict()
     rank, device = groups.get("rank"), groups.get("device")
-    finding = _classified(rule.id, spec, line, spec.why)
+    finding = _build_finding(rule.id, spec, line, spec.why)
     return replace(
         finding,
         origin=Origin(
@@ -149,11 +154,11 @@ def _by_rule(rule: Rule, found: re.Match[str], line: str) -> Finding:
     )
 
 
-def _with_chips_code(finding: Finding, before: str) -> Finding:
-    """The words of an answer of npu-smi with the code that it has for them."""
+def _add_chip_code(finding: Finding, context: str) -> Finding:
+    """Add to a line in which npu-smi describes a code the code itself."""
     if finding.code is not None:
         return finding
-    fact = codes.code_of_words(finding.line, before, finding.fault_class)
+    fact = codes.find_chip_code(finding.line, context, finding.fault_class)
     if fact is None:
         return finding
     spec = fact.spec
@@ -169,45 +174,45 @@ def _with_chips_code(finding: Finding, before: str) -> Finding:
     )
 
 
-def _by_code(line: str) -> Finding | None:
-    fact = codes.look_up(line)
+def _find_code(line: str) -> Finding | None:
+    fact = codes.look_up_code(line)
     if fact is None:
         return None
     why = f"Code {fact.code}: {fact.spec.means}."
-    return replace(_classified(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
+    return replace(_build_finding(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
 
 
-def _by_exception(line: str, before: str) -> Finding | None:
-    raised = exceptions.judge(line, before)
+def _find_exception(line: str, context: str) -> Finding | None:
+    raised = exceptions.judge_exception(line, context)
     if raised is None:
         return None
     where = f" in {raised.frame}." if raised.frame is not None else "."
     return replace(
-        _classified(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
+        _build_finding(EXCEPTION_RULE, raised.spec, line, f"Python raised {raised.type}{where}"),
         role=raised.role,
         recoverable_by=raised.recoverable_by,
         frame=raised.frame,
     )
 
 
-def _by_level(line: str) -> Finding | None:
+def _find_level(line: str) -> Finding | None:
     if _UNEXPLAINED.search(line) is None or _PART_OF_TRACEBACK.search(line):
         return None
-    return _classified(_LEVEL_RULE, _NOTHING_KNOWN, line, "")
+    return _build_finding(_LEVEL_RULE, _UNKNOWN, line, "")
 
 
 @cache
-def patterns() -> Sequence[bytes]:
-    """One pattern per rule, in their order, then those of the general recognisers.
+def list_patterns() -> Sequence[bytes]:
+    """List a pattern for each rule, in their order, then those of the general recognisers.
 
     The last one is the beginning of a traceback.
     """
     specs = (rule.spec for rule in load_rules())
     general = (*codes.PATTERNS.values(), exceptions.PREFILTER, UNEXPLAINED, exceptions.TRACEBACK)
-    return [portable(text) for text in (*(s.prefilter or s.pattern for s in specs), *general)]
+    return [_make_portable(text) for text in (*(s.prefilter or s.pattern for s in specs), *general)]
 
 
-def portable(pattern: str) -> bytes:
-    """A rule's pattern for the automaton: nothing may run past the end of a line."""
+def _make_portable(pattern: str) -> bytes:
+    """Rewrite a pattern for the automaton: a match must not run past the end of a line."""
     without_names = re.sub(r"\(\?P<\w+>", "(", pattern)
     return re.sub(r"(?<!\\)\[\^", r"[^\\n", without_names).encode()

@@ -1,8 +1,8 @@
-"""The rule table: what one line of output means.
+"""The table of rules, which name the class and the role of a line of output.
 
-A rule names the class of a line and its role. `root` is a cause in itself; `symptom` shows what
-failed but not why; `cascade` is an echo of another rank's or process's end. A better role wins
-over a worse one wherever it is, so an echo that was printed first hides nothing.
+`root` is a cause in itself; `symptom` shows the failure but not its cause; `cascade` is an echo of
+another rank's or process's end. A better role wins over a worse role at any place, so an echo that
+was printed first hides nothing.
 
 The files are read in the order of `FILES` and the first rule that matches a line names it, so
 special messages come before general ones.
@@ -25,7 +25,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.diagnosis.lines import frames_of
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
-# Special before general: ourselves, platforms, then what they share, then the language.
+# Special before general: our own messages, platforms, their common parts, then the language.
 FILES = (
     "perdure.toml",
     "ascend.toml",
@@ -41,7 +41,7 @@ FILES = (
 
 
 class Role(IntEnum):
-    """How near a line is to the cause; the smallest wins."""
+    """The distance of a line from the cause; the smallest wins."""
 
     ROOT = 1
     SYMPTOM = 2
@@ -50,7 +50,7 @@ class Role(IntEnum):
 
 
 class Classification(FrozenModel):
-    """What a row of any table holds: the class, how near to the cause, and what differs from it."""
+    """The columns of every table: class, role, and departures from the class's traits."""
 
     fault_class: FaultClass = Field(alias="class")
     role_name: Literal["root", "symptom", "cascade", "hint"] = Field(alias="role")
@@ -60,24 +60,24 @@ class Classification(FrozenModel):
 
     @property
     def role(self) -> Role:
-        """How near it is to the cause."""
+        """Distance from the cause."""
         return Role[self.role_name.upper()]
 
 
 class RuleSpec(Classification):
-    """One rule as its file has it.
+    """A rule as its file has it.
 
     Attributes:
         pattern: searched in one line; groups named code, rank, device and node are taken over.
-        prefilter: matches every line that `pattern` matches, and others too: what the automaton
-            looks for where `pattern` begins with words that every healthy line has.
-        yields_to_code: a code in the line that the tables know is more precise than the rule.
-        after: must be found in the text shortly before the line, too.
-        after_example: such text, for a rule that has `after`.
-        unless_raised_in: does not hold for an exception that such a file has raised.
-        any_level: the line counts even when it is logged as information or a warning.
-        repeated: what the line reports is tried again each time, so the last one counts.
-        why: what the line means, where the class's own sentence is too vague.
+        prefilter: matches every line that `pattern` matches, and others too: the automaton searches
+            for it where `pattern` begins with words of every healthy line.
+        yields_to_code: whether a known code in the line is more precise than the rule.
+        context: must match the text shortly before the line, too; `after` in the file.
+        context_example: such text, for a rule that has a context.
+        unless_raised_in: files for whose exceptions the rule does not hold.
+        any_level: whether the line counts even as information or a warning.
+        repeated: whether the program tries again after the line, so that the last such line counts.
+        why: the meaning of the line, where the sentence of its class is too vague.
     """
 
     id: str
@@ -90,8 +90,8 @@ class RuleSpec(Classification):
     any_level: bool = False
     repeated: bool = False
     yields_to_code: bool = False
-    after: str | None = None
-    after_example: str = ""
+    context: str | None = Field(None, alias="after")
+    context_example: str = Field("", alias="after_example")
     unless_raised_in: str | None = None
     why: str = ""
     action: str = ""
@@ -99,11 +99,11 @@ class RuleSpec(Classification):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule ready for use; see `RuleSpec` for the fields."""
+    """A rule with its patterns compiled; see `RuleSpec` for the fields."""
 
     spec: RuleSpec
     pattern: re.Pattern[str]
-    after: re.Pattern[str] | None
+    context: re.Pattern[str] | None
 
     @property
     def id(self) -> str:
@@ -112,47 +112,47 @@ class Rule:
 
     @property
     def role(self) -> Role:
-        """How near the line is to the cause."""
+        """Distance of the line from the cause."""
         return self.spec.role
 
     @property
     def fault_class(self) -> FaultClass:
-        """What is broken by this line."""
+        """Class of the fault that the line shows."""
         return self.spec.fault_class
 
 
 @cache
 def load_rules() -> tuple[Rule, ...]:
-    """Every rule, in order of precedence."""
+    """Load every rule, in order of precedence."""
     folder = resources.files("perdure.training.diagnosis").joinpath("rules")
     tables = [tomllib.loads(folder.joinpath(name).read_text("utf-8")) for name in FILES]
-    return tuple(_rule(row) for table in tables for row in table.get("rule", []))
+    return tuple(_compile_rule(row) for table in tables for row in table.get("rule", []))
 
 
-def _rule(row: dict[str, object]) -> Rule:
+def _compile_rule(row: dict[str, object]) -> Rule:
     spec = RuleSpec.model_validate(row)
-    after = re.compile(spec.after) if spec.after else None
-    return Rule(spec, re.compile(spec.pattern), after)
+    context = re.compile(spec.context) if spec.context else None
+    return Rule(spec, re.compile(spec.pattern), context)
 
 
 def match_line(
-    line: str, before: str = "", candidates: Iterable[Rule] | None = None
+    line: str, context: str = "", candidates: Iterable[Rule] | None = None
 ) -> tuple[Rule, re.Match[str]] | None:
-    """The first rule that recognises a line, with its match.
+    """Find the first rule that recognises a line, with its match.
 
     Args:
         line: one line of output.
-        before: text shortly before the line, for rules that look at it.
+        context: text shortly before the line, for rules that search it.
         candidates: rules to try, in order; None: all.
     """
     for rule in load_rules() if candidates is None else candidates:
-        found = rule.pattern.search(line)
-        if found and (rule.after is None or rule.after.search(before)):
-            return None if _is_elsewhere(rule.spec, before) else (rule, found)
+        match = rule.pattern.search(line)
+        if match and (rule.context is None or rule.context.search(context)):
+            return None if _is_raised_elsewhere(rule.spec, context) else (rule, match)
     return None
 
 
-def _is_elsewhere(spec: RuleSpec, before: str) -> bool:
-    """Whether the line is of an exception from where the rule does not hold."""
-    frames = frames_of(before) if spec.unless_raised_in is not None else []
+def _is_raised_elsewhere(spec: RuleSpec, context: str) -> bool:
+    """Whether the line is of an exception from a file for which the rule does not hold."""
+    frames = frames_of(context) if spec.unless_raised_in is not None else []
     return bool(frames and re.search(spec.unless_raised_in or "", frames[-1]))

@@ -1,8 +1,8 @@
-"""What no single line of a source shows, but several do.
+"""Findings that several lines of a source show together, and the steps that its output counts.
 
-A loss that jumped, a run that prints but does not train, the stacks of a process that does not
-move: read from the end of a source. Whether training went on after a line: by the steps and
-epochs that the output counts. Losses and norms are what the program prints, times are seconds.
+The end of a source shows a loss that jumped, a run that prints but does not train, and the stacks
+of a process that does not move. Counts of steps and epochs show whether training continued after
+a line. Losses and norms are in the units of the program, times are seconds.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _DIVERGED = (
     "Go back to a checkpoint before it; then change the data order, the learning rate or the "
     "clipping."
 )
-MIN_HISTORY = 3
-HISTORY = 50
-LOSS_JUMP_RATIO = 1.5
-LOSS_JUMP = 0.5
-NORM_JUMP_RATIO = 10.0
-RECOVERED_RATIO = 1.15
-FALLING_STEPS = 3
-STAYING_STEPS = 3
-RISING_STEPS = 4
+_MIN_HISTORY = 3
+_HISTORY = 50
+_LOSS_JUMP_RATIO = 1.5
+_LOSS_JUMP = 0.5
+_NORM_JUMP_RATIO = 10.0
+_RECOVERED_RATIO = 1.15
+_FALLING_STEPS = 3
+_STAYING_STEPS = 3
+_RISING_STEPS = 4
 _END_CHARS = 4000
-STALL_S = 1800.0
-STALL_STEPS = 10
+_STALL_S = 1800.0
+_STALL_STEPS = 10
 MAX_LINES = 40_000
 # How far a count must have moved on before an earlier error counts as survived.
 MARGINS: Mapping[str, float] = {"step": 3, "epoch": 1, "bar": 5, "loss": 40, "done": 1}
@@ -74,8 +74,8 @@ _STANDARD = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """One line of metrics; norm is None where the program prints none."""
+class _Measurement:
+    """A line of metrics; norm is None where the program prints none."""
 
     line: str
     loss: float
@@ -83,23 +83,23 @@ class Measurement:
 
 
 def find_jump(text: str, *, year: int) -> Finding | None:
-    """The line at which the loss left its course, if it did.
+    """Find the line at which the loss left its course.
 
-    The loss must exceed `LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
+    The loss must exceed `_LOSS_JUMP_RATIO` times the median before it. The gradient norm, where
     it is printed, must confirm that, or the losses before it, which rose one after the other;
     otherwise the loss must stay up.
     """
-    series = _measurements(text)
+    series = _read_measurements(text)
     losses = [measurement.loss for measurement in series]
-    for index in range(MIN_HISTORY, len(series)):
-        begin = max(0, index - HISTORY)
-        if losses[index] <= LOSS_JUMP_RATIO * min(losses[begin:index]):
+    for index in range(_MIN_HISTORY, len(series)):
+        begin = max(0, index - _HISTORY)
+        if losses[index] <= _LOSS_JUMP_RATIO * min(losses[begin:index]):
             continue  # not above any median of them either
         history = series[begin:index]
-        if not _jumps(series[index], history) or not _confirmed(series, index, history):
+        if not _has_jumped(series[index], history) or not _is_confirmed(series, index, history):
             continue
         usual = median(m.loss for m in history)
-        recovered = _recovers(losses[index:], usual)
+        recovered = _has_recovered(losses[index:], usual)
         origin = origin_of(series[index].line, year=year)
         return Finding(
             rule="loss-jump",
@@ -117,8 +117,8 @@ def find_jump(text: str, *, year: int) -> Finding | None:
     return None
 
 
-def _measurements(text: str) -> list[Measurement]:
-    found = []
+def _read_measurements(text: str) -> list[_Measurement]:
+    measurements = []
     for line in text.splitlines()[-MAX_LINES:]:
         loss = _LOSS.search(line) if "oss" in line else None
         if loss is None:
@@ -126,35 +126,37 @@ def _measurements(text: str) -> list[Measurement]:
         norm = _NORM.search(line)
         # A norm of zero was not computed.
         value = float(norm[1]) if norm and float(norm[1]) else None
-        found.append(Measurement(line.rstrip(), float(loss[1]), value))
-    return found
+        measurements.append(_Measurement(line.rstrip(), float(loss[1]), value))
+    return measurements
 
 
-def _jumps(now: Measurement, history: Sequence[Measurement]) -> bool:
+def _has_jumped(now: _Measurement, history: Sequence[_Measurement]) -> bool:
     usual = median(m.loss for m in history)
     if not math.isfinite(usual) or usual <= 0 or not math.isfinite(now.loss):
         return False
     spread = median(abs(m.loss - usual) for m in history)
-    return now.loss > usual * LOSS_JUMP_RATIO and now.loss > usual + max(LOSS_JUMP, 8 * spread)
+    return now.loss > usual * _LOSS_JUMP_RATIO and now.loss > usual + max(_LOSS_JUMP, 8 * spread)
 
 
-def _confirmed(series: Sequence[Measurement], index: int, history: Sequence[Measurement]) -> bool:
+def _is_confirmed(
+    series: Sequence[_Measurement], index: int, history: Sequence[_Measurement]
+) -> bool:
     now = series[index]
     norms = [m.norm for m in history if m.norm is not None and math.isfinite(m.norm)]
-    last = [m.loss for m in series[index - RISING_STEPS : index + 1]]
-    rises = len(last) > RISING_STEPS and all(a < b for a, b in pairwise(last))
+    last = [m.loss for m in series[index - _RISING_STEPS : index + 1]]
+    rises = len(last) > _RISING_STEPS and all(a < b for a, b in pairwise(last))
     # The step that overflowed is skipped; Megatron prints the norm of the one before again.
     norm = now.norm if now.norm != series[index - 1].norm else None
     if norm is not None and norms:
-        return rises or not math.isfinite(norm) or norm > NORM_JUMP_RATIO * median(norms)
-    following = [m.loss for m in series[index + 1 : index + 1 + STAYING_STEPS]]
+        return rises or not math.isfinite(norm) or norm > _NORM_JUMP_RATIO * median(norms)
+    following = [m.loss for m in series[index + 1 : index + 1 + _STAYING_STEPS]]
     usual = median(m.loss for m in history)
-    stays = len(following) == STAYING_STEPS and min(following) > usual * LOSS_JUMP_RATIO
+    stays = len(following) == _STAYING_STEPS and min(following) > usual * _LOSS_JUMP_RATIO
     return rises or stays
 
 
 def find_stall(text: str, *, year: int) -> Finding | None:
-    """The last line of a source that goes on printing long after the last step.
+    """Find the last line of a source that goes on printing long after the last step.
 
     Half an hour without a step, and ten steps' time, is a stall; a log that just ends is none.
     """
@@ -162,13 +164,13 @@ def find_stall(text: str, *, year: int) -> Finding | None:
     last = next((i for i in range(len(lines) - 1, -1, -1) if is_progress(lines[i])), None)
     if last is None:
         return None
-    after = lines[last + 1 :]
-    times = [(stamp, line) for line in after if (stamp := time_of(line, year=year)) is not None]
+    following = lines[last + 1 :]
+    times = [(stamp, line) for line in following if (stamp := time_of(line, year=year)) is not None]
     began_s = time_of(lines[last], year=year)
     if not times:
         return None
     silent_s = times[-1][0] - (began_s if began_s is not None else times[0][0])
-    if silent_s < max(STALL_S, STALL_STEPS * _step_duration_s(lines[last])):
+    if silent_s < max(_STALL_S, _STALL_STEPS * _step_duration_s(lines[last])):
         return None
     return Finding(
         rule="stall",
@@ -190,7 +192,7 @@ _WAITS = re.compile(
 
 
 def find_wait(text: str, *, year: int) -> Finding | None:
-    """The last line of a source that ends while it waits for a lock or for other processes."""
+    """Find the last line of a source that ends while it waits for a lock or other processes."""
     lines = [line for line in text[-_END_CHARS:].splitlines() if line.strip(" -\t")]
     if not lines or not _WAITS.search(lines[-1]):
         return None
@@ -206,24 +208,24 @@ def find_wait(text: str, *, year: int) -> Finding | None:
     )
 
 
-def _recovers(losses: Sequence[float], usual: float) -> bool:
+def _has_recovered(losses: Sequence[float], usual: float) -> bool:
     """Whether the loss came back after a jump, or has come down steadily since its peak."""
     if not all(math.isfinite(loss) for loss in losses):
         return False
     since = losses[losses.index(max(losses)) :]
-    falls = len(since) > FALLING_STEPS and all(a > b for a, b in pairwise(since))
-    return falls or losses[-1] <= usual * RECOVERED_RATIO
+    falls = len(since) > _FALLING_STEPS and all(a > b for a, b in pairwise(since))
+    return falls or losses[-1] <= usual * _RECOVERED_RATIO
 
 
 def _step_duration_s(line: str) -> float:
-    found = _STEP_S.search(line)
-    if found is None:
+    match = _STEP_S.search(line)
+    if match is None:
         return 0.0
-    return float(found[2]) / (1000.0 if found[1] else 1.0)
+    return float(match[2]) / (1000.0 if match[1] else 1.0)
 
 
 class StepCounts:
-    """The steps and epochs that one source counts, in the order of its output.
+    """The steps and epochs that a source counts, in the order of its output.
 
     Many ranks may print one step more after one of them has failed; a run that survived an error
     counts on. Values are sampled near the ends of each piece of output, not read everywhere.
@@ -236,10 +238,10 @@ class StepCounts:
         self._num_losses = 0
 
     def read(self, text: str, offset: int) -> None:
-        """Take over every count in a piece of output that begins at `offset`."""
+        """Take every count from a piece of output that begins at `offset`."""
         for line in text.split("\n"):
             if not line.lstrip().startswith(("wandb:", "swanlab:")):
-                counted = _count(line)
+                counted = _read_count(line)
                 if counted is not None:
                     self._add(*counted, offset)
                 is_counted = counted is not None and counted[0] != "bar"
@@ -260,7 +262,7 @@ class StepCounts:
         return any(kind != "done" for kind in self._offsets)
 
     def goes_on_after(self, offset: int, *, kinds: Collection[str] = MARGINS) -> bool:
-        """Whether a count moved on by more than other ranks' last lines would.
+        """Whether a count moved on by more than the last lines of other ranks would.
 
         Args:
             offset: of the line after which.
@@ -273,8 +275,8 @@ class StepCounts:
             cut = bisect_right(offsets, offset)
             if cut == len(offsets):
                 continue
-            before = self._highest[kind][cut - 1] if cut else self._values[kind][cut]
-            if kind == "done" or self._highest[kind][-1] >= before + margin:
+            reached = self._highest[kind][cut - 1] if cut else self._values[kind][cut]
+            if kind == "done" or self._highest[kind][-1] >= reached + margin:
                 return True
         return False
 
@@ -287,40 +289,40 @@ class StepCounts:
         return any(kind in self._offsets and self._offsets[kind][0] <= offset for kind in kinds)
 
 
-def _count(line: str) -> tuple[str, float] | None:
+def _read_count(line: str) -> tuple[str, float] | None:
     if _DONE.search(line):
         return "done", 1.0
-    if found := _STEP.search(line):
-        return "step", float(next(group for group in found.groups() if group))
-    if (found := _BAR.search(line)) and int(found[2]) >= _MIN_BAR:
-        return "bar", float(found[1])
-    if found := _EPOCH.search(line):
-        return "epoch", float(found[1])
+    if match := _STEP.search(line):
+        return "step", float(next(group for group in match.groups() if group))
+    if (match := _BAR.search(line)) and int(match[2]) >= _MIN_BAR:
+        return "bar", float(match[1])
+    if match := _EPOCH.search(line):
+        return "epoch", float(match[1])
     return None
 
 
 def find_stacks(text: str, *, year: int) -> Finding | None:
-    """The frame at which the main thread of a dump is; None without a dump."""
+    """Find the frame where the main thread of a dump is; None without a dump."""
     lines = text.splitlines()
     heads = [(i, m) for i, line in enumerate(lines) if (m := _PY_SPY_THREAD.match(line))]
     main = next((i for i, m in heads if m[1] == "MainThread"), heads[0][0] if heads else None)
     if main is not None:
-        return _finding(lines, main, _PY_SPY_FRAME, text, year)
+        return _finding_of_stack(lines, main, _PY_SPY_FRAME, text, year)
     current = [i for i, line in enumerate(lines) if _FAULTHANDLER_THREAD.match(line)]
     if current:
-        return _finding(lines, current[-1], _FAULTHANDLER_FRAME, text, year)
+        return _finding_of_stack(lines, current[-1], _FAULTHANDLER_FRAME, text, year)
     return None
 
 
-def _finding(
+def _finding_of_stack(
     lines: list[str], head: int, frame: re.Pattern[str], text: str, year: int
 ) -> Finding | None:
     frames = []
     for line in lines[head + 1 :]:
         if not line[:1].isspace() or _PY_SPY_THREAD.match(line):
             break
-        if found := frame.match(line):  # else a native frame, or variables
-            frames.append((line, found[1]))
+        if match := frame.match(line):  # else a native frame, or variables
+            frames.append((line, match[1]))
     if not frames:
         return None
     inner = next((line for line, path in frames if not _STANDARD.search(path)), frames[0][0])

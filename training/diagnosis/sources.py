@@ -1,7 +1,7 @@
-"""Files and folders of output, read into sources for a diagnosis.
+"""Files and folders of output as the sources of a diagnosis.
 
-A folder is one attempt: every file in it is the output of some rank, node or tool, named by its
-path. Nothing is decompressed into memory and nothing is held but a bounded number of lines.
+A folder is an attempt: every file in it is the output of some rank, node or tool, named by its
+path. Memory holds a bounded number of lines, never a whole file.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose
-from perdure.training.diagnosis.peers import anchors, compare, offsets
+from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose_cause
+from perdure.training.diagnosis.peers import clock_offsets, compare_sources, find_step_times
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.scan import (
     BLOCK_SIZE_BYTES,
     MAX_LINE_CHARS,
     MAX_LINE_SIZE_BYTES,
     Scan,
-    scan,
+    scan_output,
 )
 from perdure.training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
 from perdure.training.errors import InputError
@@ -38,8 +38,8 @@ STANDARD_INPUT = "-"
 _GZIP_MAGIC = b"\x1f\x8b"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _UNREADABLE = (OSError, EOFError, zlib.error)  # the last two: a compressed file that is damaged
-# Files that lie beside logs but are none; a file that is named itself is always read.
-NOT_LOGS = frozenset(
+# Suffixes of files beside logs that are no logs; a file that is named itself is always read.
+_NOT_LOGS = frozenset(
     ".json .jsonl .yaml .yml .toml .py .md .csv .html .png .svg .pt .pth .bin .npy .npz .idx"  # noqa: SIM905 short
     " .safetensors .distcp .parquet .arrow .zip .tar .so .pyc .sqlite .db".split()
 )
@@ -58,10 +58,10 @@ _TORCHRUN_LOCAL_RANK = re.compile(r"(?:^|/)attempt_\d+/(\d+)/std(?:out|err)\.log
 
 @dataclass(frozen=True, slots=True)
 class ScannedLog:
-    """One file, read.
+    """A file that has been scanned.
 
     Attributes:
-        steps: step to the time it was printed, to compare clocks by.
+        steps: time of each printed step, for the comparison of clocks.
     """
 
     source: LogSource
@@ -72,12 +72,12 @@ class ScannedLog:
 
 @dataclass(frozen=True, slots=True)
 class PathDiagnosis:
-    """What was asked about, and what was found.
+    """The diagnosis of a path, with the files that were read.
 
     Attributes:
         diagnosis: None when nothing failed.
-        readings: the files, in the order they were read.
-        unreadable: files of a folder that could not be read, with why.
+        readings: the files in the order of reading.
+        unreadable: files of a folder that could not be read, with the reason.
     """
 
     path: str
@@ -86,8 +86,8 @@ class PathDiagnosis:
     unreadable: Sequence[str] = ()
 
 
-def files_of(path: Path) -> list[Path]:
-    """The logs below a folder, sorted; a file by itself.
+def list_logs(path: Path) -> list[Path]:
+    """List the logs below a folder, sorted; a file stands for itself.
 
     Raises:
         InputError: there is no such file or folder, or no log in it.
@@ -98,24 +98,24 @@ def files_of(path: Path) -> list[Path]:
         raise InputError("PATH", f"{str(path)!r}: no such file or folder")
     if not path.is_dir():
         raise InputError("PATH", f"{str(path)!r} is neither a file nor a folder")
-    found = sorted(
+    logs = sorted(
         file
         for file in path.rglob("*")
-        if file.is_file() and not file.name.startswith(".") and file.suffix not in NOT_LOGS
+        if file.is_file() and not file.name.startswith(".") and file.suffix not in _NOT_LOGS
     )
-    if not found:
+    if not logs:
         raise InputError("PATH", f"{str(path)!r} holds no logs")
-    return found
+    return logs
 
 
 def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) -> PathDiagnosis:
     """Diagnose files that belong to one attempt.
 
     Args:
-        path: what the person asked about.
+        path: the path in the user's words.
         files: logs of ranks, nodes and tools.
-        at_s: taken for a fault whose line has no time.
-        year: taken for times without one.
+        at_s: the time of a fault whose line has none.
+        year: the year of times that have none.
 
     Raises:
         InputError: none of the files can be read.
@@ -124,22 +124,22 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
     unreadable: list[InputError] = []
     for order, file in enumerate(files):
         try:
-            readings.append(read_file(file, base=Path(path), order=order, year=year))
+            readings.append(_read_file(file, base=Path(path), order=order, year=year))
         except InputError as error:
             unreadable.append(error)
     if not readings:
         raise unreadable[0]
-    shifts = offsets([reading.steps for reading in readings])
+    shifts = clock_offsets([reading.steps for reading in readings])
     merged = [
         replace(reading.source, clock_offset_s=shift)
         for reading, shift in zip(readings, shifts, strict=True)
     ]
     skipped = [str(error) for error in unreadable]
-    return PathDiagnosis(path, choose(compare(merged), at_s=at_s), readings, skipped)
+    return PathDiagnosis(path, choose_cause(compare_sources(merged), at_s=at_s), readings, skipped)
 
 
-def read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
-    """Read one file into a source.
+def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
+    """Read a file into a source.
 
     Raises:
         InputError: it cannot be read.
@@ -147,22 +147,22 @@ def read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
     name = file.name if file == base else str(file.relative_to(base))
     try:
         with _open(file) as stream:
-            seen = scan(_chunks(stream), year=year)
+            result = scan_output(_read_chunks(stream), year=year)
     except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
-    return read_scan(name, seen, order=order, year=year)
+    return read_scan(name, result, order=order, year=year)
 
 
-def read_scan(name: str, seen: Scan, *, order: int, year: int) -> ScannedLog:
-    """A scan with the faults that only several lines show, placed by its name."""
-    finders = (find_jump, find_stall, find_wait, find_stacks) if seen.is_text else ()
-    further = [find(seen.tail, year=year) for find in finders]
-    shift = max(0, seen.size_bytes - len(seen.tail))
+def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
+    """Turn a scan into a source: add the faults that several lines show, place it by its name."""
+    finders = (find_jump, find_stall, find_wait, find_stacks) if result.is_text else ()
+    further = [find(result.tail, year=year) for find in finders]
+    shift = max(0, result.size_bytes - len(result.tail))
     findings = [
-        *(seen.findings if seen.is_text else ()),
+        *(result.findings if result.is_text else ()),
         *(replace(f, offset=f.offset + shift) for f in further if f is not None),
     ]
-    findings = [_resumed(f, seen.tail) for f in findings]
+    findings = [_judge_checkpoint(f, result.tail) for f in findings]
     rank = _PATH_RANK.search(name) or _PATH_WORKER.search(name)
     device = _PATH_DEVICE.search(name) or _TORCHRUN_LOCAL_RANK.search(name)
     node = _PATH_NODE.search(name)
@@ -174,11 +174,13 @@ def read_scan(name: str, seen: Scan, *, order: int, year: int) -> ScannedLog:
         node=node[1] if node else None,
         device=int(device[1]) if device else None,
     )
-    return ScannedLog(source, anchors(seen.tail, year=year), seen.size_bytes, seen.is_text)
+    return ScannedLog(
+        source, find_step_times(result.tail, year=year), result.size_bytes, result.is_text
+    )
 
 
-def _resumed(finding: Finding, text: str) -> Finding:
-    """A damaged file is a checkpoint of the run, with one before it, or was brought by the user."""
+def _judge_checkpoint(finding: Finding, text: str) -> Finding:
+    """Judge a damaged checkpoint: the run's own has an earlier one, a user's has none."""
     if finding.fault_class is not FaultClass.CHECKPOINT_CORRUPT or finding.recoverable_by:
         return finding
     is_own = _OWN_CHECKPOINT.search(text) is not None
@@ -187,35 +189,35 @@ def _resumed(finding: Finding, text: str) -> Finding:
     )
 
 
-def context_of(file: Path, line: str, *, radius: int, near: int = 0) -> list[str]:
-    """The lines around the first one that is `line`; empty when it is not found.
+def read_context(file: Path, line: str, *, radius: int, near: int = 0) -> list[str]:
+    """Read the lines around the first that equals `line`; empty when no line does.
 
     Args:
-        file: where it is.
-        line: the line, as the scan saw it.
-        radius: lines before and after it.
+        file: the log.
+        line: text of the line after the scan's cleaning.
+        radius: number of lines before and after it.
         near: offset of the line in the cleaned output, which is never behind that in the file.
 
     Raises:
         InputError: the file cannot be read.
     """
-    before: deque[str] = deque(maxlen=radius)
+    previous: deque[str] = deque(maxlen=radius)
     try:
         with _open(file) as stream:
             if not isinstance(stream, codecs.StreamRecoder):  # which begins with its byte order
                 stream.seek(max(0, near - BLOCK_SIZE_BYTES))
-            lines = _lines(stream)
+            lines = _read_lines(stream)
             for text in lines:
                 if text.strip() == line.strip():
-                    return [*before, text, *islice(lines, radius)]
-                before.append(text[:MAX_LINE_CHARS])
+                    return [*previous, text, *islice(lines, radius)]
+                previous.append(text[:MAX_LINE_CHARS])
     except _UNREADABLE as error:
         raise InputError("PATH", f"{str(file)!r}: {error}") from error
     return []
 
 
-def _lines(stream: BinaryIO) -> Iterator[str]:
-    """Lines as the scan saw them: without colours, each state of a progress bar by itself."""
+def _read_lines(stream: BinaryIO) -> Iterator[str]:
+    """Split lines as the scan does: without colours, each state of a progress bar by itself."""
     while line := stream.readline(MAX_LINE_SIZE_BYTES):
         text = _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip()
         yield from (part.rstrip() for part in text.split("\r"))
@@ -223,21 +225,21 @@ def _lines(stream: BinaryIO) -> Iterator[str]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[BinaryIO]:
-    """A file or standard input as plain UTF-8, whatever it is stored as."""
+    """Open a file or standard input as plain UTF-8, whatever its encoding."""
     with ExitStack() as stack:
-        given: Any
+        stream: Any
         if str(file) == STANDARD_INPUT:
-            given = io.BufferedReader(sys.stdin.buffer)
-            stack.callback(given.detach)
+            stream = io.BufferedReader(sys.stdin.buffer)
+            stack.callback(stream.detach)
         else:
-            given = stack.enter_context(file.open("rb"))
-        if given.peek(2)[:2] == _GZIP_MAGIC:
-            given = stack.enter_context(gzip.GzipFile(fileobj=given))
-        if given.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            given = codecs.EncodedFile(given, "utf-8", "utf-16", errors="replace")
-        yield given
+            stream = stack.enter_context(file.open("rb"))
+        if stream.peek(2)[:2] == _GZIP_MAGIC:
+            stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+        if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            stream = codecs.EncodedFile(stream, "utf-8", "utf-16", errors="replace")
+        yield stream
 
 
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
+def _read_chunks(stream: BinaryIO) -> Iterator[bytes]:
     while chunk := stream.read(BLOCK_SIZE_BYTES):
         yield chunk

@@ -22,7 +22,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.drill.evaluation import DrillOutcome
 from perdure.training.errors import InputError
 from perdure.training.files import write_whole
-from perdure.training.node_checks.versions import check_versions, installed
+from perdure.training.node_checks.versions import check_versions, read_installed
 from perdure.training.processes import free_port
 from perdure.training.wire.node import Check, CheckOutcome
 
@@ -161,7 +161,7 @@ def try_devices(
     return DeviceReport(
         perdure=version("perdure"),
         machine=f"{platform.system()} {platform.release()} {platform.machine()}",
-        versions=check_versions(installed()),
+        versions=check_versions(read_installed()),
         trials=tuple(answer for answer in answers if isinstance(answer, Trial)),
         unanswered=tuple(answer for answer in answers if isinstance(answer, Check)),
     )

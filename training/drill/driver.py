@@ -26,7 +26,7 @@ from perdure.training.errors import EngineError
 from perdure.training.injection.inside import fired_at_s
 from perdure.training.injection.outside import KillInjector
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV
 from perdure.training.supervisor.run_supervisor import RunSupervisor
@@ -139,7 +139,7 @@ class RunDriver:
             ended: how the run ended.
         """
         run = self._run(job)
-        records = kept_steps(run.store, job.run_id)
+        records = read_kept_steps(run.store, job.run_id)
         try:
             manifest = run.checkpoints.manifest(job.steps)
             # A file's name has its attempt and generation, which do not belong to the state.

@@ -26,7 +26,7 @@ from perdure.training.drill.driver import RunDriver, Secrets
 from perdure.training.drill.termination import raise_on_termination
 from perdure.training.environment import variables_of, worker_path
 from perdure.training.errors import EngineError, PerdureError
-from perdure.training.masking import SECRETS_ENV, masked_text, secret_values
+from perdure.training.masking import SECRETS_ENV, mask_text, secret_values
 from perdure.training.processes import free_port
 from perdure.training.telemetry.vendor_tools import end_session
 from perdure.training.wire.agent import AgentConfig, StartOrder
@@ -140,7 +140,7 @@ def _start(
         finally:
             end_session(process)
     lines = log.read_text(errors="replace").strip().splitlines()
-    last = masked_text(lines[-1], secret_values(variables)) if lines else ""
+    last = mask_text(lines[-1], secret_values(variables)) if lines else ""
     return code, last[:300]
 
 

@@ -1,4 +1,4 @@
-"""The log of an attempt: one JSON line per event, in a file on the first node.
+"""The log of an attempt: a JSON line per event, in a file on the first node.
 
 The first rank, its checkpoint server and the coordinator write it, each in a process of its own
 that may be killed at any moment; the coordinator and, through the node's agent, supervisors
@@ -23,10 +23,10 @@ MAX_READ_BYTES = 1 << 20
 
 
 class AttemptLog:
-    """Appends events. A line is one write, which no other writer's line gets into."""
+    """A writer of events. A line is a single write, which no other writer's line splits."""
 
     def __init__(self, path: Path) -> None:
-        # O_APPEND: the end is found and written to in one step, whoever else writes (POSIX).
+        # O_APPEND: a write goes to the end in a single step, beside other writers too (POSIX).
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
 
     def append(self, event: Event) -> None:
@@ -36,13 +36,13 @@ class AttemptLog:
             OSError: the disk is full, or failed.
         """
         line = EVENT.dump_json(event) + b"\n"
-        # Half a line is what a writer leaves that was killed in mid-line: it takes the next line
-        # with it. Looked for afterwards, or it could come between the look and the write.
+        # A writer that was killed in mid-line leaves half a line, which spoils the next line. The
+        # search for it follows the write, or half a line could come between the two.
         while self._write(line) not in (b"", b"\n"):
             pass
 
     def _write(self, line: bytes) -> bytes:
-        """Write a line; returns the byte before it, none at the start of the file."""
+        """Write a line. Return the byte before it, empty at the start of the file."""
         if os.write(self._fd, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         start = os.lseek(self._fd, 0, os.SEEK_CUR) - len(line)
@@ -60,7 +60,7 @@ class AttemptLog:
 
 
 def read_lines(path: Path, offset: int) -> tuple[str, int]:
-    """Whole lines from `offset` on, at most 1 MiB of them, and the offset of what follows."""
+    """Read whole lines from `offset` on, at most 1 MiB, and the offset after them."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -73,10 +73,10 @@ def read_lines(path: Path, offset: int) -> tuple[str, int]:
 
 
 def parse_lines(text: str) -> Iterator[Event]:
-    """The events of whole lines.
+    """Parse the events of whole lines.
 
-    A line that was cut, or is of a kind that is not known here, is skipped: writers are killed
-    while they write, and may be of another version.
+    It skips a line that was cut, or of an unknown kind: writers are killed while they write, and
+    may be of another version.
     """
     for line in text.split("\n"):
         try:
@@ -86,7 +86,7 @@ def parse_lines(text: str) -> Iterator[Event]:
 
 
 class Follower:
-    """Reads a log from its beginning on, wherever it is.
+    """A reader of the events of a log from its beginning on.
 
     Args:
         read: gives lines as `read_lines` does.
@@ -102,9 +102,9 @@ class Follower:
         return cls(partial(read_lines, path))
 
     def read(self) -> list[Event] | None:
-        """The next events, None when there are no more lines yet."""
+        """Read the next events; None when there are no more lines yet."""
         text, offset = self._read(self._offset)
-        if offset == self._offset:  # no lines at all: those of unknown kinds give an empty list
+        if offset == self._offset:  # no lines at all: lines of unknown kinds give an empty list
             return None
         self._offset = offset
         return list(parse_lines(text))

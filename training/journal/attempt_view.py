@@ -1,4 +1,4 @@
-"""One attempt as the ledger has it: its start, its end, and what its events tell in between.
+"""An attempt as the ledger has it: its start, its end, and its events in between.
 
 Times are seconds, steps completed optimizer steps.
 """
@@ -35,11 +35,11 @@ Ended = TypeVar("Ended", bound=AttemptEvent)
 
 @dataclass(frozen=True)
 class Span(Generic[Began, Ended]):
-    """An event that begins something, and the one of the same number that ends it.
+    """An event that begins an interval, and the event of the same number that ends it.
 
     Attributes:
-        began: how it began.
-        ended: how it went; None while it goes on, and when the attempt ended first.
+        began: the first event.
+        ended: the last event; None while it lasts, and when the attempt ended first.
     """
 
     began: Began
@@ -51,23 +51,23 @@ Alert = Span[AlertRaised, AlertCleared]
 
 
 class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
-    """One recovery inside the processes."""
+    """A recovery inside the processes."""
 
     @property
     def succeeded(self) -> bool:
-        """Whether training went on."""
+        """Whether training continued."""
         return self.ended is not None and self.ended.succeeded
 
     @property
-    def left_sub_healthy(self) -> bool:
-        """Whether training went on over what may break again: re-established connections."""
+    def is_sub_healthy(self) -> bool:
+        """Whether training continued over a repair that may break again."""
         return self.succeeded and self.began.decision.sub_healthy
 
 
-def spans(
+def pair_events(
     events: Sequence[LedgerEvent], began: type[Began], ended: type[Ended]
 ) -> list[Span[Began, Ended]]:
-    """Pairs of events, in the order in which they began.
+    """Pair the events of two kinds by number, in the order in which they began.
 
     An end without its beginning (a line that was lost with a node) is left out.
     """
@@ -78,7 +78,7 @@ def spans(
 
 @dataclass(frozen=True, slots=True)
 class AttemptView:
-    """One attempt, from its start to the decision about its end."""
+    """An attempt, from its start to the decision about its end."""
 
     started: AttemptStarted
     members: Sequence[Member]
@@ -95,7 +95,7 @@ class AttemptView:
 
     @property
     def from_step(self) -> int:
-        """Step it went on from, known by its first step; until then the store's newest one.
+        """Step from which it began, by its first step; until then the store's newest.
 
         The memory of the nodes may have had a newer one than the store.
         """
@@ -104,22 +104,22 @@ class AttemptView:
     @property
     def recoveries(self) -> list[InProcessRecovery]:
         """Recoveries inside its processes, oldest first."""
-        found = spans(self.events, RecoveryBegan, RecoveryEnded)
-        return [InProcessRecovery(one.began, one.ended) for one in found]
+        recoveries = pair_events(self.events, RecoveryBegan, RecoveryEnded)
+        return [InProcessRecovery(recovery.began, recovery.ended) for recovery in recoveries]
 
     @property
     def pauses(self) -> list[Pause]:
         """Times at which all its ranks were paused on request, oldest first."""
-        return spans(self.events, PauseBegan, PauseEnded)
+        return pair_events(self.events, PauseBegan, PauseEnded)
 
     @property
     def alerts(self) -> list[Alert]:
-        """Health points that left their limits, oldest first."""
-        return spans(self.events, AlertRaised, AlertCleared)
+        """Alerts that were raised, oldest first."""
+        return pair_events(self.events, AlertRaised, AlertCleared)
 
     @property
     def fault(self) -> Fault | None:
-        """What ended it; where the check of its chips failed after it, the hardware is at fault."""
+        """The fault that ended it, of hardware where the check of its chips failed after it."""
         fault = self.ended.fault if self.ended is not None else None
         if fault is None or self.healed is None or self.healed.succeeded:
             return fault
@@ -127,21 +127,21 @@ class AttemptView:
 
     @property
     def healed(self) -> ChipsHealed | None:
-        """What was done about chips after it, None when nothing was."""
+        """Repair of its chips after its end; None without a repair."""
         return next((event for event in self.events if isinstance(event, ChipsHealed)), None)
 
     @property
     def restored(self) -> CheckpointRestored | None:
-        """Where its state came from, None before that is known, and when it began at step 0."""
+        """Origin of its state; None before the restore, and for a start at step 0."""
         return next((event for event in self.events if isinstance(event, CheckpointRestored)), None)
 
     @property
     def last_save(self) -> LastSave | None:
-        """What became of its end-of-life checkpoint, None when none was tried."""
+        """Result of its end-of-life checkpoint; None without an attempt at it."""
         return next((event for event in reversed(self.events) if isinstance(event, LastSave)), None)
 
     @property
     def pause(self) -> Pause | None:
-        """The pause that it is in."""
+        """The pause that lasts."""
         pauses = self.pauses if self.ended is None else []
         return pauses[-1] if pauses and pauses[-1].ended is None else None

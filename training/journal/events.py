@@ -1,7 +1,7 @@
-"""What happens in an attempt while it runs, as one union of events.
+"""The events of an attempt while it runs, as a union.
 
-Each is a line of the attempt log (attempt_log.py). Step records go into the store, too; every
-other event is copied into the ledger by the supervisor. Times are seconds since the epoch, steps
+Each is a line of the attempt log (attempt_log.py). Step records go into the store, too; the
+supervisor copies every other event into the ledger. Times are seconds since the epoch, steps
 completed optimizer steps.
 """
 
@@ -26,8 +26,8 @@ _LINE = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 class StepRecord:
     """A completed step; written by the first rank, or by the agent that reads a command's output.
 
-    A dataclass: making a pydantic model takes 3 us longer, once per step. None is what a command
-    does not print.
+    It is a dataclass because a pydantic model takes 3 us longer, once per step. None stands for a
+    value that a command does not print.
 
     Attributes:
         step: completed optimizer steps, this one included.
@@ -35,8 +35,8 @@ class StepRecord:
         grad_norm: before clipping.
         tokens_per_s: of all ranks together.
         mfu: model FLOP/s over peak FLOP/s, 0 to 1; None when the program does not report it.
-        at_s: when it was completed, seconds since the epoch.
-        step_s: how long it took; 0 where that is not known.
+        at_s: time of its completion, seconds since the epoch.
+        step_s: its duration; 0 where that is unknown.
         position: global samples consumed.
     """
 
@@ -57,14 +57,19 @@ class StepRecord:
     kind: Literal["step"] = "step"
 
     @property
+    def identity(self) -> tuple[int, int, int, float]:
+        """Key that differs between two completions of the same step."""
+        return self.placement, self.attempt, self.step, self.at_s
+
+    @property
     def loss_text(self) -> str:
-        """The loss, for a line about the step; empty where it is not known."""
+        """The loss, for a line about the step; empty where it is unknown."""
         return f"loss {self.loss:.4f}" if self.loss is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCommitted:
-    """The store has a checkpoint; written by the first rank or the checkpoint server beside it."""
+    """A commit to the store; written by the first rank or its checkpoint server."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _LINE
 
@@ -73,7 +78,7 @@ class CheckpointCommitted:
 
 
 class AlertKind(StrEnum):
-    """What is monitored; each alert is about one of them."""
+    """The subjects of alerts."""
 
     UTILISATION_LOW = "utilisation_low"
     MEMORY_HIGH = "memory_high"
@@ -91,12 +96,12 @@ class AlertKind(StrEnum):
 
 
 class AlertRaised(AttemptEvent):
-    """A health point left its limits; recorded by the supervisor. `number` counts alerts alone.
+    """A reading left its limits; recorded by the supervisor. `number` counts alerts alone.
 
     Attributes:
-        value: what was measured, in the unit that `text` names.
-        limit: what it should not have passed.
-        text: for a person.
+        value: the reading, in the unit that `text` names.
+        limit: the bound that the reading passed.
+        text: a sentence for a person.
     """
 
     kind: Literal["alert_raised"] = "alert_raised"
@@ -111,21 +116,21 @@ class AlertRaised(AttemptEvent):
 
 
 class AlertCleared(AttemptEvent):
-    """A health point is back inside its limits, or what it is about is gone."""
+    """A reading is inside its limits again, or its subject is gone."""
 
     kind: Literal["alert_cleared"] = "alert_cleared"
 
 
 class CheckpointDamaged(AttemptEvent):
-    """A restore met a committed checkpoint that is not as published; written by the first rank.
+    """A committed checkpoint that a restore found damaged; written by the first rank.
 
     `number` counts within the attempt.
 
     Attributes:
-        step: of the checkpoint.
-        text: what is wrong with which file.
+        step: step of the checkpoint.
+        text: the file and its damage.
         is_repaired: whether a node that held the same bytes put them into the store again; else
-            the step was set aside, and the one before is taken.
+            the step was set aside, and the restore takes the previous step.
     """
 
     kind: Literal["checkpoint_damaged"] = "checkpoint_damaged"
@@ -135,17 +140,17 @@ class CheckpointDamaged(AttemptEvent):
 
 
 class CheckpointRestored(AttemptEvent):
-    """Where the state came from that the attempt began with; written by the first rank.
+    """The origin of the state with which the attempt began; written by the first rank.
 
-    `number` is 1: there is one for an attempt, none where it begins at step 0.
+    `number` is 1: an attempt has a single such event, and none where it begins at step 0.
 
     Attributes:
-        step: of the checkpoint.
-        shares: how many ranks' shares lay in which place, by its name: memory or disk of the
-            nodes, the memory of a partner node, the store.
-        partners: by node that lacked the shares of its ranks, the node that had copies of them.
-        num_fetched: shards that were read in the store, by all ranks together.
-        why: what the nodes lacked of a newer save, or why the store was read.
+        step: step of the checkpoint.
+        shares: number of ranks' shares by place: memory or disk of the nodes, the memory of a
+            partner node, the store.
+        partners: the node with copies, by the node that lacked the shares of its ranks.
+        num_fetched: number of shards that all ranks together read from the store.
+        why: the parts of a newer save that the nodes lacked, or the reason for reading the store.
     """
 
     kind: Literal["checkpoint_restored"] = "checkpoint_restored"
@@ -157,7 +162,7 @@ class CheckpointRestored(AttemptEvent):
 
     @property
     def text(self) -> str:
-        """Where it came from, on one line."""
+        """The origin, on a single line."""
         places = ", ".join(f"{place} {num}" for place, num in self.shares.items())
         copies = "; ".join(f"{node} from copies on {of}" for node, of in self.partners.items())
         details = "; ".join(part for part in (copies, self.why) if part)
@@ -167,14 +172,14 @@ class CheckpointRestored(AttemptEvent):
 
 
 class ChipsHealed(AttemptEvent):
-    """What was done about the chips of a node between two attempts in place; the node writes it.
+    """A repair of a node's chips between two attempts in place; the node writes it.
 
-    `number` is 1: there is one for an attempt.
+    `number` is 1: an attempt has a single such event.
 
     Attributes:
-        rung: that starts processes there again, if they can be.
+        rung: rung that starts processes on the chips again, if they can be used.
         succeeded: whether the chips can be used; else the rung has failed.
-        seconds: all of it took.
+        seconds: duration of all acts.
     """
 
     kind: Literal["chips_healed"] = "chips_healed"
@@ -186,13 +191,13 @@ class ChipsHealed(AttemptEvent):
 
     @property
     def text(self) -> str:
-        """What was done, on one line."""
+        """The acts, on a single line."""
         went = "can be used" if self.succeeded else "cannot be used"
         return f"{self.node} {went} after {self.seconds:.2f} s ({acts_text(self.acts)})"
 
 
 class ProgramNotice(AttemptEvent):
-    """The program trains otherwise than its author may think; written by the first rank.
+    """A hint that the program trains otherwise than its author may think; by the first rank.
 
     `number` counts within the process.
     """
@@ -202,10 +207,10 @@ class ProgramNotice(AttemptEvent):
 
 
 class BatchSkipped(AttemptEvent):
-    """A global batch was passed over; written by the first rank. `number` is `batch.stop`.
+    """A global batch that was skipped; written by the first rank. `number` is `batch.stop`.
 
     Attributes:
-        is_known: it had been skipped before a restart, and was not even tried this time.
+        is_known: whether it was skipped before a restart, and not even tried this time.
     """
 
     kind: Literal["batch_skipped"] = "batch_skipped"

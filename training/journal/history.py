@@ -1,7 +1,7 @@
-"""A run's past as its ledger has it: a pure fold over the records.
+"""The history of a run by its ledger: a pure fold over the records.
 
-Everything a supervisor knows about the past comes from here, so that a supervisor that takes
-over knows what the one before knew. Times are seconds, steps completed optimizer steps.
+A supervisor has all knowledge of the past from here, so a supervisor that takes over knows as much
+as its predecessor. Times are seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from perdure.training.recovery.rungs import Decision, Recovery
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """A node that is kept out of placements.
+    """A node that must stay out of placements.
 
     Attributes:
-        why: the fault that it is taken to be the cause of, or the check that it failed.
-        at_s: since when.
+        why: the fault that it is taken to have caused, or the check that it failed.
+        at_s: begin of the isolation.
     """
 
     node: str
@@ -49,25 +49,25 @@ class Isolation:
 
 @dataclass(slots=True)
 class RunHistory:
-    """What has happened so far.
+    """The past of a run.
 
     Attributes:
-        epoch: of the newest supervisor, 0 before the first.
-        flow_runs: ids of the flow runs that supervised it, in the order in which they first did.
-        job: the job document the run was created with, None for an empty ledger.
+        epoch: epoch of the newest supervisor, 0 before the first.
+        flow_runs: ids of the flow runs that supervised it, in the order of their first times.
+        job: the job document at the run's creation, None for an empty ledger.
         placements: every placement, oldest first.
         attempts: every attempt, oldest first.
-        ended: how the run ended, None while it goes on.
-        budgets_from: attempts before this index count no more: the user who starts an
-            ended run again has seen them.
-        updated_s: when the newest record was written.
-        advanced_s: when the newest one was written that a mere start would not have written.
-        unattended: from the last record of a supervisor to the next supervisor, each time.
-        ends: when the run ended, each time.
-        isolations: nodes that decisions isolated; one may be there several times.
-        refusals: nodes that failed their checks, since the run last ended.
-        released: nodes that users have let back in, and when, the last time.
-        waits: for nodes to become free: from, to.
+        ended: end of the run, None while it lasts.
+        budgets_from: index of the first attempt that counts: the user who starts an ended run
+            again has seen the attempts before it.
+        updated_s: time of the newest record.
+        advanced_s: time of the newest record that a mere start would not have written.
+        unattended: intervals from the last record of a supervisor to the next supervisor.
+        ends: times of all ends of the run.
+        isolations: nodes that decisions isolated; a node may be there several times.
+        refusals: nodes that failed their checks, since the last end of the run.
+        released: time of the last release by a user, by node.
+        waits: intervals of waits for free nodes.
     """
 
     epoch: int = 0
@@ -93,8 +93,8 @@ class RunHistory:
 
     @property
     def committed_step(self) -> int:
-        """Newest committed step seen, 0 for none."""
-        return max((seen.step for seen in self.checkpoints), default=0)
+        """Newest committed step, 0 for none."""
+        return max((checkpoint.step for checkpoint in self.checkpoints), default=0)
 
     @property
     def placement(self) -> PlacementCreated | None:
@@ -131,18 +131,19 @@ class RunHistory:
     @property
     def isolated(self) -> tuple[str, ...]:
         """Nodes that decisions or failed checks keep out of placements, in that order."""
-        return tuple(one.node for one in self.isolated_nodes)
+        return tuple(isolation.node for isolation in self.isolated_nodes)
 
     @property
     def isolated_nodes(self) -> list[Isolation]:
-        """The same with reasons: the first isolation of each node."""
+        """The first isolation of each of those nodes, with its reason."""
         refused = (
-            Isolation(one.node, f"failed its checks: {one.why}", one.at_s) for one in self.refusals
+            Isolation(refusal.node, f"failed its checks: {refusal.why}", refusal.at_s)
+            for refusal in self.refusals
         )
-        found: dict[str, Isolation] = {}
-        for one in (*self.isolations, *refused):
-            found.setdefault(one.node, one)
-        return list(found.values())
+        first_of: dict[str, Isolation] = {}
+        for isolation in (*self.isolations, *refused):
+            first_of.setdefault(isolation.node, isolation)
+        return list(first_of.values())
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -150,7 +151,7 @@ class RunHistory:
         return tuple(dict.fromkeys(refusal.node for refusal in self.refusals))
 
     @property
-    def undecided(self) -> AttemptView | None:
+    def undecided_attempt(self) -> AttemptView | None:
         """The newest attempt when it failed and the ladder has not been asked, or not again."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
         if last is None or last.ended is None or last.ended.fault is None:
@@ -159,12 +160,12 @@ class RunHistory:
 
     @property
     def restarts_on_schedule(self) -> bool:
-        """Whether the newest attempt ended for the next one alone."""
+        """Whether the newest attempt ended only for the next attempt."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
         return last is not None and last.ended is not None and last.ended.outcome == "restarted"
 
     @property
-    def unended(self) -> AttemptView | None:
+    def unclosed_attempt(self) -> AttemptView | None:
         """The newest attempt when it ended the run but the run's end is not on record."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
         if last is None or last.ended is None or last.ended.outcome in ("failed", "restarted"):
@@ -177,7 +178,9 @@ class RunHistory:
         if not self.placements or self.ended is not None:
             return []
         views = self.attempts_in(self.placements[-1].placement)
-        return [one for view in views for one in view.recoveries if one.left_sub_healthy]
+        return [
+            recovery for view in views for recovery in view.recoveries if recovery.is_sub_healthy
+        ]
 
     @property
     def pause(self) -> Pause | None:
@@ -186,56 +189,62 @@ class RunHistory:
         return view.pause if view is not None and self.ended is None else None
 
     def refused_in(self, placement: int) -> frozenset[str]:
-        """Nodes of a placement that failed their checks."""
+        """List the nodes of a placement that failed their checks."""
         return frozenset(r.node for r in self.refusals if r.placement == placement)
 
     def attempts_in(self, placement: int) -> list[AttemptView]:
-        """Attempts of one placement, oldest first."""
+        """List the attempts of a placement, oldest first."""
         return [a for a in self.attempts if a.started.placement == placement]
 
     def recoveries(self, *, progress_after_s: float | None = None) -> list[Recovery]:
-        """Every past recovery, oldest first, with whether progress followed.
+        """List every past recovery, oldest first, with the progress that followed.
 
         Args:
             progress_after_s: for programs whose steps are unknown, an attempt that lasted this
                 long counts as progress; None where committed steps show it.
         """
-        found: list[Recovery] = []
+        recoveries: list[Recovery] = []
         for index, view in enumerate(self.attempts):
             if index < self.budgets_from:
                 continue
             later = self._progress_after(index, progress_after_s)
-            found += [
+            recoveries += [
                 Recovery(
-                    one.began.fault,
-                    one.began.decision.rung,
-                    progressed=later or self._progress_within(view, one),
-                    failed=_has_failed(view, one),
-                    cut_short=one.ended is not None and one.ended.cut_short,
+                    recovery.began.fault,
+                    recovery.began.decision.rung,
+                    progressed=later or self._progress_within(view, recovery),
+                    failed=_has_failed(view, recovery),
+                    cut_short=recovery.ended is not None and recovery.ended.cut_short,
                 )
-                for one in view.recoveries
+                for recovery in view.recoveries
             ]
             if view.ended is None or view.ended.fault is None:
                 continue
             fault = view.fault or view.ended.fault
-            found += [Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs]
+            recoveries += [
+                Recovery(fault, r, progressed=False, failed=True) for r in view.failed_rungs
+            ]
             if view.decision is not None:
-                found.append(Recovery(fault, view.decision.rung, progressed=later))
-        # A node that was let back in begins anew.
-        return [one for one in found if one.fault.at_s >= self._released_s(one.fault.node)]
+                recoveries.append(Recovery(fault, view.decision.rung, progressed=later))
+        # A released node begins anew.
+        return [
+            recovery
+            for recovery in recoveries
+            if recovery.fault.at_s >= self._released_s(recovery.fault.node)
+        ]
 
     def _released_s(self, node: str | None) -> float:
         return self.released.get(node, float("-inf")) if node is not None else float("-inf")
 
     def mtbf_s(self, expected_s: float) -> float:
-        """Mean seconds between failures that cost steps, measured.
+        """Measure the mean seconds between failures that cost steps.
 
-        The expectation counts like one failure that has been seen after that time (the mean of a
-        gamma prior of shape 1), so one early fault does not have a run save all the time, and
-        after many the expectation does not matter.
+        The expectation counts like a failure after that time (the mean of a gamma prior of shape
+        1), so a single early fault does not make a run save all the time, and after many failures
+        the expectation does not matter.
 
         Args:
-            expected_s: of the job.
+            expected_s: the expectation in the job.
         """
         ended = [view.ended for view in self.attempts if view.ended is not None]
         lived_s = sum(end.duration_s for end in ended)
@@ -244,24 +253,28 @@ class RunHistory:
     def _progress_within(self, view: AttemptView, recovery: InProcessRecovery) -> bool:
         """Whether its own attempt committed a step that was trained after the recovery.
 
-        By steps, not by time: a save from before the fault may be committed after it, and one of
-        an end of life holds nothing new.
+        Steps decide, not times: a save from before the fault may be committed after it, and a save
+        at the end of life holds nothing new.
         """
         ended = recovery.ended
         if ended is None or not ended.succeeded or ended.step is None:
             return False
         return any(
-            (seen.placement, seen.attempt) == view.key and seen.step > ended.step
-            for seen in self.checkpoints
+            (checkpoint.placement, checkpoint.attempt) == view.key and checkpoint.step > ended.step
+            for checkpoint in self.checkpoints
         )
 
-    def _nothing_new_up_to(self, view: AttemptView) -> int:
-        """The step that an attempt has to exceed with a checkpoint, for that to be progress."""
+    def _step_to_exceed(self, view: AttemptView) -> int:
+        """Return the step that a checkpoint of an attempt must exceed for progress."""
         if not self.is_command:
             return view.from_step
-        # One that does not resume saves the same steps again each time.
-        before = (one.step for one in self.checkpoints if (one.placement, one.attempt) < view.key)
-        return max(before, default=0)
+        # A program that does not resume saves the same steps again each time.
+        earlier = (
+            checkpoint.step
+            for checkpoint in self.checkpoints
+            if (checkpoint.placement, checkpoint.attempt) < view.key
+        )
+        return max(earlier, default=0)
 
     def _progress_after(self, index: int, progress_after_s: float | None) -> bool:
         later = self.attempts[index + 1 :]
@@ -269,11 +282,12 @@ class RunHistory:
             return any(
                 a.ended is not None and a.ended.duration_s >= progress_after_s for a in later
             )
-        # What an attempt began with and saved again at the end of its life is not new.
-        began_at = {a.key: self._nothing_new_up_to(a) for a in later}
+        # A step with which an attempt began, and which it saved again at its end, is not new.
+        began_at = {a.key: self._step_to_exceed(a) for a in later}
         return any(
-            seen.step > began_at.get((seen.placement, seen.attempt), seen.step)
-            for seen in self.checkpoints
+            checkpoint.step
+            > began_at.get((checkpoint.placement, checkpoint.attempt), checkpoint.step)
+            for checkpoint in self.checkpoints
         )
 
 
@@ -303,7 +317,7 @@ def _keep_time(history: RunHistory, record: AnyRecord) -> None:
 
 
 def _is_of_every_start(record: AnyRecord) -> bool:
-    """Whether a supervisor writes it each time it starts, whatever becomes of it."""
+    """Whether a supervisor writes the record at each of its starts."""
     return isinstance(record, SupervisorAcquired) or (
         isinstance(record, DataReady) and record.skipped
     )
@@ -321,7 +335,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case PlacementCreated():
             _place(history, record)
         case NodeRefused() | NodeReleased():
-            _keep_out_or_let_in(history, record)
+            _update_isolation(history, record)
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
@@ -336,8 +350,7 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
 
 
 def _place(history: RunHistory, record: PlacementCreated) -> None:
-    # Tried again, or the engine has chosen the nodes meanwhile, or a member has moved: still the
-    # same placement.
+    # A second try, the engine's choice of nodes, or a moved member: the placement is the same.
     if history.placement is not None and history.placement.placement == record.placement:
         history.placements.pop()
     history.placements.append(record)
@@ -352,7 +365,7 @@ def _take_over(history: RunHistory, record: SupervisorAcquired) -> None:
         history.flow_runs.append(record.flow_run)
     if history.ended is not None:
         history.refusals.clear()  # the user has seen them, and they are checked again
-    if not history.ended_well:  # failed or cancelled: started again, it goes on
+    if not history.ended_well:  # failed or cancelled: a new start continues it
         history.ended = None
 
 
@@ -363,13 +376,15 @@ def _end_or_reopen(history: RunHistory, record: RunEnded | RunReopened) -> None:
         history.ended, history.budgets_from = record, len(history.attempts)
 
 
-def _keep_out_or_let_in(history: RunHistory, record: NodeRefused | NodeReleased) -> None:
+def _update_isolation(history: RunHistory, record: NodeRefused | NodeReleased) -> None:
     if isinstance(record, NodeRefused):
         history.refusals.append(record)
         return
     history.released[record.node] = record.at_s
-    history.isolations = [one for one in history.isolations if one.node != record.node]
-    history.refusals = [one for one in history.refusals if one.node != record.node]
+    history.isolations = [
+        isolation for isolation in history.isolations if isolation.node != record.node
+    ]
+    history.refusals = [refusal for refusal in history.refusals if refusal.node != record.node]
 
 
 def _update_attempt(
@@ -401,7 +416,7 @@ def _update_attempt(
 
 
 def _isolate_within(history: RunHistory, record: AttemptEventRecorded) -> None:
-    """Keep a node out that was left while the attempt went on."""
+    """Isolate a node that was evacuated while the attempt continued."""
     event = record.event
     if isinstance(event, RecoveryBegan) and event.decision.isolate is not None:
         why = f"{event.fault.fault_class}: {event.fault.evidence}"

@@ -30,14 +30,14 @@ from perdure.training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
 RENEW_S = 5.0  # five renewals in a row may fail before another host takes over
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot mean nothing
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot mean nothing
 
 
 class Identity(FrozenModel):
-    """A process as a supervisor.
+    """A process that may supervise a run.
 
     Attributes:
-        flow_run: id of the flow run that it is a process of; None without Prefect.
+        flow_run: id of the flow run of the process; None without Prefect.
     """
 
     supervisor: str
@@ -53,7 +53,7 @@ class Identity(FrozenModel):
         return cls(
             supervisor=uuid.uuid4().hex[:12],
             host=socket.gethostname(),
-            boot_id=BOOT_ID.read_text(encoding="ascii").strip(),
+            boot_id=_BOOT_ID.read_text(encoding="ascii").strip(),
             pid=os.getpid(),
             process_started_s=psutil.Process().create_time(),
             flow_run=flow_run,
@@ -61,14 +61,14 @@ class Identity(FrozenModel):
 
 
 class SupervisorLease(Identity):
-    """The supervisor of a run, renewed while it lives. A hint for taking over, not the lock."""
+    """The lease of a run's supervisor, renewed while it lives. It is a hint, not the lock."""
 
     epoch: int
     renewed_s: float
 
 
 class Ledger:
-    """Reads a run's records and, once taken, appends to them."""
+    """The records of a run: a reader and, once it has taken the run, a writer."""
 
     def __init__(
         self, store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
@@ -85,7 +85,7 @@ class Ledger:
 
     @property
     def run_id(self) -> str:
-        """Of the run."""
+        """Name of the run."""
         return self._run_id
 
     @property
@@ -94,7 +94,7 @@ class Ledger:
         return self._epoch
 
     def read(self) -> RunHistory:
-        """The history up to now; only records not yet seen are fetched.
+        """Read the history up to now; fetches only new records.
 
         Raises:
             Corrupt: a record is not what a ledger holds.
@@ -111,7 +111,7 @@ class Ledger:
         """
         history = self.read()
         while True:
-            # In this order: a lease that comes between the two is seen by the second.
+            # In this order the second check sees a lease that comes between the two.
             self._refuse_if_just_taken(history, identity)
             self._refuse_if_alive(identity)
             record = SupervisorAcquired(
@@ -124,8 +124,8 @@ class Ledger:
             )
             if self._put(len(self._records), record):
                 break
-            before, history = history, self.read()
-            if history.supervisor != before.supervisor and history.supervisor is not None:
+            previous, history = history, self.read()
+            if history.supervisor != previous.supervisor and history.supervisor is not None:
                 raise AlreadySupervised(
                     f"run {self._run_id}: another supervisor took it at the same moment",
                     flow_run=history.supervisor.flow_run,
@@ -202,13 +202,13 @@ class Ledger:
         return lease is not None and self._is_held(lease, Identity.of_this_process())
 
     def lease(self) -> SupervisorLease | None:
-        """The newest lease, whether its holder lives or not; None when it was given up."""
+        """Read the newest lease, of a living holder or not; None when its holder gave it up."""
         try:
-            return self._lease()
+            return self._read_lease()
         except Corrupt:
             return None
 
-    def _lease(self) -> SupervisorLease | None:
+    def _read_lease(self) -> SupervisorLease | None:
         try:
             return SupervisorLease.model_validate_json(self._store.get(self._lease_key))
         except NotFound:
@@ -217,13 +217,13 @@ class Ledger:
             raise Corrupt(f"{self._lease_key} is not a supervisor lease") from error
 
     def _is_held(self, lease: SupervisorLease, identity: Identity) -> bool:
-        """Whether another holder lives: looked up on the same host, by time on another."""
+        """Whether another holder lives: by process on the same host, by time on another."""
         if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
             return self._clock() - lease.renewed_s < LEASE_S
         return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)
 
     def _refuse_if_alive(self, identity: Identity) -> None:
-        lease = self._lease()
+        lease = self._read_lease()
         if lease is not None and self._is_held(lease, identity):
             raise AlreadySupervised(
                 f"run {self._run_id} is supervised by process {lease.pid} on {lease.host}; "
@@ -232,16 +232,16 @@ class Ledger:
             )
 
     def _refuse_if_just_taken(self, history: RunHistory, identity: Identity) -> None:
-        """A supervisor that has put its record may not have put its lease yet."""
+        """Refuse a run whose supervisor has put its record but not yet its lease."""
         newest = history.supervisor
         if newest is None or history.ended is not None or newest.supervisor == identity.supervisor:
             return
         age_s = self._clock() - newest.at_s
-        here = newest.host == identity.host
-        alive = not here or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
+        is_same_host = newest.host == identity.host
+        alive = not is_same_host or (newest.pid != identity.pid and psutil.pid_exists(newest.pid))
         if not alive or not 0 <= age_s < RENEW_S:
             return
-        lease = self._lease()
+        lease = self._read_lease()
         if lease is None or lease.epoch < newest.epoch:
             holder = f"process {newest.pid} on {newest.host}"
             message = f"run {self._run_id} was taken by {holder} a moment ago"
@@ -253,9 +253,9 @@ class Ledger:
         for key in keys:
             if key != _key(self._prefix, len(self._records)):
                 raise Corrupt(f"{self._prefix}: record {len(self._records)} is missing")
-            self._records.append(self._record(key))
+            self._records.append(self._read_record(key))
 
-    def _record(self, key: str) -> AnyRecord:
+    def _read_record(self, key: str) -> AnyRecord:
         try:
             return RECORD.validate_json(self._store.get(key))
         except ValidationError as error:

@@ -1,7 +1,7 @@
-"""What the ledger holds: one frozen record per event in the life of a run.
+"""The records of the ledger: a frozen record per event in the life of a run.
 
-The ledger is read by other processes and later versions, so every record is a pydantic model
-with a `kind` and refuses fields it does not know. Times are seconds since the epoch.
+Other processes and later versions read the ledger, so every record is a pydantic model with a
+`kind` and refuses unknown fields. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from perdure.training.recovery.rungs import Decision, Rung
 
 
 class Record(FrozenModel):
-    """Common part: when it was written, and by which supervisor."""
+    """The part of all records: their time, and the supervisor that wrote them."""
 
     at_s: float
     epoch: int = Field(ge=1, description="of the supervisor that wrote it, from 1")
 
 
 class AttemptRecord(Record):
-    """Common part of what is about one attempt."""
+    """The part of all records about an attempt."""
 
     placement: int
     attempt: int
@@ -42,7 +42,7 @@ class SupervisorAcquired(Record):
     """A supervisor took the run; its epoch is higher than every one before.
 
     Attributes:
-        flow_run: id of the flow run that it is a process of; None without Prefect.
+        flow_run: id of the flow run of the process; None without Prefect.
     """
 
     kind: Literal["supervisor_took"] = "supervisor_took"
@@ -65,12 +65,12 @@ class DataReady(Record):
 
 
 class Member(FrozenModel):
-    """One container of a placement.
+    """A container of a placement.
 
     Attributes:
         index: node rank in the gang (VC_TASK_INDEX).
-        node: name of the node it runs on.
-        schedule_cnt: how many times this member has been scheduled (MA_SCHEDULE_CNT).
+        node: name of its node.
+        schedule_cnt: number of times that it was scheduled (MA_SCHEDULE_CNT).
     """
 
     index: int
@@ -82,11 +82,11 @@ class PlacementCreated(Record):
     """A new placement: the gang of containers of the next attempts.
 
     Attributes:
-        host: of the supervisor that made it; an engine of this machine is bound to it.
-        boot_id: of that host; after a reboot nothing of the placement is left.
+        host: host of the supervisor that made it; an engine of this machine is bound to it.
+        boot_id: boot of that host; after a reboot nothing of the placement is left.
         home: Perdure's folder there.
-        waited_s: for a node to become free, before it.
-        sub_healthy: nodes that were last among the candidates, and why.
+        waited_s: wait for a free node before it.
+        sub_healthy: reasons by node for the last place among the candidates.
     """
 
     kind: Literal["placed"] = "placed"
@@ -110,9 +110,9 @@ class NodeRefused(Record):
 
 
 class NodeReleased(Record):
-    """A user has let an isolated node back in; written without taking the run.
+    """The release of an isolated node by a user; written without taking the run.
 
-    What the node did before counts no more: the user is taken to have mended it.
+    The earlier faults of the node count no more: the user is taken to have repaired it.
     """
 
     kind: Literal["node_released"] = "node_released"
@@ -135,16 +135,16 @@ class FirstStep(AttemptRecord):
 
 
 class AttemptEnded(AttemptRecord):
-    """How an attempt ended: completed, failed with a fault, stopped on request, or restarted.
+    """The end of an attempt: completed, failed, stopped on request, or restarted.
 
-    The last is a restart that the job asks for every so often: no fault, no decision, no budget.
+    The job asks for `restarted` at intervals: it has no fault, no decision and no budget.
 
     Attributes:
-        runners_up: what else the evidence would have allowed, most likely first.
-        noticed_s: when a fault that ended it was noticed; `fault.at_s` is its first symptom.
-        stepped_s: when the last step was completed that the supervisor saw.
-        lived_s: when the last of its processes ended; None where no agent has told.
-        notes: what a user has to know about the end of a command that exited with 0.
+        runners_up: other causes that the evidence allows, most likely first.
+        noticed_s: time of the notice of a fault that ended it; `fault.at_s` is its first symptom.
+        stepped_s: time of the last step that the supervisor saw.
+        lived_s: time of its last process's end; None where no agent has reported it.
+        notes: warnings for the user about the end of a command that exited with 0.
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
@@ -171,7 +171,7 @@ class RungFailed(AttemptRecord):
     """The chosen rung could not be carried out; the ladder is asked again.
 
     Attributes:
-        waited_s: for a node to become free, before it.
+        waited_s: wait for a free node before it.
     """
 
     kind: Literal["rung_failed"] = "rung_failed"
@@ -184,9 +184,9 @@ class CheckpointRecorded(AttemptRecord):
     """A checkpoint that an attempt committed.
 
     Attributes:
-        path: where a command has saved it; None: the store has it.
-        size_bytes: of that.
-        written_s: when the newest of its files was written.
+        path: place where a command has saved it; None where the store has it.
+        size_bytes: size of the files there.
+        written_s: time of the newest of its files.
     """
 
     kind: Literal["checkpoint"] = "checkpoint"
@@ -199,7 +199,7 @@ class CheckpointRecorded(AttemptRecord):
 class AttemptEventRecorded(AttemptRecord):
     """An event of an attempt, copied from its log.
 
-    The event has a time of its own; `at_s` is when the supervisor read it.
+    The event has a time of its own; `at_s` is the time of the supervisor's reading.
     """
 
     kind: Literal["event"] = "event"
@@ -210,8 +210,8 @@ class RunEnded(Record):
     """The run reached its end; a run that was cancelled or failed may be taken up again.
 
     Attributes:
-        target_step: of the job by then; None: a command's that did not name it.
-        command: that the job had by then; None for a session.
+        target_step: target of the job by then; None for a command without one.
+        command: command of the job by then; None for a session.
     """
 
     kind: Literal["run_ended"] = "run_ended"
@@ -222,7 +222,7 @@ class RunEnded(Record):
 
 
 class RunReopened(Record):
-    """A user has a completed run go on; written without taking the run."""
+    """The wish of a user that a completed run goes on; written without taking the run."""
 
     kind: Literal["run_reopened"] = "run_reopened"
 

@@ -1,16 +1,16 @@
-"""Where a run's time went: every second of its wall time has exactly one owner.
+"""The time account of a run: every second of its wall time has exactly one owner.
 
-Intervals lie in layers: guesses from what came before and after at the bottom, what was measured
-on top. The topmost interval owns its time, so that whatever the records contain, and however the
-clocks of nodes differ, the parts are never negative and add up to the wall time. ETTR is the share
-of steps that were kept.
+Intervals lie in layers: guesses from the events before and after at the bottom, measurements on
+top. The topmost interval owns its time, so with any records, and with any differences between the
+nodes' clocks, the parts are never negative and add up to the wall time. ETTR is the share of steps
+that were kept.
 
-A step's record holds when it was completed and how long it took; the time between two steps is
-what training waited for saves. Of a step that a fault cut short nothing is recorded: where the
-moment of the fault is known it counts as re-done, for no longer than a usual step. A command may
-print some of its steps alone: of one whose ranks write heartbeats, or whose output is read, the
-first and the last step of each attempt are known, and the time between them is taken to be the same
-for every step. Times are seconds since the epoch, durations seconds.
+A step's record has the time of its completion and its duration; between two steps training waited
+for saves. A step that a fault cut short has no record: where the moment of the fault is known, the
+step counts as re-done, for no longer than a usual step. A command may print only some of its
+steps. Where its ranks write heartbeats, or its output is read, the first and the last step of each
+attempt are known, and every step between them is taken to be of the same duration. Times are
+seconds since the epoch, durations seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[int, int]
 
 
 class Owner(StrEnum):
-    """What an interval of the wall time was spent on; recoveries are in `RECOVERY`, by rung."""
+    """The use of an interval of the wall time; recoveries are in `RECOVERY`, by rung."""
 
     PRODUCTIVE = "productive_step"
     REDONE = "redone_step"
@@ -48,7 +48,7 @@ class Owner(StrEnum):
     UNKNOWN = "unknown"
 
 
-# Of each rung; stop has none of its own.
+# Owners by rung; stop has none of its own.
 RECOVERY: Mapping[Rung, str] = {
     rung: f"recovery_{rung}" if row.spent_on else Owner.ENDING for rung, row in RUNGS.items()
 }
@@ -72,7 +72,7 @@ MEANING: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Time with one owner; `attempt` is the newest one begun, (0, 0) before any."""
+    """Time with a single owner; `attempt` is the newest begun, (0, 0) before any."""
 
     from_s: float
     to_s: float
@@ -81,7 +81,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its length."""
         return self.to_s - self.from_s
 
 
@@ -99,11 +99,11 @@ class Account:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What every owner has, in the order of owners."""
-        found = dict.fromkeys(map(str, MEANING), 0.0)
+        """Seconds of every owner, in the order of owners."""
+        durations = dict.fromkeys(map(str, MEANING), 0.0)
         for interval in self.intervals:
-            found[interval.owner] += interval.seconds
-        return found
+            durations[interval.owner] += interval.seconds
+        return durations
 
     @property
     def ettr(self) -> float:
@@ -112,12 +112,12 @@ class Account:
 
     @property
     def known_ettr(self) -> float | None:
-        """The same; None of a command none of whose steps is known."""
+        """The same; None for a command without a known step."""
         return self.ettr if self.ettr or not self.is_command else None
 
 
 class Layer(IntEnum):
-    """Which of two intervals owns their common time: the one of the higher layer."""
+    """The rank of intervals: of two, the interval of the higher layer owns their common time."""
 
     NOTHING = 0
     PHASE = 1
@@ -132,7 +132,7 @@ class Layer(IntEnum):
 
 @dataclass(slots=True)
 class Timeline:
-    """Overlapping intervals between two moments; what lies outside is cut off."""
+    """Overlapping intervals between two moments, cut off outside of them."""
 
     from_s: float
     to_s: float
@@ -145,7 +145,7 @@ class Timeline:
             self._added.append((from_s, to_s, layer, owner))
 
     def intervals(self, starts: Sequence[tuple[float, Key]]) -> Iterator[Interval]:
-        """The topmost intervals, neighbours of one owner and attempt as one."""
+        """Yield the topmost intervals; neighbors of the same owner and attempt are joined."""
         began = sorted((max(at_s, self.from_s), key) for at_s, key in starts)
         moments = [at_s for at_s, _ in began if at_s < self.to_s]
         keys = [(0, 0), *(key for _, key in began)]
@@ -153,20 +153,20 @@ class Timeline:
             Interval(from_s, to_s, owner, keys[bisect_right(moments, from_s)])
             for from_s, to_s, owner in self._pieces(moments)
         )
-        for _, same in groupby(pieces, key=lambda one: (one.owner, one.attempt)):
-            first, *others = same
-            yield replace(first, to_s=(others or [first])[-1].to_s)
+        for _, group in groupby(pieces, key=lambda piece: (piece.owner, piece.attempt)):
+            first, *followers = group
+            yield replace(first, to_s=(followers or [first])[-1].to_s)
 
     def _pieces(self, moments: Iterable[float]) -> Iterator[tuple[float, float, str]]:
-        added = sorted(self._added, key=lambda one: one[0])
-        edges = {edge for one in added for edge in one[:2]} | set(moments)
+        added = sorted(self._added, key=lambda interval: interval[0])
+        edges = {edge for interval in added for edge in interval[:2]} | set(moments)
         above: list[tuple[int, int, float, str]] = []
         newest = 0
         for from_s, to_s in pairwise(sorted(edges)):
             while newest < len(added) and added[newest][0] <= from_s:
                 _, until_s, layer, owner = added[newest]
-                # Of one layer the one that began last. A heap, for an account is made again while
-                # the run goes on, over all of its steps.
+                # Within a layer the newest interval owns. It is a heap because a running run
+                # makes its account again and again, over all of its steps.
                 heapq.heappush(above, (-layer, -newest, until_s, owner))
                 newest += 1
             while above[0][2] <= from_s:
@@ -174,7 +174,7 @@ class Timeline:
             yield from_s, to_s, above[0][3]
 
 
-def account(
+def account_time(
     history: RunHistory,
     steps: Iterable[StepRecord],
     *,
@@ -184,10 +184,10 @@ def account(
     """Give every second of the run an owner.
 
     Args:
-        history: of the run.
-        steps: every step on record, those that were lost too, in any order.
+        history: the history of the run.
+        steps: every step on record, lost steps too, in any order.
         now_s: end of the account of a run that goes on.
-        newest: step of the open attempt of a command, None when it is not known.
+        newest: newest step of a command's open attempt, None where it is unknown.
     """
     if history.job is None:
         return Account(())
@@ -207,8 +207,8 @@ def account(
     if history.is_command:
         _add_command_steps(timeline, attempts)
     _add_steps(timeline, history, attempts)
-    for one in attempts:
-        _add_events(timeline, one)
+    for attempt in attempts:
+        _add_events(timeline, attempt)
     _add_unsupervised(timeline, history, attempts)
     for from_s, until_s in history.waits:
         timeline.add(Layer.WAITING, Owner.WAITING, from_s, until_s)
@@ -218,7 +218,7 @@ def account(
 
 @dataclass(frozen=True, slots=True)
 class SeenStep:
-    """A step by a heartbeat or by output, and when it was completed."""
+    """A step by a heartbeat or by output, with the time of its completion."""
 
     step: int
     at_s: float
@@ -227,10 +227,10 @@ class SeenStep:
 def _newest_record(
     history: RunHistory, by_attempt: Mapping[Key, Sequence[StepRecord]]
 ) -> SeenStep | None:
-    """The newest step of the open attempt by its records."""
+    """Return the newest step of the open attempt by its records."""
     view = history.open_attempt
-    own = by_attempt.get(view.key, ()) if view is not None else ()
-    last = max(own, key=lambda one: one.at_s, default=None)
+    records = by_attempt.get(view.key, ()) if view is not None else ()
+    last = max(records, key=lambda record: record.at_s, default=None)
     return SeenStep(last.step, last.at_s) if last is not None else None
 
 
@@ -239,12 +239,12 @@ class _Attempt:
     """An attempt and its steps.
 
     Attributes:
-        steps: on record, in the order in which they were completed.
-        to_step: the last one that is known of, None when none is.
-        began_s: when its first step began; None when no step is known.
-        stepped_s: when the last step was completed that is known of.
-        noticed_s: when its end was noticed; None while it goes on.
-        usual_s: how long a step takes.
+        steps: steps on record, in the order of completion.
+        to_step: the last known step, None where no step is known.
+        began_s: begin of its first step; None where no step is known.
+        stepped_s: completion of its last known step.
+        noticed_s: notice of its end; None while it lasts.
+        usual_s: median duration of its steps.
     """
 
     view: AttemptView
@@ -262,7 +262,7 @@ class _Attempt:
 
     @property
     def recovery(self) -> str:
-        """What the time after its end is spent on."""
+        """Owner of the time after its end."""
         if not self.failed:
             return Owner.ENDING
         decision = self.view.decision
@@ -299,111 +299,111 @@ def _attempt_of(
 
 
 def _add_phases(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
-    """Before the first step, between steps, and after the last one."""
+    """Add the times before the first step, between steps, and after the last step."""
     before_s = timeline.from_s
-    before: str = Owner.START_UP
-    for one in attempts:
-        ends = [at_s for at_s in history.ends if before_s <= at_s <= one.view.started.at_s]
+    owner: str = Owner.START_UP
+    for attempt in attempts:
+        ends = [at_s for at_s in history.ends if before_s <= at_s <= attempt.view.started.at_s]
         if ends:
-            timeline.add(Layer.PHASE, before, before_s, ends[0])
-            before_s, before = ends[0], Owner.START_UP
-        until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
-        if one.began_s is None or one.stepped_s is None:
+            timeline.add(Layer.PHASE, owner, before_s, ends[0])
+            before_s, owner = ends[0], Owner.START_UP
+        until_s = attempt.noticed_s if attempt.noticed_s is not None else timeline.to_s
+        if attempt.began_s is None or attempt.stepped_s is None:
             _add_without_steps(
-                timeline, one, before, before_s, until_s, is_command=history.is_command
+                timeline, attempt, owner, before_s, until_s, is_command=history.is_command
             )
         else:
-            timeline.add(Layer.PHASE, before, before_s, one.began_s)
-            _add_between(timeline, one, until_s)
-            if history.is_command and one.noticed_s is None:
-                timeline.add(Layer.PHASE, Owner.COMMAND, one.stepped_s, until_s)
-        before_s, before = until_s, one.recovery
-    timeline.add(Layer.PHASE, before, before_s, timeline.to_s)
+            timeline.add(Layer.PHASE, owner, before_s, attempt.began_s)
+            _add_between(timeline, attempt, attempt.began_s, attempt.stepped_s, until_s)
+            if history.is_command and attempt.noticed_s is None:
+                timeline.add(Layer.PHASE, Owner.COMMAND, attempt.stepped_s, until_s)
+        before_s, owner = until_s, attempt.recovery
+    timeline.add(Layer.PHASE, owner, before_s, timeline.to_s)
 
 
 def _add_without_steps(
     timeline: Timeline,
-    one: _Attempt,
-    before: str,
+    attempt: _Attempt,
+    owner: str,
     before_s: float,
     until_s: float,
     *,
     is_command: bool,
 ) -> None:
-    """An attempt that is not known to have come to a step."""
-    fault = one.view.ended.fault if one.view.ended is not None else None
+    """Add an attempt without a known step."""
+    fault = attempt.view.ended.fault if attempt.view.ended is not None else None
     symptom_s = min(fault.at_s, until_s) if fault is not None else until_s
-    timeline.add(Layer.PHASE, before, before_s, symptom_s)
+    timeline.add(Layer.PHASE, owner, before_s, symptom_s)
     timeline.add(Layer.PHASE, Owner.DETECTION, max(before_s, symptom_s), until_s)
     if is_command:
-        timeline.add(Layer.PHASE, Owner.COMMAND, one.view.started.at_s, symptom_s)
+        timeline.add(Layer.PHASE, Owner.COMMAND, attempt.view.started.at_s, symptom_s)
 
 
-def _add_between(timeline: Timeline, one: _Attempt, until_s: float) -> None:
-    """From the first step of an attempt to the notice of its end."""
-    assert one.began_s is not None  # noqa: S101 asked of attempts with steps
-    assert one.stepped_s is not None  # noqa: S101 likewise
-    recorded_s = one.steps[-1].at_s if one.steps else one.began_s
-    timeline.add(Layer.PHASE, Owner.SAVE, one.began_s, recorded_s)
+def _add_between(
+    timeline: Timeline, attempt: _Attempt, began_s: float, stepped_s: float, until_s: float
+) -> None:
+    """Add the time from the first step of an attempt to the notice of its end."""
+    recorded_s = attempt.steps[-1].at_s if attempt.steps else began_s
+    timeline.add(Layer.PHASE, Owner.SAVE, began_s, recorded_s)
     # Records of steps that no checkpoint covers are lost with the attempt, as the steps are.
-    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, one.stepped_s)
-    if one.noticed_s is None:
+    timeline.add(Layer.PHASE, Owner.REDONE, recorded_s, stepped_s)
+    if attempt.noticed_s is None:
         return
-    if not one.failed:
-        timeline.add(Layer.PHASE, Owner.ENDING, one.stepped_s, until_s)
+    if not attempt.failed:
+        timeline.add(Layer.PHASE, Owner.ENDING, stepped_s, until_s)
         return
-    fault = one.view.ended.fault if one.view.ended is not None else None
-    cut_s = one.stepped_s
+    fault = attempt.view.ended.fault if attempt.view.ended is not None else None
+    cut_s = stepped_s
     if fault is not None and fault.at_s < until_s:
-        cut_s = max(cut_s, min(fault.at_s, one.stepped_s + one.usual_s))
-    timeline.add(Layer.PHASE, Owner.REDONE, one.stepped_s, cut_s)
+        cut_s = max(cut_s, min(fault.at_s, stepped_s + attempt.usual_s))
+    timeline.add(Layer.PHASE, Owner.REDONE, stepped_s, cut_s)
     timeline.add(Layer.PHASE, Owner.DETECTION, cut_s, until_s)
 
 
 def _add_steps(timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]) -> None:
-    for one, lost in zip(
-        attempts, _lost_steps(history, [one.steps for one in attempts]), strict=True
+    for attempt, lost in zip(
+        attempts, _find_lost_steps(history, [attempt.steps for attempt in attempts]), strict=True
     ):
-        for step in one.steps:
+        for step in attempt.steps:
             owner = Owner.REDONE if id(step) in lost else Owner.PRODUCTIVE
             timeline.add(Layer.STEP, owner, step.at_s - step.step_s, step.at_s)
 
 
 def _add_command_steps(timeline: Timeline, attempts: Sequence[_Attempt]) -> None:
-    """The time of steps of a command that no later attempt did again."""
+    """Add the time of a command's steps that no later attempt did again."""
     goes_on_from = float("inf")
-    for one in reversed(attempts):
-        first = one.view.first_step
-        if first is None or one.began_s is None or one.stepped_s is None:
+    for attempt in reversed(attempts):
+        first = attempt.view.first_step
+        if first is None or attempt.began_s is None or attempt.stepped_s is None:
             continue
-        to_step = max(one.to_step or 0, first.step)
-        kept = max(0.0, min(to_step, goes_on_from) - first.step)
-        share = kept / (to_step - first.step) if to_step > first.step else 0.0
-        kept_s = one.began_s + share * (one.stepped_s - one.began_s)
-        timeline.add(Layer.STEP, Owner.PRODUCTIVE, one.began_s, kept_s)
-        goes_on_from = min(goes_on_from, one.view.from_step)
+        to_step = max(attempt.to_step or 0, first.step)
+        num_productive = max(0.0, min(to_step, goes_on_from) - first.step)
+        share = num_productive / (to_step - first.step) if to_step > first.step else 0.0
+        kept_s = attempt.began_s + share * (attempt.stepped_s - attempt.began_s)
+        timeline.add(Layer.STEP, Owner.PRODUCTIVE, attempt.began_s, kept_s)
+        goes_on_from = min(goes_on_from, attempt.view.from_step)
 
 
-def _lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
-    """Of every attempt the `id` of the records whose steps were lost.
+def _find_lost_steps(history: RunHistory, steps: Sequence[Sequence[StepRecord]]) -> list[set[int]]:
+    """Find for every attempt the `id` of the records whose steps were lost.
 
     A step is lost when a later attempt, or a recovery in the same one, went back behind it.
 
     Args:
-        history: of the run.
-        steps: of every attempt, in the order in which they were completed.
+        history: the history of the run.
+        steps: steps of every attempt, in the order of completion.
     """
-    found: list[set[int]] = []
+    lost: list[set[int]] = []
     goes_on_from: float = float("inf")
-    for view, own in zip(reversed(history.attempts), reversed(steps), strict=True):
-        found.append(_lost_in(view, own, goes_on_from))
-        if view.first_step is not None or own:
-            first = own[0].step - 1 if own else view.from_step
+    for view, records in zip(reversed(history.attempts), reversed(steps), strict=True):
+        lost.append(_find_lost_in(view, records, goes_on_from))
+        if view.first_step is not None or records:
+            first = records[0].step - 1 if records else view.from_step
             goes_on_from = min(goes_on_from, view.from_step, first)
-    return found[::-1]
+    return lost[::-1]
 
 
-def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float) -> set[int]:
+def _find_lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float) -> set[int]:
     back = [
         (recovery.began.fault.at_s, recovery.ended.step)
         for recovery in view.recoveries
@@ -418,45 +418,45 @@ def _lost_in(view: AttemptView, steps: Sequence[StepRecord], goes_on_from: float
             newest = min(newest, back.pop()[1])
         if step.step > newest:
             lost.add(id(step))
-        # Of a step that was done again the last completion counts.
+        # The last completion of a repeated step counts.
         newest = min(newest, step.step - 1)
     return lost
 
 
-def _add_events(timeline: Timeline, one: _Attempt) -> None:
-    """Pauses and recoveries inside the processes."""
-    until_s = one.noticed_s if one.noticed_s is not None else timeline.to_s
-    for pause in one.view.pauses:
+def _add_events(timeline: Timeline, attempt: _Attempt) -> None:
+    """Add pauses and recoveries inside the processes."""
+    until_s = attempt.noticed_s if attempt.noticed_s is not None else timeline.to_s
+    for pause in attempt.view.pauses:
         to_s = pause.ended.at_s if pause.ended is not None else until_s
         timeline.add(Layer.PAUSE, Owner.PAUSED, pause.began.at_s, to_s)
-    for recovery in one.view.recoveries:
-        _add_recovery(timeline, one, recovery, until_s)
+    for recovery in attempt.view.recoveries:
+        _add_recovery(timeline, attempt, recovery, until_s)
 
 
 def _add_recovery(
-    timeline: Timeline, one: _Attempt, recovery: InProcessRecovery, until_s: float
+    timeline: Timeline, attempt: _Attempt, recovery: InProcessRecovery, until_s: float
 ) -> None:
     owner, noticed_s = RECOVERY[recovery.began.decision.rung], recovery.began.fault.at_s
     over_s = recovery.ended.at_s if recovery.ended is not None else until_s
     timeline.add(Layer.RECOVERY, owner, noticed_s, over_s)
-    index = bisect_right(one.steps, noticed_s, key=lambda step: step.at_s)
-    last = one.steps[index - 1] if index else None
+    index = bisect_right(attempt.steps, noticed_s, key=lambda step: step.at_s)
+    last = attempt.steps[index - 1] if index else None
     if last is not None:
-        lost_s = _missing(recovery, last) * one.usual_s
+        lost_s = _count_unrecorded_steps(recovery, last) * attempt.usual_s
         timeline.add(Layer.AROUND, Owner.DETECTION, last.at_s, noticed_s)
         timeline.add(Layer.AROUND, Owner.REDONE, last.at_s, min(last.at_s + lost_s, noticed_s))
-    if index == len(one.steps):
+    if index == len(attempt.steps):
         return
-    following = one.steps[index]
+    following = attempt.steps[index]
     begin_s = following.at_s - following.step_s
     if recovery.succeeded:
         timeline.add(Layer.AROUND, owner, over_s, begin_s)
     # The record of a step that was finished by the recovery itself spans the fault.
-    timeline.add(Layer.IN_STEP, Owner.DETECTION, begin_s + one.usual_s, noticed_s)
+    timeline.add(Layer.IN_STEP, Owner.DETECTION, begin_s + attempt.usual_s, noticed_s)
 
 
-def _missing(recovery: InProcessRecovery, last: StepRecord) -> int:
-    """How many of the steps that a recovery lost are not on record."""
+def _count_unrecorded_steps(recovery: InProcessRecovery, last: StepRecord) -> int:
+    """Count the steps lost by a recovery that have no record."""
     ended = recovery.ended
     if ended is None or ended.step is None:
         return 0
@@ -466,11 +466,11 @@ def _missing(recovery: InProcessRecovery, last: StepRecord) -> int:
 def _add_unsupervised(
     timeline: Timeline, history: RunHistory, attempts: Sequence[_Attempt]
 ) -> None:
-    """Times without a supervisor in which, as far as is known, nothing trained."""
+    """Add times without a supervisor in which, as far as is known, nothing trained."""
     alive = sorted(
-        (one.view.started.at_s, until_s)
-        for one in attempts
-        if (until_s := _alive_until(one, is_command=history.is_command)) is not None
+        (attempt.view.started.at_s, until_s)
+        for attempt in attempts
+        if (until_s := _alive_until(attempt, is_command=history.is_command)) is not None
     )
     for from_s, until_s in history.unattended:
         at_s = from_s
@@ -480,14 +480,14 @@ def _add_unsupervised(
         timeline.add(Layer.UNSUPERVISED, Owner.UNSUPERVISED, at_s, until_s)
 
 
-def _alive_until(one: _Attempt, *, is_command: bool) -> float | None:
-    """Until when an attempt is known to have trained; None where that is not known.
+def _alive_until(attempt: _Attempt, *, is_command: bool) -> float | None:
+    """Return the time until which an attempt is known to have trained; None if unknown.
 
     The steps of a command are mostly not known: its processes show that it went on.
     """
     if not is_command:
-        return one.stepped_s
-    if one.view.ended is None:
+        return attempt.stepped_s
+    if attempt.view.ended is None:
         return math.inf
-    known = [at_s for at_s in (one.stepped_s, one.view.ended.lived_s) if at_s is not None]
-    return max(known, default=None)
+    times_s = [at_s for at_s in (attempt.stepped_s, attempt.view.ended.lived_s) if at_s is not None]
+    return max(times_s, default=None)

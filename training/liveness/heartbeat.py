@@ -17,7 +17,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Self
 
-from perdure.training.processes import rank_in
+from perdure.training.processes import read_rank
 
 _OPERATION_BYTES = 48
 _RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
@@ -226,7 +226,7 @@ class HeartbeatReader:
 
 
 def _own_name() -> str:
-    rank, _ = rank_in(os.environ)
+    rank, _ = read_rank(os.environ)
     return str(rank) if rank is not None else f"pid{os.getpid()}"
 
 

@@ -1,9 +1,9 @@
-"""A device computes a matmul whose result is known, again and again.
+"""The burn-in of a device: repeated products of matrices whose result is known.
 
 All entries are small integers, so that every product and every partial sum is a whole number
 below 2**24: float32 holds it exactly, and so do TF32 and HF32 with their shorter mantissas of
-inputs. Whatever the order of summation, a device that computes right agrees in every bit with the
-digest below, which was computed with whole numbers.
+inputs. In any order of summation, a device that computes correctly agrees in every bit with the
+digest below, which comes from whole numbers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NAME = "burn_in"
 
 
 @dataclass(frozen=True, slots=True)
-class Burnt:
-    """What a burn-in has shown.
+class BurnInResult:
+    """The result of a burn-in.
 
     Attributes:
-        wrong: how many entries of the first wrong product were wrong; 0: all products were right.
-        flop_s: floating-point operations per second, all products together.
+        wrong: number of wrong entries in the first wrong product; 0 where all products were right.
+        flop_s: floating-point operations per second over all products.
     """
 
     wrong: int
@@ -42,8 +42,8 @@ class Burnt:
     flop_s: float
 
 
-def matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Two square matrices of whole numbers from -LARGEST to LARGEST, the same everywhere.
+def make_matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Make two square matrices of whole numbers from -LARGEST to LARGEST, the same everywhere.
 
     A linear congruential generator (constants of Numerical Recipes): its bits are a matter of
     whole-number arithmetic, not of a library's version.
@@ -57,8 +57,8 @@ def matrices(size: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     return entries[0], entries[1]
 
 
-def digest(product: npt.NDArray[np.int32]) -> str:
-    """What a product is compared by."""
+def digest_product(product: npt.NDArray[np.int32]) -> str:
+    """Compute the digest by which products are compared."""
     return xxhash.xxh3_64_hexdigest(product.astype("<i4").tobytes())
 
 
@@ -68,12 +68,12 @@ def burn(
     *,
     clock: Callable[[], float] = time.perf_counter,
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
-) -> Burnt:
-    """Multiply for a while; at least twice, so that a device also agrees with itself."""
+) -> BurnInResult:
+    """Multiply for some seconds, at least twice, so that a device also agrees with itself."""
     size = CPU_SIZE if device.type == "cpu" else DEVICE_SIZE
-    a, b = (torch.from_numpy(m).to(device=device, dtype=torch.float32) for m in matrices(size))
+    a, b = (torch.from_numpy(m).to(device=device, dtype=torch.float32) for m in make_matrices(size))
     first = multiply(a, b)
-    first_digest = digest(first.cpu().numpy().astype(np.int32))
+    first_digest = digest_product(first.cpu().numpy().astype(np.int32))
     wrong = (
         0
         if first_digest == DIGESTS[size]
@@ -82,27 +82,27 @@ def burn(
     began_s = clock()
     repeats = 0
     while not wrong and (repeats < 1 or clock() - began_s < seconds):
-        again = multiply(a, b)
-        wrong = int((again != first).sum())  # waits for the device
+        product = multiply(a, b)
+        wrong = int((product != first).sum())  # waits for the device
         repeats += 1
     synchronize(device)
     took_s = max(clock() - began_s, 1e-9)
-    return Burnt(wrong, repeats, 2.0 * size**3 * repeats / took_s)
+    return BurnInResult(wrong, repeats, 2.0 * size**3 * repeats / took_s)
 
 
 def check_device(device: torch.device, seconds: float) -> Check:
     """Burn a device in."""
     try:
         burnt = burn(device, seconds)
-    except RuntimeError as error:  # what torch raises for a device that fails
+    except RuntimeError as error:  # torch raises it for a device that fails
         reason = f"{device}: {str(error).strip().splitlines()[0]}"
         return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=reason)
     figures = {"gflop_s": burnt.flop_s / 1e9}
     allowed = "every entry right"
     if burnt.wrong:
-        seen = f"{device}: {burnt.wrong} entries of product {burnt.repeats + 1} are wrong"
+        text = f"{device}: {burnt.wrong} entries of product {burnt.repeats + 1} are wrong"
         return Check(
-            name=NAME, outcome=CheckOutcome.FAILED, seen=seen, allowed=allowed, figures=figures
+            name=NAME, outcome=CheckOutcome.FAILED, seen=text, allowed=allowed, figures=figures
         )
-    seen = f"{device}: {burnt.repeats} products right, {burnt.flop_s / 1e9:.1f} GFLOP/s"
-    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed, figures=figures)
+    text = f"{device}: {burnt.repeats} products right, {burnt.flop_s / 1e9:.1f} GFLOP/s"
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=text, allowed=allowed, figures=figures)

@@ -1,87 +1,89 @@
-"""The chips of a node between two attempts in place: are they ill, and their reset.
+"""Inspection and reset of a node's chips between two attempts in place.
 
-Written for npu-smi 23.0 to 26.0; on devices of another kind NVML is asked where it is there, and
-nothing is reset. Nothing here was run on an Ascend chip. Times are seconds.
+Written for npu-smi 23.0 to 26.0; for other devices NVML reports where it is installed, and nothing
+is reset. Nothing here was run on an Ascend chip. Times are seconds.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from perdure.training.node_checks.devices import Ask, check_history, judge_devices
+from perdure.training.node_checks.devices import check_history, judge_devices
 from perdure.training.recovery.healing import RESET_COMMAND_LIMIT_S, HealPlan, is_still_there
 from perdure.training.telemetry import npu_smi
 from perdure.training.telemetry.sampling import NPU_SMI, Sampler, reset_command
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import CheckOutcome
 
-# How a tool words that it did not do what it was asked to; what it did shows the check after it.
+# Words of a tool that refused a reset; the check after it shows whether a reset helped.
 _REFUSED = re.compile(r"fail|error|not support|invalid|denied|permission", re.IGNORECASE)
-MAX_SEEN_CHARS = 200
+_MAX_TEXT_CHARS = 200
 
 
-class AskWithAnswers(Protocol):
-    """Runs a tool that asks back; see `vendor_tools.ask`."""
+class _AskWithAnswers(Protocol):
+    """A function that runs a tool and answers its questions; see `vendor_tools.run_tool`."""
 
     def __call__(self, command: Sequence[str], *, timeout_s: float, answers: str) -> str:
-        """What it prints."""
+        """Return the tool's output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What the driver shows of the chips.
+class ChipInspection:
+    """The state of chips as their driver reports it.
 
     Attributes:
-        is_good: it reports no fault.
-        codes: that it reports.
+        is_good: whether it reports no fault.
+        codes: fault codes of the chips.
     """
 
     is_good: bool
     codes: tuple[str, ...]
-    seen: str
+    text: str
 
 
-def look_at_chips(
-    plan: HealPlan, slots: int, folder: Path, *, closely: Collection[int], ask_tool: Ask = ask
-) -> Look:
-    """Ask the driver for the health and the error counters of the chips.
+def inspect_chips(
+    plan: HealPlan, slots: int, folder: Path, *, suspects: Collection[int], ask_tool: Ask = run_tool
+) -> ChipInspection:
+    """Inspect the health and the error counters of the chips by their driver.
 
     Args:
-        plan: has the code that should be gone.
-        slots: devices of the node that the job uses, from 0 on; all must be there.
-        folder: of the container.
-        closely: those of them that were at fault.
+        plan: holds the code that the chips must no longer report.
+        slots: number of devices that the job uses, from 0 on; all must be there.
+        folder: the container's own; the sample has its disk.
+        suspects: indices of the devices that were at fault.
         ask_tool: runs a tool.
     """
-    sample = Sampler(folder, slots, closely=closely, ask_tool=ask_tool).look()
+    sample = Sampler(folder, slots, detailed_devices=suspects, ask_tool=ask_tool).take_sample()
     health = judge_devices(sample, slots)
-    codes = tuple(dict.fromkeys(code for one in sample.devices for code in one.error_codes))
+    codes = tuple(dict.fromkeys(code for device in sample.devices for code in device.error_codes))
     if health.outcome is CheckOutcome.FAILED:
-        return Look(is_good=False, codes=codes, seen=health.seen)
+        return ChipInspection(is_good=False, codes=codes, text=health.seen)
     if is_still_there(plan, codes):
-        return Look(is_good=False, codes=codes, seen=f"code {plan.code} is still reported")
+        return ChipInspection(
+            is_good=False, codes=codes, text=f"code {plan.code} is still reported"
+        )
     if find_tool(NPU_SMI) is not None:
-        history = check_history(slots, devices=closely, ask_tool=ask_tool)
+        history = check_history(slots, devices=suspects, ask_tool=ask_tool)
         if history.outcome is CheckOutcome.FAILED:
-            return Look(is_good=False, codes=codes, seen=history.seen)
-    return Look(is_good=True, codes=codes, seen=health.seen)
+            return ChipInspection(is_good=False, codes=codes, text=history.seen)
+    return ChipInspection(is_good=True, codes=codes, text=health.seen)
 
 
 def reset_chips(
     devices: Collection[int],
     *,
-    ask_tool: Callable[[Sequence[str]], str] = ask,
-    command: AskWithAnswers = ask,
+    ask_tool: Ask = run_tool,
+    command: _AskWithAnswers = run_tool,
 ) -> tuple[bool, str]:
-    """Reset chips by the driver's own tool. Whether it did so, and its words.
+    """Reset chips by the driver's own tool. Return whether it did so, and its words.
 
-    None is reset while a process uses any chip of the node: on some servers a reset is one of all
-    chips (npu-smi warns of it), and another job's would be lost.
+    No chip is reset while a process uses any chip of the node: on some servers a reset resets all
+    chips (npu-smi warns of it), and would cost another job its chips.
     """
     if find_tool(NPU_SMI) is None:
         return False, f"not possible, {NPU_SMI} is not installed"
@@ -89,7 +91,7 @@ def reset_chips(
         table = ask_tool((NPU_SMI, "info"))
         if num_busy := npu_smi.parse_processes(table):
             return False, f"not done, {num_busy} processes use chips of the node"
-        chips = [one for n, one in enumerate(npu_smi.parse_table(table)) if n in devices]
+        chips = [chip for n, chip in enumerate(npu_smi.parse_table(table)) if n in devices]
         answers = [
             command(reset_command(chip), timeout_s=RESET_COMMAND_LIMIT_S, answers="y\n")
             for chip in chips
@@ -100,6 +102,6 @@ def reset_chips(
         return False, "not possible, the device is not in the driver's table"
     refused = next((text for text in answers if _REFUSED.search(text)), None)
     if refused is not None:
-        return False, f"refused: {' '.join(refused.split())[:MAX_SEEN_CHARS]}"
+        return False, f"refused: {' '.join(refused.split())[:_MAX_TEXT_CHARS]}"
     names = ", ".join(f"{chip.npu}.{chip.chip}" for chip in chips)
     return True, f"chip {names} by {NPU_SMI}"

@@ -1,7 +1,7 @@
-"""The program that has one device compute: its local index as argument, a check on stdout.
+"""Have a device compute: takes its local index as argument, prints a check on stdout.
 
-A process of its own, for a device that fails may take the process with it; forked from the fork
-server of a container it does not wait for imports.
+It is a process of its own because a device that fails may take the process with it; a fork from
+the fork server of a container does not wait for imports.
 """
 
 from __future__ import annotations

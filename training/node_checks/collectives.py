@@ -1,13 +1,13 @@
-"""All devices of one node in one all-reduce, by CANN's own program for it.
+"""Checks of the links by all-reduces: among a node's devices, and among all ranks of the gang.
 
-The gang's check is torch's view of the same links; this one has no torch in it, so the two together
-say whether a failure is the software's or the links'. HCCL, "HCCL Performance Tester": built by the
-user below `$ASCEND_HOME_PATH/tools/hccl_test`, started by an mpirun of MPICH or Open MPI.
+CANN's own program tests the devices of a node without torch, and the gang tests the same links
+with torch: both together show whether a failure is the software's or the links'. HCCL, "HCCL
+Performance Tester": the user builds it below `$ASCEND_HOME_PATH/tools/hccl_test`, and an mpirun of
+MPICH or Open MPI starts it.
 
-All ranks of the gang find each other, and all-reduce numbers whose sum is known.
-
-A rank that does not come is named by those that did: they meet in a store before any collective
-starts. The sums are of whole numbers and therefore exact. Times are seconds, sizes bytes.
+The ranks of the gang meet in a store before any collective starts, so that the ranks that came
+name the ranks that did not. The sums are of whole numbers and therefore exact. Times are seconds,
+sizes bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from perdure.training.device import backend_of, synchronize
 from perdure.training.node_checks.verdict import ALL_REDUCE, JOIN
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import Check, CheckOutcome
 from perdure.training.wire.rendezvous import serve_store
 
 NAME = "hccl_test"
-MPIRUN = "mpirun"
+_MPIRUN = "mpirun"
 HOME = "ASCEND_HOME_PATH"
 _PROGRAM = Path("tools/hccl_test/bin/all_reduce_test")
 # Open MPI refuses root without these two, and a container's user is root; MPICH ignores them.
@@ -43,15 +43,15 @@ _ROW = re.compile(r"^\s*(\d+)\s*\|\s*([\d.]+)\s*\|\s*([\d.]+)\s*\|\s*(\w+)", re.
 _ERROR = re.compile(r"^.*interface return err.*retcode: *-?\d+", re.MULTILINE)
 
 
-class Ask(Protocol):
-    """How a tool is run."""
+class _AskWithLimit(Protocol):
+    """A function that runs a tool."""
 
     def __call__(self, command: Sequence[str], *, timeout_s: float) -> str:
-        """What it prints."""
+        """Return the tool's output."""
 
 
 @dataclass(frozen=True, slots=True)
-class LinkMeasurement:
+class _LinkMeasurement:
     """A line of the program's table; `result` is success, failed or NULL (not checked)."""
 
     size_bytes: int
@@ -59,23 +59,27 @@ class LinkMeasurement:
     result: str
 
 
-def parse_rows(text: str) -> tuple[LinkMeasurement, ...]:
-    """The table: size (bytes), time (us), bandwidth (GB/s), result of the comparison."""
+def _parse_rows(text: str) -> tuple[_LinkMeasurement, ...]:
+    """Parse the table: size (bytes), time (us), bandwidth (GB/s), result of the comparison."""
     return tuple(
-        LinkMeasurement(int(size), float(bandwidth), result)
+        _LinkMeasurement(int(size), float(bandwidth), result)
         for size, _, bandwidth, result in _ROW.findall(text)
     )
 
 
 def check_links(
-    slots: int, environment: Mapping[str, str], *, timeout_s: float, ask_tool: Ask = ask
+    slots: int,
+    environment: Mapping[str, str],
+    *,
+    timeout_s: float,
+    ask_tool: _AskWithLimit = run_tool,
 ) -> tuple[Check, ...]:
-    """Run it on all slots of this node; nothing where there is no CANN, or a single device.
+    """Run the program on all slots of this node; no check without CANN, or for one device.
 
     Args:
-        slots: devices of the node that the job uses.
-        environment: of the node.
-        timeout_s: after which a collective hangs.
+        slots: number of devices that the job uses on the node.
+        environment: variables of the node.
+        timeout_s: limit of the whole program.
         ask_tool: runs a tool.
     """
     home = environment.get(HOME)
@@ -83,59 +87,59 @@ def check_links(
         return ()
     program = Path(home) / _PROGRAM
     if not program.is_file():
-        return (_check_links(CheckOutcome.SKIPPED, f"not built: there is no {program}"),)
-    if find_tool(MPIRUN) is None:
-        return (_check_links(CheckOutcome.SKIPPED, f"{MPIRUN} is not in PATH"),)
+        return (_link_check(CheckOutcome.SKIPPED, f"not built: there is no {program}"),)
+    if find_tool(_MPIRUN) is None:
+        return (_link_check(CheckOutcome.SKIPPED, f"{_MPIRUN} is not in PATH"),)
     count = str(slots)
-    command = ("env", *_AS_ROOT, MPIRUN, "-n", count, str(program), *_SIZES)
+    command = ("env", *_AS_ROOT, _MPIRUN, "-n", count, str(program), *_SIZES)
     try:
         text = ask_tool((*command, "-d", "fp32", "-o", "sum", "-p", count), timeout_s=timeout_s)
     except NoAnswer:
-        seen = f"{slots} devices: no result within {timeout_s:g} s"
-        return (_check_links(CheckOutcome.FAILED, seen),)
-    return (judge(text, slots),)
+        reason = f"{slots} devices: no result within {timeout_s:g} s"
+        return (_link_check(CheckOutcome.FAILED, reason),)
+    return (judge_links(text, slots),)
 
 
-def judge(text: str, slots: int) -> Check:
-    """What its output says: a wrong sum and an error of HCCL fail, a program in trouble warns."""
-    rows = parse_rows(text)
+def judge_links(text: str, slots: int) -> Check:
+    """Judge the output: wrong sums and errors of HCCL fail, a program in trouble warns."""
+    rows = _parse_rows(text)
     wrong = [f"{row.size_bytes} B" for row in rows if row.result == "failed"]
     error = _ERROR.search(text)
     if wrong:
-        return _check_links(
+        return _link_check(
             CheckOutcome.FAILED, f"wrong sums over {slots} devices of {', '.join(wrong)}"
         )
     if error is not None:
-        return _check_links(CheckOutcome.FAILED, error.group().strip())
+        return _link_check(CheckOutcome.FAILED, error.group().strip())
     if not rows:
-        # mpirun and the program may not fit each other: that says nothing of the devices.
+        # mpirun and the program may not fit each other: that shows nothing about the devices.
         last = (text.strip().splitlines() or ["nothing was printed"])[-1]
-        return _check_links(CheckOutcome.WARNING, f"no result: {last[:300]}")
+        return _link_check(CheckOutcome.WARNING, f"no result: {last[:300]}")
     best = max(row.bandwidth_gb_s for row in rows)
-    seen = f"{slots} devices, {best:.1f} GB/s for up to {rows[-1].size_bytes >> 20} MiB"
-    check = _check_links(CheckOutcome.OK, seen)
+    summary = f"{slots} devices, {best:.1f} GB/s for up to {rows[-1].size_bytes >> 20} MiB"
+    check = _link_check(CheckOutcome.OK, summary)
     return check.model_copy(update={"figures": {"algorithm_bandwidth_gb_s": best}})
 
 
-def _check_links(outcome: CheckOutcome, seen: str) -> Check:
-    return Check(name=NAME, outcome=outcome, seen=seen, allowed="every sum right")
+def _link_check(outcome: CheckOutcome, text: str) -> Check:
+    return Check(name=NAME, outcome=outcome, seen=text, allowed="every sum right")
 
 
 POLL_S = 0.1
-LEAVE_S = 5.0  # for the others to be done with the store before its owner leaves
+_LEAVE_S = 5.0  # for the other ranks to finish with the store before its owner leaves
 SMALL_REPEATS, LARGE_REPEATS = 10, 3
-LARGE_BYTES = {"cpu": 4 << 20}
-DEVICE_LARGE_BYTES = 64 << 20
+_LARGE_BYTES = {"cpu": 4 << 20}
+_DEVICE_LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place in the gang.
+    """The place of a rank in the gang.
 
     Attributes:
-        host: where rank 0 listens.
-        join_s: for all ranks to come.
-        timeout_s: of a collective.
+        host: address where rank 0 listens.
+        join_s: limit for all ranks to come.
+        timeout_s: limit of a collective.
     """
 
     rank: int
@@ -147,7 +151,7 @@ class Seat:
 
 
 def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
-    """Join, then all-reduce; what cannot be is a failed check, not an error."""
+    """Join, then all-reduce; a failure is a failed check, not an error."""
     if seat.world_size == 1:
         return (Check(name=ALL_REDUCE, outcome=CheckOutcome.SKIPPED, seen="one rank has no peers"),)
     began_s = time.monotonic()
@@ -155,24 +159,24 @@ def check_gang(seat: Seat, device: torch.device) -> tuple[Check, ...]:
         store = _open_store(seat)
         _mark(store, "joined", seat.rank)
     except (OSError, RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        seen = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
-        return (_check_gang(JOIN, CheckOutcome.FAILED, seen, began_s),)
-    joined = _check_gang(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
+        text = f"rank {seat.rank} does not reach {seat.host}:{seat.port}: {_first_line(error)}"
+        return (_gang_check(JOIN, CheckOutcome.FAILED, text, began_s),)
+    joined = _gang_check(JOIN, CheckOutcome.OK, f"rank {seat.rank} joined", began_s)
     try:
         absent = _await_all(store, "joined", seat.world_size, seat.join_s)
     except RuntimeError as error:  # rank 0 has given up on another rank, and its store has ended
-        seen = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
-        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
+        text = f"rank 0 left while rank {seat.rank} waited for the others: {_first_line(error)}"
+        return joined, _gang_check(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
     if absent:
         if seat.rank == 0:
-            time.sleep(LEAVE_S)  # the others may have begun to wait a little later
+            time.sleep(_LEAVE_S)  # the others may have begun to wait a little later
         ranks = ", ".join(map(str, absent[:8]))
-        seen = f"no answer from ranks {ranks} within {seat.join_s:g} s"
-        return joined, _check_gang(ALL_REDUCE, CheckOutcome.WARNING, seen, began_s)
+        text = f"no answer from ranks {ranks} within {seat.join_s:g} s"
+        return joined, _gang_check(ALL_REDUCE, CheckOutcome.WARNING, text, began_s)
     reduced = _all_reduce(seat, store, device)
     _mark(store, "left", seat.rank)
     if seat.rank == 0:
-        _await_all(store, "left", seat.world_size, LEAVE_S)
+        _await_all(store, "left", seat.world_size, _LEAVE_S)
     return joined, reduced
 
 
@@ -195,7 +199,7 @@ def _mark(store: Store, stage: str, rank: int) -> None:
 
 
 def _await_all(store: Store, stage: str, world_size: int, timeout_s: float) -> list[int]:
-    """Wait until every rank has marked a stage. Those that have not."""
+    """Wait until every rank has marked a stage. Return the ranks that have not."""
     until_s = time.monotonic() + timeout_s
     # Counted: if every rank read every rank's mark, a large gang would make millions of reads.
     while store.add(stage, 0) < world_size:
@@ -216,32 +220,34 @@ def _all_reduce(seat: Seat, store: Store, device: torch.device) -> Check:
             timeout=timedelta(seconds=seat.timeout_s),
         )
         try:
-            return _measured(seat, device, began_s)
+            return _measure(seat, device, began_s)
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
-        seen = f"rank {seat.rank}: {_first_line(error)}"
-        return _check_gang(ALL_REDUCE, CheckOutcome.FAILED, seen, began_s)
+        text = f"rank {seat.rank}: {_first_line(error)}"
+        return _gang_check(ALL_REDUCE, CheckOutcome.FAILED, text, began_s)
 
 
-def _measured(seat: Seat, device: torch.device, began_s: float) -> Check:
-    large = LARGE_BYTES.get(device.type, DEVICE_LARGE_BYTES)
-    latency_s = statistics.median(_timed(seat, device, 1, SMALL_REPEATS))
-    best_s = min(_timed(seat, device, large // 4, LARGE_REPEATS))
+def _measure(seat: Seat, device: torch.device, began_s: float) -> Check:
+    large = _LARGE_BYTES.get(device.type, _DEVICE_LARGE_BYTES)
+    latency_s = statistics.median(_time_all_reduces(seat, device, 1, SMALL_REPEATS))
+    best_s = min(_time_all_reduces(seat, device, large // 4, LARGE_REPEATS))
     # As nccl-tests and hccl_test count: bytes over each link, of a ring.
     share = 2.0 * (seat.world_size - 1) / seat.world_size
     bandwidth = share * large / best_s
     figures = {"latency_us": latency_s * 1e6, "bus_bandwidth_mb_s": bandwidth / 1e6}
-    seen = (
+    text = (
         f"{backend_of(device)}, {seat.world_size} ranks: {latency_s * 1e6:.0f} us for 4 B, "
         f"{bandwidth / 1e6:.0f} MB/s for {large >> 20} MiB"
     )
-    check = _check_gang(ALL_REDUCE, CheckOutcome.OK, seen, began_s)
+    check = _gang_check(ALL_REDUCE, CheckOutcome.OK, text, began_s)
     return check.model_copy(update={"figures": figures, "allowed": "every sum right"})
 
 
-def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterator[float]:
-    """Seconds of each all-reduce of `count` floats, the first one not counted.
+def _time_all_reduces(
+    seat: Seat, device: torch.device, count: int, repeats: int
+) -> Iterator[float]:
+    """Yield the seconds of each all-reduce of `count` floats, but those of the first.
 
     Raises:
         RuntimeError: a sum is wrong.
@@ -260,8 +266,8 @@ def _timed(seat: Seat, device: torch.device, count: int, repeats: int) -> Iterat
             yield took_s
 
 
-def _check_gang(name: str, outcome: CheckOutcome, seen: str, began_s: float) -> Check:
-    return Check(name=name, outcome=outcome, seen=seen, seconds=time.monotonic() - began_s)
+def _gang_check(name: str, outcome: CheckOutcome, text: str, began_s: float) -> Check:
+    return Check(name=name, outcome=outcome, seen=text, seconds=time.monotonic() - began_s)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,32 +1,29 @@
-"""The devices of a node: all there, healthy, with their links up, by the driver's own tools."""
+"""Checks of a node's devices by the driver's tools: all there, healthy, with their links up."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from perdure.training.telemetry import npu_smi
 from perdure.training.telemetry import npu_smi as hccn
 from perdure.training.telemetry.sampling import HCCN_TOOL, NPU_SMI, Sampler
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import Check, CheckOutcome, DeviceSample, NodeSample, worst
-
-Ask = Callable[[Sequence[str]], str]
 
 
 def check_devices(folder: Path, slots: int) -> tuple[Check, ...]:
     """Take one sample, and judge it."""
-    seen = Sampler(folder, slots).look()
+    sample = Sampler(folder, slots).take_sample()
     if find_tool(NPU_SMI) is None:
-        return (judge_devices(seen, slots),)
-    return judge_devices(seen, slots), check_history(slots)
+        return (judge_devices(sample, slots),)
+    return judge_devices(sample, slots), check_history(slots)
 
 
 def judge_devices(sample: NodeSample, slots: int) -> Check:
-    """Whether the devices that the ranks will use are there and healthy."""
+    """Judge whether the devices that the ranks will use are there and healthy."""
     allowed = f"{slots} healthy devices"
-    if not sample.devices and not expects_devices(sample):
+    if not sample.devices and not _has_driver(sample):
         why = "; ".join(sample.gaps)
         return Check(name="devices", outcome=CheckOutcome.SKIPPED, seen=f"no devices known: {why}")
     sick = [_complaint(device) for device in sample.devices if not device.is_healthy]
@@ -38,7 +35,7 @@ def judge_devices(sample: NodeSample, slots: int) -> Check:
             name="devices", outcome=CheckOutcome.FAILED, seen="; ".join(gaps), allowed=allowed
         )
     doubtful = [_complaint(device) for device in sample.devices if _is_doubtful(device)]
-    # What is not installed is known and no news; a tool that failed is.
+    # A missing tool is no news; a tool that failed is.
     doubtful += [gap for gap in sample.gaps if not gap.endswith("not installed")]
     name = sample.devices[0].name
     return Check(
@@ -49,7 +46,7 @@ def judge_devices(sample: NodeSample, slots: int) -> Check:
     )
 
 
-def expects_devices(sample: NodeSample) -> bool:
+def _has_driver(sample: NodeSample) -> bool:
     """Whether a driver is there, which then has to show its devices."""
     return f"{NPU_SMI}: not installed" not in sample.gaps
 
@@ -62,46 +59,46 @@ def _complaint(device: DeviceSample) -> str:
 
 
 def _is_doubtful(device: DeviceSample) -> bool:
-    """Usable, but not beyond doubt; a network is Init before its detector has been configured."""
+    """Whether a healthy device is in doubt; a network is Init until its detector has a setting."""
     is_fine = device.health in (None, "OK") and not device.error_codes
     return not is_fine or device.net_health not in (None, "Success", "Init")
 
 
 def check_history(
-    slots: int, *, devices: Collection[int] | None = None, ask_tool: Ask = ask
+    slots: int, *, devices: Collection[int] | None = None, ask_tool: Ask = run_tool
 ) -> Check:
-    """Memory errors, losses of link and packet errors of NPUs since their driver was loaded.
+    """Check memory errors, link losses and packet errors of NPUs since their driver loaded.
 
     Args:
-        slots: devices of the node that the job uses, from 0 on.
-        devices: those of them that are looked at; None: all.
+        slots: number of devices that the job uses, from 0 on.
+        devices: indices of the devices to check; None for all.
         ask_tool: runs a tool.
     """
     wanted = range(slots) if devices is None else devices
     try:
         every = npu_smi.parse_table(ask_tool((NPU_SMI, "info")))[:slots]
         chips = [chip for index, chip in enumerate(every) if index in wanted]
-        found = [line for chip in chips for line in _past(chip, ask_tool)]
+        events = [line for chip in chips for line in _read_history(chip, ask_tool)]
     except NoAnswer as error:
         return Check(
             name="device_history", outcome=CheckOutcome.WARNING, seen=f"no answer: {error}"
         )
     return Check(
         name="device_history",
-        outcome=worst([outcome for outcome, _ in found] or [CheckOutcome.OK]),
-        seen="; ".join(line for _, line in found) or "no memory errors, no losses of link",
-        allowed=f"fewer than {PAGES_LIMIT} isolated pages, no uncorrected memory errors",
+        outcome=worst([outcome for outcome, _ in events] or [CheckOutcome.OK]),
+        seen="; ".join(line for _, line in events) or "no memory errors, no losses of link",
+        allowed=f"fewer than {_PAGES_LIMIT} isolated pages, no uncorrected memory errors",
     )
 
 
 # npu-smi's reference: up to 64 pages of HBM can be isolated, then the device has to be replaced.
-PAGES_LIMIT = 64
+_PAGES_LIMIT = 64
 
 
-def _past(chip: npu_smi.Chip, ask_tool: Ask) -> Iterator[tuple[CheckOutcome, str]]:
+def _read_history(chip: npu_smi.Chip, ask_tool: Ask) -> Iterator[tuple[CheckOutcome, str]]:
     name = f"device {chip.physical}"
     ecc = npu_smi.parse_ecc(ask_tool((NPU_SMI, "info", "-t", "ecc", "-i", str(chip.npu))))
-    if ecc is not None and ecc.isolated_pages >= PAGES_LIMIT:
+    if ecc is not None and ecc.isolated_pages >= _PAGES_LIMIT:
         yield CheckOutcome.FAILED, f"{name}: {ecc.isolated_pages} pages isolated"
     elif ecc is not None and (ecc.double_bit or ecc.isolated_pages):
         yield (
@@ -119,8 +116,3 @@ def _past(chip: npu_smi.Chip, ask_tool: Ask) -> Iterator[tuple[CheckOutcome, str
     wrong = [f"{n}={counters[n]}" for n in hccn.ERROR_COUNTERS if counters.get(n)]
     if wrong:
         yield CheckOutcome.WARNING, f"{name}: {', '.join(wrong)}"
-
-
-def has_torch_npu() -> bool:
-    """Whether ranks of this machine will use NPUs."""
-    return importlib.util.find_spec("torch_npu") is not None

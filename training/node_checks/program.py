@@ -1,13 +1,13 @@
 """Check a node: `python -m perdure.training.node_checks.program`, which reads its task on stdin.
 
 It forks a rank for every slot: each burns its device in and takes part in the check of the gang,
-while the program itself looks at the rest of the node. Torch is imported once, before the fork,
-and no device is touched by the parent. What it found is one line of JSON on stdout. Times are
-seconds.
+while the program itself checks everything else on the node. It imports torch once, before the
+fork, and touches no device. It prints its checks as a line of JSON on stdout. Times are seconds.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import selectors
 import signal
@@ -24,87 +24,88 @@ from perdure.training.device import pick_device
 from perdure.training.node_checks import burn_in
 from perdure.training.node_checks import collectives as gang
 from perdure.training.node_checks.collectives import check_links
-from perdure.training.node_checks.devices import check_devices, has_torch_npu
+from perdure.training.node_checks.devices import check_devices
 from perdure.training.node_checks.host import (
     check_disks,
+    check_job_store,
     check_logs,
     check_memory,
     check_ports,
     check_secrets,
-    check_store_of,
     listening_ports,
 )
-from perdure.training.node_checks.versions import check_versions, installed
+from perdure.training.node_checks.versions import check_versions, read_installed
 from perdure.training.telemetry.device_addresses import check_rank_table, query_of
 from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
 
-END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
+_END_MARGIN_S = 5.0  # for the answer of a node that is late with some of its checks
 MAX_LISTED = 4  # ranks with a failure that are listed one by one
 
 
 def main() -> None:
     """Read the task, check, print."""
     task = NodeTask.model_validate_json(sys.stdin.buffer.read())
-    sys.stdout.buffer.write(CHECKS.dump_json(check_node(task)) + b"\n")
+    sys.stdout.buffer.write(CHECKS.dump_json(_check_node(task)) + b"\n")
     sys.stdout.flush()
 
 
-def check_node(task: NodeTask) -> tuple[Check, ...]:
-    """Everything that the task asks for, with the node's name on it."""
+def _check_node(task: NodeTask) -> tuple[Check, ...]:
+    """Run every check of the task, and put the node's name on each."""
     job = task.job
-    until_s = time.monotonic() + task.timeout_s - END_MARGIN_S
-    ports = _timed(lambda: _ports(job, task)) if task.is_new else []
+    until_s = time.monotonic() + task.timeout_s - _END_MARGIN_S
+    ports = _run_timed(lambda: _check_ports(job, task)) if task.is_new else []
     ranks = [_fork(task, job, local_rank) for local_rank in range(task.slots)]
     try:
-        of_host = _of_host(job, task) if task.is_new else []
-        found = [rank.await_checks(until_s) for rank in ranks]
+        of_host = _check_host(job, task) if task.is_new else []
+        of_ranks = [rank.await_checks(until_s) for rank in ranks]
     finally:
         for rank in ranks:
             rank.end()
     # Once the ranks have let go of the devices.
-    links = _timed(lambda: _links(job, task, until_s)) if task.is_new else []
-    every = (*of_host, *ports, *merged(found), *links)
+    links = _run_timed(lambda: _check_links(job, task, until_s)) if task.is_new else []
+    every = (*of_host, *ports, *merge_checks(of_ranks), *links)
     return tuple(check.model_copy(update={"node": task.node}) for check in every)
 
 
-def _ports(job: Job, task: NodeTask) -> Sequence[Check]:
-    is_first, has_npus = task.first_rank == 0, has_torch_npu()
+def _check_ports(job: Job, task: NodeTask) -> Sequence[Check]:
+    is_first = task.first_rank == 0
+    has_npus = importlib.util.find_spec("torch_npu") is not None
     return [check_ports(job, is_first=is_first, has_npus=has_npus, used=listening_ports)]
 
 
-def _links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
+def _check_links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
     left_s = min(job.preflight.collective_s, until_s - time.monotonic())
     return check_links(task.slots, os.environ, timeout_s=max(0.0, left_s))
 
 
-def _of_host(job: Job, task: NodeTask) -> list[Check]:
+def _check_host(job: Job, task: NodeTask) -> list[Check]:
     folder = Path(task.folder)
     disk = Path(task.node_folder).parent if task.node_folder is not None else folder
-    found = [
-        *_timed(lambda: check_devices(folder, task.slots)),
-        *_timed(lambda: check_versions(installed())),
-        *_timed(
+    checks = [
+        *_run_timed(lambda: check_devices(folder, task.slots)),
+        *_run_timed(lambda: check_versions(read_installed())),
+        *_run_timed(
             lambda: tuple(check_disks(job, disk if disk.is_dir() else folder, task.state_bytes))
         ),
-        *_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
+        *_run_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
         check_logs(job, os.environ),
     ]
-    if any(one.block is None for one in job.env_from.values()):
-        found += _timed(lambda: [check_secrets(job, os.environ)])
+    if any(source.block is None for source in job.env_from.values()):
+        checks += _run_timed(lambda: [check_secrets(job, os.environ)])
     query = query_of(job)
     if query is not None:
-        found += _timed(lambda: [check_rank_table(query)])
+        checks += _run_timed(lambda: [check_rank_table(query)])
     if task.with_store:
-        found += _timed(lambda: [check_store_of(job)])
-    return found
+        checks += _run_timed(lambda: [check_job_store(job)])
+    return checks
 
 
-def _timed(check: Callable[[], Sequence[Check]]) -> list[Check]:
-    """The checks, with the time that they took, together."""
+def _run_timed(check: Callable[[], Sequence[Check]]) -> list[Check]:
+    """Run checks, and put the seconds that they took together on each."""
     began_s = time.monotonic()
-    found = check()
+    checks = check()
     took_s = time.monotonic() - began_s
-    return [one.model_copy(update={"seconds": took_s}) for one in found]
+    return [item.model_copy(update={"seconds": took_s}) for item in checks]
 
 
 @dataclass(slots=True)
@@ -117,19 +118,19 @@ class _Rank:
     is_over: bool = False
 
     def await_checks(self, until_s: float) -> tuple[Check, ...]:
-        """What it found; that it ended without a result, or is late, is a failed check."""
+        """Wait for its checks; an end without a result, or a late result, is a failed check."""
         text = self._read(until_s)
         if text is None:
-            seen = f"slot {self.local_rank}: no result in time"
-            return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=seen),)
+            reason = f"slot {self.local_rank}: no result in time"
+            return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=reason),)
         _, status = os.waitpid(self.pid, 0)
         self.is_over = True
         code = os.waitstatus_to_exitcode(status)
         if code == 0 and text:
             return CHECKS.validate_json(text)
         ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        seen = f"slot {self.local_rank}: its process {ended}"
-        return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=seen),)
+        reason = f"slot {self.local_rank}: its process {ended}"
+        return (Check(name=burn_in.NAME, outcome=CheckOutcome.FAILED, seen=reason),)
 
     def _read(self, until_s: float) -> bytes | None:
         parts: list[bytes] = []
@@ -143,7 +144,7 @@ class _Rank:
         return None
 
     def end(self) -> None:
-        """Leave nothing of it."""
+        """Kill its process, and close the pipe."""
         os.close(self.pipe)
         if not self.is_over:
             os.kill(self.pid, signal.SIGKILL)
@@ -159,7 +160,7 @@ def _fork(task: NodeTask, job: Job, local_rank: int) -> _Rank:
     code = 1
     try:
         os.close(reader)
-        os.write(writer, CHECKS.dump_json(_checks_of_rank(task, job, local_rank)))
+        os.write(writer, CHECKS.dump_json(_check_rank(task, job, local_rank)))
         code = 0
     except BaseException:  # noqa: BLE001 the end of the process, as the interpreter would have it
         traceback.print_exc()
@@ -167,14 +168,14 @@ def _fork(task: NodeTask, job: Job, local_rank: int) -> _Rank:
         os._exit(code)
 
 
-def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, ...]:
-    """In the forked process: the device, then the gang."""
+def _check_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, ...]:
+    """Check, in the forked process, the device, then the gang."""
     began_s = time.monotonic()
     device = pick_device(local_rank)
-    found: list[Check] = []
+    checks: list[Check] = []
     if task.is_new:
         check = burn_in.check_device(device, job.preflight.burn_in_s)
-        found.append(check.model_copy(update={"seconds": time.monotonic() - began_s}))
+        checks.append(check.model_copy(update={"seconds": time.monotonic() - began_s}))
     if task.gang_host is not None:
         seat = gang.Seat(
             rank=task.first_rank + local_rank,
@@ -185,12 +186,12 @@ def _checks_of_rank(task: NodeTask, job: Job, local_rank: int) -> tuple[Check, .
             join_s=job.preflight.collective_s + job.preflight.burn_in_s,
             timeout_s=job.preflight.collective_s,
         )
-        found += gang.check_gang(seat, device)
-    return tuple(found)
+        checks += gang.check_gang(seat, device)
+    return tuple(checks)
 
 
-def merged(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
-    """One check of each name for all ranks of a node: the worst outcome, and who has it."""
+def merge_checks(ranks: Sequence[Sequence[Check]]) -> Iterator[Check]:
+    """Merge the checks of a node's ranks by name: the worst outcome, and the ranks' words."""
     names = dict.fromkeys(check.name for checks in ranks for check in checks)
     for name in names:
         of_name = [check for checks in ranks for check in checks if check.name == name]

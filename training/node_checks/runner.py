@@ -1,4 +1,4 @@
-"""Running the program that checks a node, from outside of it. Times are seconds."""
+"""The start and the end of the program that checks a node. Times are seconds."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from perdure.training.processes import free_port
 from perdure.training.telemetry.vendor_tools import end_session
 from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask
 
-MAX_RANKS = 4
+_MAX_RANKS = 4
 LOOPBACK = "127.0.0.1"
-NODE_PROGRAM = "perdure.training.node_checks.program"
+_NODE_PROGRAM = "perdure.training.node_checks.program"
 
 
 class NodeProgram:
-    """The program on this machine, one at a time: a new task ends the one before it."""
+    """The program on this machine, a single process: a new task ends the earlier task."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, task: NodeTask, environment: Mapping[str, str]) -> tuple[Check, ...]:
-        """Check; that there is no result in time is a failed check, too."""
+        """Run a task; the lack of a result in time is a failed check, too."""
         self.end()
         try:
             process = self._start(environment)
         except OSError as error:
-            return (_failed(task, f"the program does not start: {error}"),)
+            return (_failed_check(task, f"the program does not start: {error}"),)
         try:
             out, _ = process.communicate(task.model_dump_json().encode(), task.timeout_s)
             return CHECKS.validate_json(out)
         except subprocess.TimeoutExpired:
-            seen = f"no answer within {task.timeout_s:g} s"
+            reason = f"no answer within {task.timeout_s:g} s"
         except ValidationError:
             code = process.returncode
-            seen = f"the program ended with exit code {code} and no result"
+            reason = f"the program ended with exit code {code} and no result"
         finally:
             end_session(process)
-        return (_failed(task, seen),)
+        return (_failed_check(task, reason),)
 
     def end(self) -> None:
-        """End the program that runs, if one does; its caller gets a failed check."""
+        """End the running program; its caller gets a failed check."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None and process.poll() is None:
@@ -60,7 +60,7 @@ class NodeProgram:
     def _start(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with self._lock:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", NODE_PROGRAM],
+                [sys.executable, "-m", _NODE_PROGRAM],
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -69,8 +69,8 @@ class NodeProgram:
             return self._process
 
 
-def _failed(task: NodeTask, seen: str) -> Check:
-    return Check(name="node", node=task.node, outcome=CheckOutcome.FAILED, seen=seen)
+def _failed_check(task: NodeTask, reason: str) -> Check:
+    return Check(name="node", node=task.node, outcome=CheckOutcome.FAILED, seen=reason)
 
 
 def check_this_machine(
@@ -79,11 +79,11 @@ def check_this_machine(
     """Check this machine as a node of the job, with the gang as processes of it.
 
     Args:
-        job: whose nodes are meant; of its ranks at most MAX_RANKS are started.
-        state_bytes: model and optimizer state of the whole job; None: not known.
-        environment: of the processes, with the keys of the store.
+        job: at most _MAX_RANKS of its ranks are started.
+        state_bytes: model and optimizer state of the whole job; None where it is unknown.
+        environment: variables of the processes, with the keys of the store.
     """
-    ranks = min(job.engine.world_size, MAX_RANKS)
+    ranks = min(job.engine.world_size, _MAX_RANKS)
     is_new = not has_store(job.storage)
     variables, local = variables_of(job), interface_variables(LOOPBACK)
     with tempfile.TemporaryDirectory(prefix="perdure-preflight-") as folder:
@@ -103,8 +103,8 @@ def check_this_machine(
             timeout_s=job.preflight.limit_s,
             with_store=job.storage.credentials_block is None and not is_new,
         )
-        found = NodeProgram().run(task, {**local, **environment, **variables})
+        checks = NodeProgram().run(task, {**local, **environment, **variables})
     if not is_new:
-        return found
-    seen = f"none is in {job.storage.folder} yet; the first run makes it"
-    return (*found, Check(name="store", outcome=CheckOutcome.SKIPPED, seen=seen))
+        return checks
+    text = f"none is in {job.storage.folder} yet; the first run makes it"
+    return (*checks, Check(name="store", outcome=CheckOutcome.SKIPPED, seen=text))

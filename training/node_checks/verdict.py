@@ -1,7 +1,7 @@
-"""Whose fault a failed check is: one node's, or that of something all nodes share.
+"""The verdict on failed checks: against single nodes, or against the things that all nodes share.
 
-A check that fails on some nodes counts against them. One that fails wherever it was made counts
-against what they share: the store, the job, the image. Pure.
+A check that fails on some nodes counts against them. A check that fails on every node counts
+against a thing that they share: the store, the job, the image. Pure.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from perdure.training.wire.node import Check, CheckOutcome
 # Checks of the gang; named here, for this module must not load torch.
 JOIN = "join"
 ALL_REDUCE = "all_reduce"
-SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
-SPEED = "gflop_s"
-SHARED = frozenset({"store", "store_disk", "secrets"})
+_SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
+_SPEED = "gflop_s"
+_SHARED = frozenset({"store", "store_disk", "secrets"})
 
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """What the checks of a placement come to.
+    """The conclusion from all checks of a placement.
 
     Attributes:
-        checks: all of them, with warnings that only a comparison of nodes shows.
-        refused: why, by the name of a node that must not be used.
+        checks: all checks, with warnings that only a comparison of nodes shows.
+        refused: reasons by the names of nodes that must not be used.
         common: failures that are no single node's fault.
     """
 
@@ -43,15 +43,17 @@ class CheckVerdict:
 
 def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
     """Draw one verdict from the checks of all nodes of a placement."""
-    compared = tuple(_compared(checks))
+    compared = tuple(_compare_nodes(checks))
     refused: dict[str, str] = {}
     common: list[str] = []
     for name in dict.fromkeys(check.name for check in compared):
-        made = [c for c in compared if c.name == name and c.outcome is not CheckOutcome.SKIPPED]
-        failed = [c for c in made if c.outcome is CheckOutcome.FAILED]
+        completed = [
+            c for c in compared if c.name == name and c.outcome is not CheckOutcome.SKIPPED
+        ]
+        failed = [c for c in completed if c.outcome is CheckOutcome.FAILED]
         if not failed:
             continue
-        if _is_common(name, failed, made):
+        if _is_common(name, failed, completed):
             common.append(f"{name}: {failed[0].seen}")
             continue
         for check in failed:
@@ -60,33 +62,33 @@ def verdict_of(checks: Sequence[Check]) -> CheckVerdict:
     return CheckVerdict(compared, refused, tuple(common))
 
 
-def _is_common(name: str, failed: Sequence[Check], made: Sequence[Check]) -> bool:
-    """In a collective many nodes fail because of a few; elsewhere each fails by itself."""
+def _is_common(name: str, failed: Sequence[Check], completed: Sequence[Check]) -> bool:
+    """Whether a failure is common: few nodes make many fail in a collective, not elsewhere."""
     if any(check.node is None for check in failed):
         return True
     if name == JOIN:
-        return 2 * len(failed) > len(made)  # the one they do not reach is not among them
+        return 2 * len(failed) > len(completed)  # the node that they do not reach is not among them
     if name == ALL_REDUCE:
-        return 2 * len(failed) >= len(made)
-    # One node that is checked alone shows no difference between itself and what all share.
-    return len(failed) == len(made) and (len(made) > 1 or name in SHARED)
+        return 2 * len(failed) >= len(completed)
+    # The check of a single node cannot tell it from the things that all nodes share.
+    return len(failed) == len(completed) and (len(completed) > 1 or name in _SHARED)
 
 
-def _compared(checks: Sequence[Check]) -> Sequence[Check]:
+def _compare_nodes(checks: Sequence[Check]) -> Sequence[Check]:
     """Warn of versions that differ from most nodes', and of devices that are slow beside others."""
     versions = [c.seen for c in checks if c.name == VERSIONS]
     usual = statistics.mode(versions) if versions else ""
-    speeds = [c.figures[SPEED] for c in checks if SPEED in c.figures]
+    speeds = [c.figures[_SPEED] for c in checks if _SPEED in c.figures]
     median = statistics.median(speeds) if len(speeds) > 2 else 0.0
-    return [_with_warning(check, usual=usual, median=median) for check in checks]
+    return [_add_warning(check, usual=usual, median=median) for check in checks]
 
 
-def _with_warning(check: Check, *, usual: str, median: float) -> Check:
-    seen = ""
+def _add_warning(check: Check, *, usual: str, median: float) -> Check:
+    text = ""
     if check.name == VERSIONS and check.seen != usual:
-        seen = f"{check.seen}; most nodes have {usual}"
-    elif check.figures.get(SPEED, median) < SLOW_SHARE * median:
-        seen = f"{check.seen}; the median node reaches {median:.1f} GFLOP/s"
-    if not seen or check.outcome is not CheckOutcome.OK:
+        text = f"{check.seen}; most nodes have {usual}"
+    elif check.figures.get(_SPEED, median) < _SLOW_SHARE * median:
+        text = f"{check.seen}; the median node reaches {median:.1f} GFLOP/s"
+    if not text or check.outcome is not CheckOutcome.OK:
         return check
-    return check.model_copy(update={"outcome": CheckOutcome.WARNING, "seen": seen})
+    return check.model_copy(update={"outcome": CheckOutcome.WARNING, "seen": text})

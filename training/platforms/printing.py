@@ -1,9 +1,9 @@
-"""Our policy as a platform's recovery settings.
+"""Our policy as the recovery settings of a platform.
 
-What is printed is read back, so that every field which the platform cannot hold, or holds
+The printed entries are read back, so that every field which the platform cannot hold, or holds
 differently, is a warning.
 
-Sources of where an entry belongs: ModelArts' training job annotations (JobMetadata of its API);
+Sources of the places of entries: ModelArts' training job annotations (JobMetadata of its API);
 MindFormers "Training High Availability" and "Data Skipping"; MindSpeed-LLM "High Availability";
 MindCluster "Job YAML Configuration".
 """
@@ -15,10 +15,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from perdure.training.platforms.forms import Platform, read_platform
-from perdure.training.platforms.modelarts import GRACE
-from perdure.training.platforms.monitor import CHECK, COUNT, MONITOR_ON, SKIP, THRESHOLD
-from perdure.training.platforms.settings import Value, shown
+from perdure.training.platforms.forms import (
+    CHECK,
+    COUNT,
+    GRACE,
+    MONITOR_ON,
+    SKIP,
+    THRESHOLD,
+    Platform,
+    read_platform,
+)
+from perdure.training.platforms.settings import Value, format_value
 from perdure.training.platforms.tft import TFT, read_snapshot_steps
 from perdure.training.recovery.rungs import Policy, RestartCount
 
@@ -26,7 +33,7 @@ Entries = dict[str, str]
 
 
 class EntryPlace(StrEnum):
-    """Where on its platform an entry belongs."""
+    """A place for entries on their platform."""
 
     LABELS = "metadata.labels"
     ANNOTATIONS = "metadata.annotations"
@@ -52,13 +59,13 @@ _PLACES: Mapping[str, EntryPlace] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportedPolicy:
-    """A policy as a platform's entries.
+    """A policy as the entries of a platform.
 
     Attributes:
-        entries: name to text.
-        warnings: one line for each field that the entries cannot hold: "field=value: why".
-        without_entry: fields that the platform has no entry for, and does as the policy has them;
-            reading the entries gives our default of them.
+        entries: text by name.
+        warnings: a line for each field that the entries cannot hold: "field=value: why".
+        without_entry: fields without an entry, which the platform handles as the policy does;
+            reading the entries back gives our default of them.
     """
 
     entries: Mapping[str, str]
@@ -66,7 +73,7 @@ class ExportedPolicy:
     without_entry: Mapping[str, Value]
 
     def by_place(self) -> Mapping[EntryPlace, Entries]:
-        """The entries by where they belong."""
+        """Group the entries by the places where they belong."""
         places: dict[EntryPlace, Entries] = {}
         for name, text in self.entries.items():
             place = _PLACES.get(name, EntryPlace.ANNOTATIONS)  # all of fault-tolerance/
@@ -75,18 +82,18 @@ class ExportedPolicy:
 
 
 def print_platform(
-    policy: Policy, platform: Platform, *, others: Mapping[str, Value] | None = None
+    policy: Policy, platform: Platform, *, extras: Mapping[str, Value] | None = None
 ) -> ExportedPolicy:
-    """The entries for `platform`, and what they cannot hold.
+    """Print a policy as entries of a platform, with warnings of the fields that they cannot hold.
 
     Args:
-        policy: of the job.
-        platform: whose entries.
-        others: further fields of `restart` that the job has: failover_grace_s and
-            snapshot_every_steps have entries, each other one is a warning.
+        policy: rungs and limits of the job.
+        platform: names and forms the entries.
+        extras: further fields of the section `restart`: failover_grace_s and
+            snapshot_every_steps have entries, any other field is a warning.
     """
-    others = others or {}
-    entries = _PRINTERS[platform](policy) | _others(policy, platform, others)
+    extras = extras or {}
+    entries = _PRINTERS[platform](policy) | _print_extras(policy, platform, extras)
     read = {**read_platform(entries).fields, **_read_snapshot_steps(entries)}
     default = Policy().model_dump()
     unnamed: dict[str, Any] = {**default, **_UNNAMED[platform]}
@@ -97,29 +104,33 @@ def print_platform(
             if name not in read and value != default[name] and not has_no_effect:
                 without_entry[name] = value
             continue
-        why = f"can only be {shown(read[name])}" if name in read else _no_entry(name, platform)
-        warnings.append(f"{name}={shown(value)}: {platform} {why}")
-    for name, value in others.items():
+        why = (
+            f"can only be {format_value(read[name])}"
+            if name in read
+            else _describe_lack(name, platform)
+        )
+        warnings.append(f"{name}={format_value(value)}: {platform} {why}")
+    for name, value in extras.items():
         if read.get(name) != value:
-            warnings.append(f"{name}={shown(value)}: {platform} has no entry for it")
+            warnings.append(f"{name}={format_value(value)}: {platform} has no entry for it")
     return ExportedPolicy(entries, tuple(warnings), without_entry)
 
 
-def _others(policy: Policy, platform: Platform, others: Mapping[str, Value]) -> Entries:
-    grace, steps = others.get("failover_grace_s"), others.get("snapshot_every_steps")
+def _print_extras(policy: Policy, platform: Platform, extras: Mapping[str, Value]) -> Entries:
+    grace, steps = extras.get("failover_grace_s"), extras.get("snapshot_every_steps")
     if platform is Platform.MODELARTS and grace is not None:
         return {GRACE: str(grace)}
     if platform is not Platform.MINDFORMERS:
         return {}
-    entries = _monitor(policy, others)
+    entries = _print_monitor(policy, extras)
     if policy.numeric_retry and steps is not None:
-        entries[TFT] = _tft(policy, snapshot_every_steps=steps)
+        entries[TFT] = _print_tft(policy, snapshot_every_steps=steps)
     return entries
 
 
-def _monitor(policy: Policy, others: Mapping[str, Value]) -> Entries:
-    """monitor_config, where the job has something that it can hold."""
-    norm, count = others.get("abnormal_grad_norm"), others.get("max_skipped_in_a_row")
+def _print_monitor(policy: Policy, extras: Mapping[str, Value]) -> Entries:
+    """Print monitor_config, where the job has a setting that it can hold."""
+    norm, count = extras.get("abnormal_grad_norm"), extras.get("max_skipped_in_a_row")
     if norm is None or not (policy.numeric_retry or policy.data_skipping):
         return {}
     entries = {MONITOR_ON: "True", CHECK: str(policy.numeric_retry), THRESHOLD: str(norm)}
@@ -131,12 +142,14 @@ def _read_snapshot_steps(entries: Entries) -> Mapping[str, int]:
     return {} if steps is None else {"snapshot_every_steps": steps}
 
 
-def _no_entry(name: str, platform: Platform) -> str:
-    there = _UNNAMED[platform].get(name)
-    return "has no entry for it" + (f", there it is {shown(there)}" if there is not None else "")
+def _describe_lack(name: str, platform: Platform) -> str:
+    value = _UNNAMED[platform].get(name)
+    return "has no entry for it" + (
+        f", there it is {format_value(value)}" if value is not None else ""
+    )
 
 
-def _modelarts(policy: Policy) -> Entries:
+def _print_modelarts(policy: Policy) -> Entries:
     prefix = "fault-tolerance/"
     pods = policy.pod_retries if policy.max_restarts else 0
     counts = {"job-retry-num": policy.max_restarts, "pod-retry-num": pods}
@@ -146,16 +159,16 @@ def _modelarts(policy: Policy) -> Entries:
         "hccl_op_retry": policy.operator_retry,
     }
     entries = {prefix + name: str(min(n, 128)) for name, n in counts.items() if n > 0}
-    return entries | {prefix + name: shown(on) for name, on in switches.items()}
+    return entries | {prefix + name: format_value(on) for name, on in switches.items()}
 
 
-def _mindformers(policy: Policy) -> Entries:
-    skipping = {"use_skip_data_by_global_norm": "True"} if policy.data_skipping else {}
-    return {TFT: _tft(policy), **skipping}
+def _print_mindformers(policy: Policy) -> Entries:
+    skipping = {SKIP: "True"} if policy.data_skipping else {}
+    return {TFT: _print_tft(policy), **skipping}
 
 
-def _tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
-    """MS_ENABLE_TFT; TRE:2 goes back to a snapshot as ours does, TRE:1 to a checkpoint."""
+def _print_tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
+    """Print MS_ENABLE_TFT; TRE:2 goes back to a snapshot as ours does, TRE:1 to a checkpoint."""
     has_steps = policy.numeric_retry and snapshot_every_steps is not None
     switches = {
         "TTP": policy.end_of_life_checkpoint,
@@ -170,7 +183,7 @@ def _tft(policy: Policy, *, snapshot_every_steps: Value | None = None) -> str:
     return f"{{{named}}}"
 
 
-def _in_process(policy: Policy) -> list[str]:
+def _in_process_words(policy: Policy) -> list[str]:
     words = {
         "retry": policy.memory_retry or policy.collective_retry,
         "recover": policy.process_replace or policy.node_replace,
@@ -179,12 +192,12 @@ def _in_process(policy: Policy) -> list[str]:
     return [word for word, on in words.items() if on]
 
 
-def _mindspeed(policy: Policy) -> Entries:
-    words = _in_process(policy)
+def _print_mindspeed(policy: Policy) -> Entries:
+    words = _in_process_words(policy)
     return {"HIGH_AVAILABILITY": ",".join(words)} if words else {}
 
 
-def _mindcluster(policy: Policy) -> Entries:
+def _print_mindcluster(policy: Policy) -> Entries:
     times = min(policy.max_restarts, 100) if policy.unconditional else 0
     entries = {
         "fault-scheduling": "grace",
@@ -194,22 +207,28 @@ def _mindcluster(policy: Policy) -> Entries:
         "restartPolicy": "Never",
     }
     # Process-level recovery asks for fault-retry-times; without it only the last save is left.
-    words = _in_process(policy) if times else [w for w in _in_process(policy) if w == "dump"]
+    words = (
+        _in_process_words(policy)
+        if times
+        else [w for w in _in_process_words(policy) if w == "dump"]
+    )
     if "recover" in words and policy.process_replace:
         at = words.index("recover")
-        both = ["recover-in-place"] if policy.process_in_place or not policy.node_replace else []
-        words[at : at + 1] = [*both, *(["recover"] if policy.node_replace else [])]
+        in_place = (
+            ["recover-in-place"] if policy.process_in_place or not policy.node_replace else []
+        )
+        words[at : at + 1] = [*in_place, *(["recover"] if policy.node_replace else [])]
     return entries | {"recover-strategy": ",".join([*words, "exit"])}
 
 
 _PRINTERS: Mapping[Platform, Callable[[Policy], Entries]] = {
-    Platform.MODELARTS: _modelarts,
-    Platform.MINDFORMERS: _mindformers,
-    Platform.MINDSPEED: _mindspeed,
-    Platform.MINDCLUSTER: _mindcluster,
+    Platform.MODELARTS: _print_modelarts,
+    Platform.MINDFORMERS: _print_mindformers,
+    Platform.MINDSPEED: _print_mindspeed,
+    Platform.MINDCLUSTER: _print_mindcluster,
 }
 
-# What a platform does about a field that none of its entries names, where that is not our
+# Values of fields that no entry of a platform names, where it differs from our
 # default: ModelArts counts every restart of a job and its annotations know no recovery inside the
 # processes; MindSpeed-LLM without HIGH_AVAILABILITY has none.
 _NONE_IN_PROCESS: Mapping[str, Value] = {

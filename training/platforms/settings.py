@@ -1,8 +1,8 @@
-"""Settings of our policy that a platform's entries make, and how several are combined.
+"""Settings of our policy that the entries of a platform make, and their combination.
 
-An entry is a name and a text (annotation, label or environment variable). It becomes settings:
-a field of `Policy`, or a fact that only matters for which others it allows. The same field
-set twice must be set alike; pairs that exclude each other are a table.
+An entry is a name and a text (annotation, label or environment variable). A setting of it is a
+field of `Policy`, or a fact that matters only for the settings that it allows. Two settings of
+one field must agree; a table holds the pairs that exclude each other.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_GRACE_S = 86_400
 
 # A count that a platform only switches on has no limit of its own there: the largest one here,
 # so that max_restarts is the limit that counts.
-SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries": (0, 128)})
+_SWITCHED_COUNTS: Mapping[str, tuple[int, int]] = MappingProxyType({"pod_retries": (0, 128)})
 
 
 class Fact(StrEnum):
-    """What entries and job set besides the policy, for the table of pairs."""
+    """A property that entries and job set besides the policy, for the table of pairs."""
 
     CHIP = "chip"
     MC2 = "mc2"
@@ -43,13 +43,12 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field or fact, set.
+    """A value of a field or of a fact, with its source.
 
     Attributes:
         name: field of `Policy` or of the restart section, or a `Fact`.
-        value: what it is set to.
         source: name and value as the user wrote them.
-        is_implied: only follows from what a list leaves out; gives way to what is written.
+        is_implied: follows only from an omission in a list; gives way to a written value.
     """
 
     name: str
@@ -68,10 +67,10 @@ class Pair:
 
     Attributes:
         name: field of `Policy` or `Fact`.
-        value: the value that asks for something.
-        other: what it asks for something of.
+        value: the value of it that restricts `other`.
+        other: field of `Policy` or `Fact`, too.
         allowed: values of `other` that go with it.
-        needs: the same in words a user knows.
+        needs: the same in words that a user knows.
     """
 
     name: str
@@ -104,12 +103,12 @@ PAIRS: tuple[Pair, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ImportedSettings:
-    """What entries set, taken together.
+    """The settings of all entries together.
 
     Attributes:
-        fields: values of the fields of `Policy` and of the restart section that were named.
-        sources: where each of them was named, as the user wrote it.
-        warnings: what the policy cannot express, one line each.
+        fields: values of the fields of `Policy` and of the restart section that entries name.
+        sources: the entry of each field, as the user wrote it.
+        warnings: a line for each setting that the policy cannot express.
     """
 
     fields: Mapping[str, Value] = field(default_factory=dict)
@@ -117,24 +116,24 @@ class ImportedSettings:
     warnings: tuple[str, ...] = ()
 
     def policy(self, base: Policy | None = None) -> Policy:
-        """`base` (default: our default policy) with the named fields in place."""
+        """Replace the named fields of `base`, by default those of our default policy."""
         named = {n: v for n, v in self.fields.items() if n in POLICY_FIELDS}
         return Policy.model_validate({**(base or Policy()).model_dump(), **named})
 
 
-def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:
-    """Combine settings.
+def combine_settings(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSettings:
+    """Combine settings into one for each field.
 
     Raises:
-        InputError: two of them contradict or exclude each other; names both.
+        InputError: two settings contradict or exclude each other; names both.
     """
-    known: dict[str, Setting] = {}
+    by_name: dict[str, Setting] = {}
     for setting in settings:
-        past = known.get(setting.name)
-        known[setting.name] = setting if past is None else _agree(past, setting)
+        past = by_name.get(setting.name)
+        by_name[setting.name] = setting if past is None else _agree(past, setting)
     for pair in PAIRS:
-        _check(pair, known)
-    named = {n: s for n, s in known.items() if n in POLICY_FIELDS | JOB_FIELDS}
+        _check(pair, by_name)
+    named = {n: s for n, s in by_name.items() if n in POLICY_FIELDS | JOB_FIELDS}
     return ImportedSettings(
         {name: _resolved(setting) for name, setting in named.items()},
         {name: setting.source for name, setting in named.items()},
@@ -143,7 +142,7 @@ def combine(settings: Sequence[Setting], warnings: Sequence[str]) -> ImportedSet
 
 
 def _agree(past: Setting, new: Setting) -> Setting:
-    """The more exact of two settings of one field."""
+    """Return the more exact of two settings of a field."""
     if past.is_implied or new.is_implied:
         return new if past.is_implied else past
     if type(past.value) is type(new.value) and past.value == new.value:
@@ -154,44 +153,50 @@ def _agree(past: Setting, new: Setting) -> Setting:
     raise InputError(
         "",
         f"{past.source} and {new.source} contradict each other: {past.name} is "
-        f"{shown(past.value)} or {shown(new.value)}, keep one of them",
+        f"{format_value(past.value)} or {format_value(new.value)}, keep one of them",
     )
 
 
-def _check(pair: Pair, known: Mapping[str, Setting]) -> None:
-    one, other = known.get(pair.name), known.get(pair.other)
-    if one is None or other is None or one.value != pair.value or other.value in pair.allowed:
+def _check(pair: Pair, by_name: Mapping[str, Setting]) -> None:
+    setting, other = by_name.get(pair.name), by_name.get(pair.other)
+    if (
+        setting is None
+        or other is None
+        or setting.value != pair.value
+        or other.value in pair.allowed
+    ):
         return
     raise InputError(
         "",
-        f"{one.source} and {other.source} exclude each other: {one.source} needs {pair.needs}",
+        f"{setting.source} and {other.source} exclude each other: "
+        f"{setting.source} needs {pair.needs}",
     )
 
 
 def _resolved(setting: Setting) -> Value:
     value = setting.value
-    if isinstance(value, bool) and setting.name in SWITCHED_COUNTS:
-        return SWITCHED_COUNTS[setting.name][value]
+    if isinstance(value, bool) and setting.name in _SWITCHED_COUNTS:
+        return _SWITCHED_COUNTS[setting.name][value]
     return value
 
 
-def shown(value: Value | None) -> str:
-    """A value as a job file has it."""
+def format_value(value: Value | None) -> str:
+    """Format a value as a job file has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def source_of(name: str, text: str) -> str:
-    """An entry as messages quote it."""
+def quote_entry(name: str, text: str) -> str:
+    """Quote an entry for a message."""
     return f"{name}={text!r}"
 
 
-def refuse(name: str, text: str, allowed: str) -> InputError:
-    """The error for a value that is not allowed."""
+def refusal_of(name: str, text: str, allowed: str) -> InputError:
+    """Build the error for a value that is not allowed."""
     return InputError(name, f"{text!r} must be {allowed}")
 
 
-def number(name: str, text: str, *, low: int, high: int) -> int:
-    """A decimal number within limits."""
+def read_number(name: str, text: str, *, low: int, high: int) -> int:
+    """Read a decimal number within limits."""
     if not re.fullmatch(r"[0-9]{1,9}", text) or not low <= int(text) <= high:
-        raise refuse(name, text, f"a number from {low} to {high}")
+        raise refusal_of(name, text, f"a number from {low} to {high}")
     return int(text)

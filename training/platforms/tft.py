@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from perdure.training.errors import InputError
-from perdure.training.platforms.settings import Finding, Setting, number
+from perdure.training.platforms.settings import Finding, Setting, read_number
 
 _ON_OFF = ("0", "1")
 _BEFORE_RSC = ("UCE", "HCCE", "ARF", "TRE")
@@ -22,7 +22,7 @@ TFT = "MS_ENABLE_TFT"
 
 @dataclass(frozen=True, slots=True)
 class _Switch:
-    """One key of MS_ENABLE_TFT: the settings that it switches on, and its values."""
+    """A key of MS_ENABLE_TFT: the settings that it switches on, and its values."""
 
     settings: tuple[str, ...]
     values: tuple[str, ...] = _ON_OFF
@@ -46,7 +46,7 @@ _FORM = "{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1,TSP:1,RSC:1}, each 0 or 1 (TRE also 2)"
 
 
 def _tft_values(name: str, text: str) -> dict[str, str]:
-    """The keys and values of "{TTP:1,UCE:1}"; braces are optional, as MindSpore has it."""
+    """Split "{TTP:1,UCE:1}" into keys and values; braces are optional, as MindSpore has it."""
     inner = re.sub(r"\s*:\s*", ":", text.strip().strip("'\"").strip().strip("{}").strip())
     values: dict[str, str] = {}
     for item in filter(None, re.split(r"[,\s]+", inner)):
@@ -62,7 +62,7 @@ def _tft_values(name: str, text: str) -> dict[str, str]:
 
 
 def read_tft(name: str, text: str) -> Iterator[Finding]:
-    """All switches at once: one that is not named is off."""
+    """Read all switches at once: a switch that is not named is off."""
     values = _tft_values(name, text)
     on = {key: values.get(key, "0") != "0" for key in _TFT}
     for setting in _SETTINGS:
@@ -87,7 +87,7 @@ def has_tre(name: str, text: str) -> bool:
 
 
 def read_snapshot_steps(name: str, text: str) -> int | None:
-    """TRE_SNAPSHOT_STEPS: the job has such an interval, the policy of the ladder has none.
+    """Read TRE_SNAPSHOT_STEPS; the job has such an interval, the policy of the ladder has none.
 
     Raises:
         InputError: the list or the number is wrong.
@@ -98,7 +98,7 @@ def read_snapshot_steps(name: str, text: str) -> int | None:
 def _snapshot_steps(name: str, values: Mapping[str, str]) -> int | None:
     if _STEPS not in values:
         return None
-    return number(f"{name} {_STEPS}", values[_STEPS], low=1, high=1_000_000)
+    return read_number(f"{name} {_STEPS}", values[_STEPS], low=1, high=1_000_000)
 
 
 def _tft_warnings(name: str, values: Mapping[str, str], on: Mapping[str, bool]) -> Iterator[str]:

@@ -30,7 +30,7 @@ from perdure.training.engines.registry import make_engine
 from perdure.training.environment import check_environment, variables_of, worker_path
 from perdure.training.errors import EngineError, InputError
 from perdure.training.files import home_folder
-from perdure.training.platforms.settings import shown
+from perdure.training.platforms.settings import format_value
 from perdure.training.preflight.program import check_recipe, script_notes
 from perdure.training.preflight.storage import MOUNTS, check_place, place_of
 from perdure.training.processes import LAUNCHER
@@ -115,7 +115,7 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
     """Note which recoveries the layout allows, and how platform entries were read."""
     reading = job.restart.read_platform()
     from_platform = [
-        Note(f"{name}={shown(value)}: from {reading.sources[name]}")
+        Note(f"{name}={format_value(value)}: from {reading.sources[name]}")
         for name, value in reading.fields.items()
         if getattr(job.restart, name, value) == value  # the job's own value comes first
     ]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from perdure.training.masking import mask_of
+from perdure.training.masking import make_mask
 from perdure.training.recovery.attempt import Attempt
 from perdure.training.recovery.event_history import (
     ActionNote,
@@ -25,7 +25,7 @@ from perdure.training.recovery.event_history import (
 )
 
 USAGE = "usage: python -m perdure.training.recovery.replay FILE"
-_MASK = mask_of(())  # what is on record is masked
+_MASK = make_mask(())  # what is on record is masked
 
 
 class ReplayFailed(Exception):  # noqa: N818 a result, named as it is shown

@@ -17,7 +17,7 @@ from typing import Any
 from perdure.storage.objects import ObjectStore
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
-from perdure.training.journal.steps import StepReader, identity_of, kept_of
+from perdure.training.journal.steps import StepReader, drop_lost_steps
 from perdure.training.journal.time_account import (
     MEANING,
     RECOVERY,
@@ -25,7 +25,7 @@ from perdure.training.journal.time_account import (
     Interval,
     Key,
     Owner,
-    account,
+    account_time,
 )
 from perdure.training.recovery.rungs import RUNGS
 
@@ -66,7 +66,7 @@ class Accountant:
                 key = record.placement, record.attempt
                 if key != self._attempt:  # steps that the store lacks are lost with their attempt
                     self._live_records, self._attempt = {}, key
-                self._live_records[identity_of(record)] = record
+                self._live_records[record.identity] = record
 
     def records(self, history: RunHistory) -> list[StepRecord]:
         """List every record of a step, also where a later record of the same step counts.
@@ -75,7 +75,7 @@ class Accountant:
             StorageError: the store does not answer.
         """
         with self._reading:
-            stored = {identity_of(record): record for record in self._reader.read()}
+            stored = {record.identity: record for record in self._reader.read()}
         with self._lock:
             # Records in the store need not be held twice.
             self._live_records = {
@@ -92,7 +92,7 @@ class Accountant:
         Raises:
             StorageError: the store does not answer.
         """
-        return account(history, self.records(history), now_s=now_s)
+        return account_time(history, self.records(history), now_s=now_s)
 
     def kept_steps(self) -> dict[int, StepRecord]:
         """Return the record that counts of every step in the store.
@@ -101,7 +101,7 @@ class Accountant:
             StorageError: the store does not answer.
         """
         with self._reading:
-            return kept_of(self._reader.read())
+            return drop_lost_steps(self._reader.read())
 
 
 def share_rows(account: Account) -> list[dict[str, str]]:

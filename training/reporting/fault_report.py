@@ -291,7 +291,7 @@ def _over_inside(view: AttemptView, recovery: InProcessRecovery) -> str:
         return "No, the attempt ended first; its own report goes on"
     if not ended.succeeded:
         return f"No, it failed: {text(ended.why)}"
-    mark = f". {SUB_HEALTHY_TEXT}" if recovery.left_sub_healthy else ""
+    mark = f". {SUB_HEALTHY_TEXT}" if recovery.is_sub_healthy else ""
     return f"Yes, since {clock_text(ended.at_s)} UTC: training goes on from step {ended.step}{mark}"
 
 

@@ -148,7 +148,7 @@ def _recovery_rows(view: AttemptView) -> list[AttemptRow]:
 def outcome_of(view: AttemptView, recovery: InProcessRecovery) -> str:
     """Say how a recovery inside the processes of an attempt went: a text above."""
     if recovery.succeeded:
-        return SUB_HEALTHY if recovery.left_sub_healthy else RECOVERED
+        return SUB_HEALTHY if recovery.is_sub_healthy else RECOVERED
     return RECOVERING if recovery.ended is None and view.ended is None else NOT_RECOVERED
 
 

@@ -25,7 +25,7 @@ from perdure.training.config.job import Job
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.processes import is_alive
 
 
@@ -81,7 +81,7 @@ def in_use_by(history: RunHistory, fence: tuple[int, int] | None) -> InUse:
 
 def losses_of(checkpoints: CheckpointStore, listing: Listing) -> dict[int, float]:
     """Read the training loss of the committed steps, as far as it is on record."""
-    recorded = kept_steps(checkpoints.store, checkpoints.run_id)
+    recorded = read_kept_steps(checkpoints.store, checkpoints.run_id)
     losses = ((step, _loss_of(checkpoints, step, recorded)) for step in listing.committed)
     return {step: loss for step, loss in losses if loss is not None}
 

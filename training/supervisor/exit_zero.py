@@ -15,11 +15,11 @@ from perdure.training.diagnosis.ending import (
     Count,
     FalseSuccess,
     Output,
-    count_in,
-    crash_in,
-    left_end,
-    left_note,
-    short_end,
+    describe_leftovers,
+    find_count,
+    find_crash,
+    find_short_end,
+    judge_leftovers,
     shows_steps,
 )
 from perdure.training.diagnosis.exits import EXIT_DONE
@@ -114,13 +114,13 @@ class CommandExitCheck:
         by_itself = [worker for worker in workers if not worker.stopped_by_agent]
         for worker in by_itself:
             outputs = [Output(log.text, log.written_s) for log in logs.get(worker.rank, ())]
-            crash = crash_in(outputs)
+            crash = find_crash(outputs)
             if crash is not None:
                 self.false_successes[worker.rank] = FalseSuccess(crash)
         if by_itself and not self.false_successes:
             self._judge_left([worker.rank for worker in by_itself], logs)
         if is_last and by_itself and not self.false_successes:
-            short = short_end(self._counts(logs))
+            short = find_short_end(self._counts(logs))
             if short is not None:
                 self.false_successes[by_itself[-1].rank] = short
             elif not self._steps and not any(map(shows_steps, _texts(logs))):
@@ -134,16 +134,16 @@ class CommandExitCheck:
             left = self._left_running.get(rank, ())
             training = [process.name for process in left if process.trains]
             if training and not has_finished:
-                self.false_successes[rank] = left_end(training)
+                self.false_successes[rank] = judge_leftovers(training)
             elif left:
-                self.notes.append(left_note([process.name for process in left]))
+                self.notes.append(describe_leftovers([process.name for process in left]))
 
     def _counts(self, logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[Count | None]:
         if self.target is not None and self._steps:
             step, is_first = self._steps[-1], len(self._steps) == 1
             stride = round(UNSEEN_STRIDE * self.target) if is_first else step - self._steps[0]
             yield Count(step, self.target, max(1, stride))
-        printed = map(count_in, _texts(logs))
+        printed = map(find_count, _texts(logs))
         counts = [count for count in printed if count is not None]
         # The node whose output came farthest counts; not all nodes print.
         yield max(counts, key=lambda count: count.step, default=None)

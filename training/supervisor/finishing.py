@@ -15,7 +15,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import again_short, of_command
+from perdure.training.diagnosis.ending import blame_repeated_end, fault_of_command
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -196,7 +196,7 @@ class Decider:
 
     def decide_pending(self) -> None:
         """Decide about a failed attempt whose supervisor died before it asked the ladder."""
-        view = self.writer.refresh().undecided
+        view = self.writer.refresh().undecided_attempt
         if view is not None:
             self.decide(view, fault_of(view))
 
@@ -327,9 +327,9 @@ class AttemptFinisher:
         # A user who starts a run that had ended has seen how.
         earlier = self._writer.history.attempts[self._writer.history.budgets_from : -1]
         last = earlier[-1].ended if earlier else None
-        fault = again_short(diagnosis.fault, last.fault if last is not None else None)
+        fault = blame_repeated_end(diagnosis.fault, last.fault if last is not None else None)
         if self._decider.job.worker.is_command:
-            fault = of_command(fault)
+            fault = fault_of_command(fault)
         return replace(diagnosis, fault=fault)
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:

@@ -22,7 +22,7 @@ from perdure.training.telemetry.alerts import (
     Key,
     RankSample,
     RunSample,
-    key_of,
+    alert_key,
 )
 from perdure.training.wire.agent_status import AgentStatus
 
@@ -54,7 +54,7 @@ class AttemptHealth:
         for alert in self.view.alerts:
             self._last_number = max(self._last_number, alert.began.number)
             if alert.ended is None:
-                key = key_of(alert.began)
+                key = alert_key(alert.began)
                 self._raised[key] = alert.began
                 self._monitor.open.add(key)
 
@@ -133,7 +133,7 @@ class AttemptHealth:
             device=condition.device,
             step=condition.step,
         )
-        self._raised[key_of(condition)] = alert
+        self._raised[alert_key(condition)] = alert
         return alert
 
     def _clear(self, key: Key, now_s: float) -> AlertCleared:

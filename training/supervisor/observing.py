@@ -10,7 +10,7 @@ from perdure.training.engines.base import Placement, Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_log import Follower
-from perdure.training.journal.attempt_view import AttemptView, Pause, spans
+from perdure.training.journal.attempt_view import AttemptView, Pause, pair_events
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
@@ -56,7 +56,7 @@ class AttemptObserver:
             view: the attempt as it is on record; its log may be out of reach.
         """
         self._read_on()
-        pauses = spans((*view.events, *self._events), PauseBegan, PauseEnded)
+        pauses = pair_events((*view.events, *self._events), PauseBegan, PauseEnded)
         return pauses[-1] if pauses and pauses[-1].ended is None else None
 
     def observe(self) -> AttemptSnapshot:

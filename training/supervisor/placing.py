@@ -80,7 +80,7 @@ def _facts_in(view: AttemptView) -> Iterator[SubHealthyNode]:
         yield from _code_fact(fault)
     for recovery in view.recoveries:
         fault = recovery.began.fault
-        if recovery.left_sub_healthy and fault.node is not None:
+        if recovery.is_sub_healthy and fault.node is not None:
             why = f"its connections broke and were made again at step {fault.step}"
             yield SubHealthyNode(fault.node, why, fault.at_s)
     for alert in view.alerts:

@@ -14,14 +14,14 @@ from perdure.training.platforms.settings import POLICY_FIELDS, Value
 def export_policy(job: Job, platform: Platform) -> ExportedPolicy:
     """The entries of `platform` that come closest to a job's policy, and what they cannot hold."""
     spec = job.restart
-    others = dict(_departures(spec))
+    extras = dict(_departures(spec))
     # Always there, since the platforms' defaults are not ours.
     if platform is Platform.MODELARTS:
-        others["failover_grace_s"] = spec.failover_grace_s
+        extras["failover_grace_s"] = spec.failover_grace_s
     if platform is Platform.MINDFORMERS and spec.numeric_retry:
-        others["snapshot_every_steps"] = spec.snapshot_every_steps
+        extras["snapshot_every_steps"] = spec.snapshot_every_steps
     policy = spec.policy(operator_retry=job.comm.op_retry.enabled)
-    return print_platform(policy, platform, others=others)
+    return print_platform(policy, platform, extras=extras)
 
 
 def _departures(spec: FrozenModel, within: str = "") -> Iterator[tuple[str, Value]]:

@@ -21,7 +21,7 @@ from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
 from perdure.training.agent.log_collection import await_collected
 from perdure.training.config.job import Job
-from perdure.training.diagnosis.compiled import compile_beside
+from perdure.training.diagnosis.compiled import start_compiler
 from perdure.training.engines.base import Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -183,7 +183,7 @@ class RunSupervisor(RunHandle):
 
     def pending_end(self) -> AttemptResult | None:
         """Return the result of the attempt that ended the run, whose end is not on record yet."""
-        view = self.refresh().unended
+        view = self.refresh().unclosed_attempt
         if view is None or view.ended is None:
             return None
         ended = view.ended
@@ -234,7 +234,7 @@ class RunSupervisor(RunHandle):
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
         """Start the next attempt, or adopt the living attempt, and watch it to its end."""
-        compile_beside()  # or the recovery from the first fault would wait for it
+        start_compiler()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
         if view is None:

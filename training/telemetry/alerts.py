@@ -1,8 +1,8 @@
-"""What is out of its limits in a run that gets on: the health points.
+"""Alerts about readings that are out of their limits in a run that makes progress.
 
-A point that is out of its limits for long enough is raised, once; it is cleared when it has been
-inside them for a while. Pure: samples in, changes out. Times are seconds since the epoch, steps
-completed optimizer steps.
+An alert is raised once, when its reading has been out of its limits for long enough, and cleared
+when the reading has been inside them for a while. Pure: samples in, changes out. Times are seconds
+since the epoch, steps completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from perdure.training.wire.node import NodeSample
 
 Key = tuple[AlertKind, str | None, int | None]
 
-LOSS_WINDOW = 50
-MIN_STEPS = 10  # before their mean is worth a comparison
-# A small loss wavers by more than its mean: a jump is also beyond so many standard deviations.
-LOSS_DEVIATIONS = 6.0
-STEP_WINDOW = 10_000
-RECENT_STEPS = 5  # whose median is compared, for one slow step is no trend
+_LOSS_WINDOW = 50
+_MIN_STEPS = 10  # before their mean is worth a comparison
+# A small loss wavers by more than its mean, so a jump is also beyond so many standard deviations.
+_LOSS_DEVIATIONS = 6.0
+_STEP_WINDOW = 10_000
+_RECENT_STEPS = 5  # their median is compared, because a single slow step is no trend
 LATENCY_HOLD_S = 5.0
 WINDOW_S = 5.0  # of ranks' waiting, at least
-MIN_WINDOW_STEPS = 5
-MIN_CHECKPOINT_AGE_S = 60.0
+_MIN_WINDOW_STEPS = 5
+_MIN_CHECKPOINT_AGE_S = 60.0
 CLEAR_S = 30.0
-# A rank that steps again hangs no more; what wavers has to stay inside its limits for a while.
+# A rank that steps again hangs no more; a reading that wavers must stay inside its limits a while.
 _CLEAR_S = {AlertKind.HANG: 3.0}
-# How long a point has to be out of its limits; what is not here is raised at once. A window of
-# ranks' waiting is itself some seconds long.
-HOLD_WINDOWS = 3
+# Windows in a row before an alert about a rank. A window of ranks' waiting is itself some seconds
+# long.
+_HOLD_WINDOWS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """A rank, from its heartbeat.
+    """A rank, by its heartbeat.
 
     Attributes:
-        waited_s: in collectives, of its whole life.
-        data_s: for its loader, of its whole life.
-        latency_s: of its newest vote.
+        waited_s: time in collectives, of its whole life.
+        data_s: time of waits for its loader, of its whole life.
+        latency_s: time of its newest vote.
     """
 
     rank: int
@@ -60,10 +60,10 @@ class RankSample:
 
 @dataclass(frozen=True, slots=True)
 class AlertCondition:
-    """A point that is out of its limits.
+    """A reading that is out of its limits.
 
     Attributes:
-        holds_s: how long it has to stay so until it is raised.
+        holds_s: how long it must last until its alert is raised.
     """
 
     point: AlertKind
@@ -82,13 +82,12 @@ class RunSample:
     """A run at one moment.
 
     Attributes:
-        at_s: when.
         nodes: newest sample of each node.
-        ranks: of those that live.
-        steps: completed since the sample before.
-        commits_s: when steps were committed, oldest first; the attempt's start before them.
-        hang: that does not end the attempt.
-        retries: of HCCL that succeeded, by node and rank.
+        ranks: samples of the living ranks.
+        steps: steps completed since the previous sample.
+        commits_s: times of commits, oldest first; the attempt's start before them.
+        hang: a hang that does not end the attempt.
+        retries: numbers of successful retries of HCCL, by node and rank.
     """
 
     at_s: float
@@ -100,16 +99,16 @@ class RunSample:
     retries: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
-def key_of(about: AlertCondition | AlertRaised) -> Key:
-    """What it is about; a straggler stays one when the rank does, a hang whoever reports it."""
+def alert_key(about: AlertCondition | AlertRaised) -> Key:
+    """Return what an alert is about: a straggler's rank, but a hang without its reporter."""
     if about.point is AlertKind.HANG:
         return about.point, None, None
     return about.point, about.node, about.rank if about.rank is not None else about.device
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """What a sample has changed."""
+class AlertChanges:
+    """The alerts that a sample raised and cleared."""
 
     raised: tuple[AlertCondition, ...] = ()
     cleared: tuple[Key, ...] = ()
@@ -117,200 +116,224 @@ class Changes:
 
 @dataclass(slots=True)
 class AlertMonitor:
-    """Remembers what is out of its limits since when.
+    """The memory of readings that are out of their limits, and since when.
 
     Attributes:
         spec: the limits.
-        open: what was raised and is not cleared.
+        open: alerts that were raised and are not cleared.
     """
 
     spec: WatchSpec
     open: set[Key] = field(default_factory=set)
-    _since_s: dict[Key, float] = field(default_factory=dict)
-    _seen_s: dict[Key, float] = field(default_factory=dict)
-    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
-    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEP_WINDOW))
+    _out_since_s: dict[Key, float] = field(default_factory=dict)
+    _last_out_s: dict[Key, float] = field(default_factory=dict)
+    _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSS_WINDOW))
+    _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_WINDOW))
     _step: int = -1
     _window: tuple[float, dict[int, RankSample]] | None = None
-    _late: dict[int, int] = field(default_factory=dict)
-    _starved: dict[int, int] = field(default_factory=dict)
-    _of_window: tuple[AlertCondition, ...] = ()
+    _late_windows: dict[int, int] = field(default_factory=dict)
+    _starved_windows: dict[int, int] = field(default_factory=dict)
+    _window_conditions: tuple[AlertCondition, ...] = ()
 
-    def update(self, run: RunSample) -> Changes:
+    def update(self, run: RunSample) -> AlertChanges:
         """Compare a new sample of the run with the limits."""
-        now = {key_of(one): one for one in self._conditions(run)}
+        now = {alert_key(condition): condition for condition in self._conditions(run)}
         raised = []
-        for key, one in now.items():
-            since_s = self._since_s.setdefault(key, run.at_s)
-            self._seen_s[key] = run.at_s
-            if key not in self.open and run.at_s - since_s >= one.holds_s:
+        for key, condition in now.items():
+            since_s = self._out_since_s.setdefault(key, run.at_s)
+            self._last_out_s[key] = run.at_s
+            if key not in self.open and run.at_s - since_s >= condition.holds_s:
                 self.open.add(key)
-                raised.append(one)
-        for key in [key for key in self._since_s if key not in now and key not in self.open]:
-            del self._since_s[key]
+                raised.append(condition)
+        for key in [key for key in self._out_since_s if key not in now and key not in self.open]:
+            del self._out_since_s[key]
         over = [key for key in self.open if self._is_over(key, run.at_s)]
         for key in over:
             self.open.discard(key)
-            self._since_s.pop(key, None)
-        return Changes(tuple(raised), tuple(over))
+            self._out_since_s.pop(key, None)
+        return AlertChanges(tuple(raised), tuple(over))
 
     def _is_over(self, key: Key, now_s: float) -> bool:
-        return now_s - self._seen_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
+        return now_s - self._last_out_s.setdefault(key, now_s) > _CLEAR_S.get(key[0], CLEAR_S)
 
     def _conditions(self, run: RunSample) -> Iterator[AlertCondition]:
         if run.hang is not None:
             yield run.hang
         trains = any(rank.phase == "step" for rank in run.ranks)
         for node, sample in run.nodes.items():
-            yield from _of_devices(self.spec, node, sample, trains=trains)
-            yield from _of_host(self.spec, node, sample)
-        yield from _of_retries(run.retries)
-        yield from self._of_steps(run.steps)
-        yield from _of_latency(self.spec, run.ranks)
-        yield from _of_checkpoints(self.spec, run)
+            yield from _check_devices(self.spec, node, sample, trains=trains)
+            yield from _check_host(self.spec, node, sample)
+        yield from _check_retries(run.retries)
+        yield from self._check_steps(run.steps)
+        yield from _check_latency(self.spec, run.ranks)
+        yield from _check_checkpoints(self.spec, run)
         if self._take_window(run):
-            yield from self._of_window
+            yield from self._window_conditions
         else:
-            yield from (one for one in self._of_window if key_of(one) in self.open)
+            yield from (
+                condition
+                for condition in self._window_conditions
+                if alert_key(condition) in self.open
+            )
 
-    def _of_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
-        for one in steps:
-            yield from self._of_loss(one)
-            if one.step_s > 0:
-                self._steps_s.append(one.step_s)
-            self._step = one.step
-            if one.loss is not None and math.isfinite(one.loss):
-                self._losses.append(one.loss)
-        before, recent = _parted(self._steps_s, self.spec.step_slow_for_s)
-        if len(before) < MIN_STEPS or not recent:
+    def _check_steps(self, steps: Sequence[StepRecord]) -> Iterator[AlertCondition]:
+        for record in steps:
+            yield from self._check_loss(record)
+            if record.step_s > 0:
+                self._steps_s.append(record.step_s)
+            self._step = record.step
+            if record.loss is not None and math.isfinite(record.loss):
+                self._losses.append(record.loss)
+        earlier, recent = _split_steps(self._steps_s, self.spec.step_slow_for_s)
+        if len(earlier) < _MIN_STEPS or not recent:
             return
-        usual_s, now_s = fmean(before), median(recent)
+        usual_s, now_s = fmean(earlier), median(recent)
         limit_s = self.spec.step_slow_ratio * usual_s
         if now_s > limit_s:
             text = f"steps take {now_s:.3g} s, {usual_s:.3g} s before"
             yield AlertCondition(AlertKind.STEP_SLOW, text, now_s, limit_s, step=self._step)
 
-    def _of_loss(self, one: StepRecord) -> Iterator[AlertCondition]:
-        if one.loss is None:
+    def _check_loss(self, record: StepRecord) -> Iterator[AlertCondition]:
+        if record.loss is None:
             return
         losses, limit = self._losses, math.inf
         mean = fmean(losses) if losses else math.nan
-        if len(losses) >= MIN_STEPS:
+        if len(losses) >= _MIN_STEPS:
             deviation = pstdev(losses, mean)
-            limit = max(self.spec.loss_jump_ratio * mean, mean + LOSS_DEVIATIONS * deviation)
-        if math.isfinite(one.loss) and one.loss <= limit:
+            limit = max(self.spec.loss_jump_ratio * mean, mean + _LOSS_DEVIATIONS * deviation)
+        if math.isfinite(record.loss) and record.loss <= limit:
             return
-        text = f"loss {one.loss:.4g} at step {one.step}, {mean:.4g} on average before"
-        value = one.loss if math.isfinite(one.loss) else -1.0  # JSON knows no NaN
-        yield AlertCondition(AlertKind.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=one.step)
+        text = f"loss {record.loss:.4g} at step {record.step}, {mean:.4g} on average before"
+        value = record.loss if math.isfinite(record.loss) else -1.0  # JSON knows no NaN
+        yield AlertCondition(
+            AlertKind.LOSS_ABNORMAL, text, value, min(limit, 1e308), step=record.step
+        )
 
     def _take_window(self, run: RunSample) -> bool:
-        """Compare the ranks over some seconds and steps; whether a window has ended."""
-        ranks = {one.rank: one for one in run.ranks}
-        if self._window is None or not _same_lives(self._window[1], ranks):
-            self._window, self._of_window = (run.at_s, ranks), ()
-            self._late.clear()
-            self._starved.clear()
+        """Compare the ranks over some seconds and steps. Return whether a window ended."""
+        ranks = {sample.rank: sample for sample in run.ranks}
+        if self._window is None or not _are_same_processes(self._window[1], ranks):
+            self._window, self._window_conditions = (run.at_s, ranks), ()
+            self._late_windows.clear()
+            self._starved_windows.clear()
             return False
-        began_s, before = self._window
+        began_s, previous = self._window
         took_s = run.at_s - began_s
-        steps = min((one.step - before[r].step for r, one in ranks.items()), default=0)
-        if took_s < WINDOW_S or steps < MIN_WINDOW_STEPS:
+        steps = min((sample.step - previous[r].step for r, sample in ranks.items()), default=0)
+        if took_s < WINDOW_S or steps < _MIN_WINDOW_STEPS:
             return False
         self._window = (run.at_s, ranks)
-        found = [*self._of_stragglers(before, ranks, took_s), *self._of_data(before, ranks, took_s)]
-        self._of_window = tuple(found)
+        conditions = [
+            *self._check_stragglers(previous, ranks, took_s),
+            *self._check_data(previous, ranks, took_s),
+        ]
+        self._window_conditions = tuple(conditions)
         return True
 
-    def _of_stragglers(
-        self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+    def _check_stragglers(
+        self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
-        """The rank that waits least for the others, when they wait for it."""
+        """Report the rank that waits least for others, when they wait for it."""
         if len(ranks) < 2:
             return
-        waited = {rank: one.waited_s - before[rank].waited_s for rank, one in ranks.items()}
+        waited = {rank: sample.waited_s - previous[rank].waited_s for rank, sample in ranks.items()}
         last = min(waited, key=lambda rank: waited[rank])
         behind = (median(s for r, s in waited.items() if r != last) - waited[last]) / took_s
-        count = self._late.get(last, 0) + 1 if behind > self.spec.straggler_ratio else 0
-        self._late = {last: count} if count else {}
-        if count >= HOLD_WINDOWS:
+        count = self._late_windows.get(last, 0) + 1 if behind > self.spec.straggler_ratio else 0
+        self._late_windows = {last: count} if count else {}
+        if count >= _HOLD_WINDOWS:
             text = (
                 f"rank {last} on {ranks[last].node} is later than the others by "
                 f"{behind:.0%} of every step"
             )
-            yield _about(AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last])
+            yield _condition_of_rank(
+                AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last]
+            )
 
-    def _of_data(
-        self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+    def _check_data(
+        self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
     ) -> Iterator[AlertCondition]:
-        """Ranks that wait for their loader; of many the one that waits longest."""
-        shares = {rank: (one.data_s - before[rank].data_s) / took_s for rank, one in ranks.items()}
+        """Report ranks that wait for their loader, by the rank that waits longest."""
+        shares = {
+            rank: (sample.data_s - previous[rank].data_s) / took_s for rank, sample in ranks.items()
+        }
         worst = max(shares, key=lambda rank: shares[rank])
         limit = self.spec.data_wait_ratio
-        count = self._starved.get(worst, 0) + 1 if shares[worst] > limit else 0
-        self._starved = {worst: count} if count else {}
-        if count >= HOLD_WINDOWS:
+        count = self._starved_windows.get(worst, 0) + 1 if shares[worst] > limit else 0
+        self._starved_windows = {worst: count} if count else {}
+        if count >= _HOLD_WINDOWS:
             many = sum(share > limit for share in shares.values())
             text = (
                 f"rank {worst} on {ranks[worst].node} waits for data {shares[worst]:.0%} of the "
                 f"time; {many} of {len(shares)} ranks do so too often"
             )
-            yield _about(AlertKind.DATA_STARVED, text, shares[worst], limit, ranks[worst])
+            yield _condition_of_rank(
+                AlertKind.DATA_STARVED, text, shares[worst], limit, ranks[worst]
+            )
 
 
-def _about(
-    point: AlertKind, text: str, value: float, limit: float, one: RankSample
+def _condition_of_rank(
+    point: AlertKind, text: str, value: float, limit: float, sample: RankSample
 ) -> AlertCondition:
     return AlertCondition(
-        point, text, value, limit, node=one.node, rank=one.rank, device=one.device, step=one.step
+        point,
+        text,
+        value,
+        limit,
+        node=sample.node,
+        rank=sample.rank,
+        device=sample.device,
+        step=sample.step,
     )
 
 
-def _same_lives(before: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
-    """Whether the same processes are looked at, which went only forward."""
-    return before.keys() == now.keys() and all(
-        one.pid == before[rank].pid and one.step >= before[rank].step for rank, one in now.items()
+def _are_same_processes(previous: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
+    """Whether both samples are of the same processes, which only moved forward."""
+    return previous.keys() == now.keys() and all(
+        sample.pid == previous[rank].pid and sample.step >= previous[rank].step
+        for rank, sample in now.items()
     )
 
 
-def _of_devices(
+def _check_devices(
     spec: WatchSpec, node: str, sample: NodeSample, *, trains: bool
 ) -> Iterator[AlertCondition]:
-    for one in sample.devices:
-        used, full = one.utilisation_percent, one.memory_percent
-        where = f"device {one.index} on {node}"
+    for device in sample.devices:
+        used, full = device.utilisation_percent, device.memory_percent
+        where = f"device {device.index} on {node}"
         if trains and used is not None and used < spec.utilisation_low_percent:
             yield AlertCondition(
                 AlertKind.UTILISATION_LOW, f"{where} is used {used:.0f} %", used,
-                spec.utilisation_low_percent, node=node, device=one.index, holds_s=spec.low_for_s,
+                spec.utilisation_low_percent, node=node, device=device.index,
+                holds_s=spec.low_for_s,
             )  # fmt: skip
         if full is not None and full > spec.memory_high_percent:
             yield AlertCondition(
                 AlertKind.MEMORY_HIGH, f"memory of {where} is {full:.0f} % full", full,
-                spec.memory_high_percent, node=node, device=one.index,
+                spec.memory_high_percent, node=node, device=device.index,
             )  # fmt: skip
-        if one.is_ill:
-            codes = f", codes {', '.join(one.error_codes)}" if one.error_codes else ""
+        if device.is_ill:
+            codes = f", codes {', '.join(device.error_codes)}" if device.error_codes else ""
             yield AlertCondition(
-                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {one.health}{codes}", 1.0, 0.0,
-                node=node, device=one.index,
+                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {device.health}{codes}",
+                1.0, 0.0, node=node, device=device.index,
             )  # fmt: skip
-        if one.link_is_up is False:
+        if device.link_is_up is False:
             yield AlertCondition(
                 AlertKind.LINK_DOWN, f"the network port of {where} is down", 1.0, 0.0,
-                node=node, device=one.index,
+                node=node, device=device.index,
             )  # fmt: skip
 
 
-def _of_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertCondition]:
-    """Stays for the whole attempt: a link that broke once is worth another look."""
+def _check_retries(retries: Mapping[tuple[str, int], int]) -> Iterator[AlertCondition]:
+    """Report retries for the whole attempt: a link that broke once is worth a check."""
     for (node, rank), count in retries.items():
         times = "once" if count == 1 else f"{count} times"
         text = f"HCCL sent an operator of rank {rank} on {node} again, successfully, {times}"
         yield AlertCondition(AlertKind.LINK_RETRIED, text, float(count), 0.0, node=node, rank=rank)
 
 
-def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCondition]:
+def _check_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCondition]:
     free = sample.host.disk_free_percent
     if free is not None and free < spec.disk_free_low_percent:
         text = f"{free:.1f} % of the disk of {node} is free"
@@ -319,19 +342,19 @@ def _of_host(spec: WatchSpec, node: str, sample: NodeSample) -> Iterator[AlertCo
         )
 
 
-def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
-    """Steps before, and the newest ones: five, or as many as have taken so long together."""
+def _split_steps(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], list[float]]:
+    """Split steps into earlier and newest: at least five, which took so long together."""
     taken_s = 0.0
     for count, one_s in enumerate(reversed(steps_s), start=1):
         taken_s += one_s
-        if count >= RECENT_STEPS and taken_s >= recent_s:
+        if count >= _RECENT_STEPS and taken_s >= recent_s:
             return list(steps_s)[:-count], list(steps_s)[-count:]
     return list(steps_s), []
 
 
-def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
-    """The vote's time at the rank that came last to it, which waited for no other."""
-    voted = [one.latency_s for one in ranks if one.latency_s > 0]
+def _check_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
+    """Compare the vote's time at the last rank to come, which waited for no other."""
+    voted = [rank.latency_s for rank in ranks if rank.latency_s > 0]
     if len(voted) < len(ranks) or not voted:
         return
     value_ms = 1000 * min(voted)
@@ -342,12 +365,12 @@ def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertC
         )
 
 
-def _of_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[AlertCondition]:
+def _check_checkpoints(spec: WatchSpec, run: RunSample) -> Iterator[AlertCondition]:
     between = [b - a for a, b in zip(run.commits_s, run.commits_s[1:], strict=False)]
     if not between:
         return
     usual_s, age_s = median(between), run.at_s - run.commits_s[-1]
-    limit_s = max(MIN_CHECKPOINT_AGE_S, spec.checkpoint_age_ratio * usual_s)
+    limit_s = max(_MIN_CHECKPOINT_AGE_S, spec.checkpoint_age_ratio * usual_s)
     if age_s > limit_s:
         text = f"the newest checkpoint is {age_s:.0f} s old, {usual_s:.0f} s are usual"
         yield AlertCondition(AlertKind.CHECKPOINT_OLD, text, age_s, limit_s)

@@ -8,13 +8,19 @@ super_device_id and super_pod_id (CANN, HCCL user guide, cluster_info_config).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.telemetry.npu_smi import Chip, parse_table
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, assignments, fields
+from perdure.training.telemetry.vendor_tools import (
+    Ask,
+    NoAnswer,
+    parse_fields,
+    read_assignments,
+    run_tool,
+)
 from perdure.training.wire.agent import AgentReply
 from perdure.training.wire.node import (
     VISIBLE,
@@ -31,43 +37,43 @@ NAME = "rank_table"
 
 
 def devices_reply(query: DevicesQuery, node: str) -> AgentReply:
-    """The devices of this node as its agent answers, or why they are not known."""
+    """Answer an agent's query with the devices of this node, or with an error."""
     try:
-        return AgentReply(devices=addresses_here(query))
+        return AgentReply(devices=_read_addresses(query))
     except ValueError as error:
         return AgentReply(error=f"comm.rank_table={query.form} cannot be written, {node}: {error}")
 
 
-def addresses_here(query: DevicesQuery) -> NodeDevices:
-    """The devices of this node.
+def _read_addresses(query: DevicesQuery) -> NodeDevices:
+    """Read the addresses of this node's devices.
 
     Raises:
         ValueError: an address is not known.
     """
-    lines = assignments(HCCN_CONF)
+    lines = read_assignments(HCCN_CONF)
     visible = query.visible or os.environ.get(VISIBLE, "")
-    devices = ports(lines, device_ids(query.slots, visible))
+    devices = read_ports(lines, device_ids(query.slots, visible))
     if query.form is RankTableForm.V1_0:
         return NodeDevices(devices=devices)
     try:
-        return in_super_pod(devices, parse_table(ask(["npu-smi", "info"])), ask)
+        return add_super_pod(devices, parse_table(run_tool(["npu-smi", "info"])), run_tool)
     except NoAnswer as error:
         raise ValueError(f"npu-smi, which knows the super pod: {error}") from error
 
 
 def check_rank_table(query: DevicesQuery) -> Check:
-    """Whether the rank table of a job can be written for the devices of this node."""
+    """Check that a job's rank table can be written for the devices of this node."""
     allowed = f"comm.rank_table={query.form}: an address for each of {query.slots} ranks"
     try:
-        found = addresses_here(query)
+        addresses = _read_addresses(query)
     except ValueError as error:
         return Check(name=NAME, outcome=CheckOutcome.FAILED, seen=str(error), allowed=allowed)
-    seen = ", ".join(f"{one.device_id}: {one.device_ip}" for one in found.devices)
-    return Check(name=NAME, outcome=CheckOutcome.OK, seen=seen, allowed=allowed)
+    text = ", ".join(f"{device.device_id}: {device.device_ip}" for device in addresses.devices)
+    return Check(name=NAME, outcome=CheckOutcome.OK, seen=text, allowed=allowed)
 
 
 def query_of(job: Job) -> DevicesQuery | None:
-    """What a node is asked for a job's rank table, None where the job asks for none."""
+    """Build the query for a job's rank table; None where the job asks for none."""
     form = job.comm.rank_table
     if form is None:
         return None
@@ -75,11 +81,11 @@ def query_of(job: Job) -> DevicesQuery | None:
     return DevicesQuery(form=form, slots=job.engine.slots_per_node, visible=visible)
 
 
-def ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddress, ...]:
-    """The devices with the addresses of their ports.
+def read_ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddress, ...]:
+    """Return the devices with the addresses of their ports.
 
     Raises:
-        ValueError: one has none.
+        ValueError: a device has no address.
     """
     missing = [number for number in numbers if not lines.get(f"address_{number}")]
     if missing:
@@ -87,26 +93,26 @@ def ports(lines: Mapping[str, str], numbers: Sequence[int]) -> tuple[DeviceAddre
     return tuple(DeviceAddress(device_id=n, device_ip=lines[f"address_{n}"]) for n in numbers)
 
 
-def in_super_pod(
-    devices: Sequence[DeviceAddress], chips: Sequence[Chip], asked: Callable[[Sequence[str]], str]
+def add_super_pod(
+    devices: Sequence[DeviceAddress], chips: Sequence[Chip], ask_tool: Ask
 ) -> NodeDevices:
-    """The same devices with their places in a super pod.
+    """Add to the devices their places in a super pod.
 
     Raises:
-        ValueError: npu-smi does not name one.
+        ValueError: npu-smi does not name the place of a device.
     """
     places = {chip.physical: (chip.npu, chip.chip) for chip in chips}
-    found, pods = [], set()
+    placed, pods = [], set()
     for device in devices:
         if device.device_id not in places:
             raise ValueError(f"npu-smi info shows no device {device.device_id}")
         card, chip = places[device.device_id]
         command = ["npu-smi", "info", "-t", "spod-info", "-i", str(card), "-c", str(chip)]
-        said = fields(asked(command))
-        if not said.get("SDID") or not said.get("Super Pod ID"):
+        values = parse_fields(ask_tool(command))
+        if not values.get("SDID") or not values.get("Super Pod ID"):
             raise ValueError(f"{' '.join(command)} shows no SDID and Super Pod ID")
-        found.append(device.model_copy(update={"super_device_id": said["SDID"]}))
-        pods.add(said["Super Pod ID"])
+        placed.append(device.model_copy(update={"super_device_id": values["SDID"]}))
+        pods.add(values["Super Pod ID"])
     if len(pods) != 1:
         raise ValueError(f"its devices are in super pods {', '.join(sorted(pods))}")
-    return NodeDevices(devices=tuple(found), super_pod_id=pods.pop())
+    return NodeDevices(devices=tuple(placed), super_pod_id=pods.pop())

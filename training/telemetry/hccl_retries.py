@@ -14,8 +14,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MAX_BYTES = 1 << 20  # of one log and look: the rest comes with the next
-# Whose state it is stands in brackets before it, which not every version prints whole.
+MAX_BYTES = 1 << 20  # of a log in each call: the remainder comes with the next call
+# The owner of the state stands in brackets before it, which not every version prints whole.
 _CHANGE = re.compile(rb"\[OpRetry\][^\n]*State Transfer, cur state (\w+), next state (\w+)")
 _RUNNING = b"RETRY_STATE_AGENT_RUNNING"
 _ERROR = b"RETRY_STATE_RESP_AICPU_ERR"
@@ -25,18 +25,18 @@ _FAILED = b"RETRY_STATE_AGENT_RETRY_FAIL"
 
 @dataclass(slots=True)
 class RetryLog:
-    """What the log of one process says so far.
+    """The retries in the log of a process, up to its last line read.
 
     Attributes:
-        mended: retries that succeeded after an error of this process' own.
+        num_mended: successful retries after an error of this process itself.
     """
 
-    mended: int = 0
+    num_mended: int = 0
     _read_bytes: int = 0
     _has_error: bool = False
 
-    def read_on(self, path: Path) -> None:
-        """Take in what was written since; a last line that is not whole waits.
+    def read_new(self, path: Path) -> None:
+        """Parse the new lines; a last line that is not whole waits.
 
         Raises:
             OSError: it cannot be read.
@@ -46,17 +46,17 @@ class RetryLog:
             text = file.read(MAX_BYTES)
         whole = text[: text.rfind(b"\n") + 1] or (text if len(text) == MAX_BYTES else b"")
         self._read_bytes += len(whole)
-        self.take(whole)
+        self.parse(whole)
 
-    def take(self, text: bytes) -> None:
-        """Take in lines."""
-        for before, after in _CHANGE.findall(text):
-            if after == _ERROR:
+    def parse(self, text: bytes) -> None:
+        """Count the retries in some lines."""
+        for old_state, new_state in _CHANGE.findall(text):
+            if new_state == _ERROR:
                 self._has_error = True
-            elif after == _FAILED:
+            elif new_state == _FAILED:
                 self._has_error = False
-            elif (before, after) == (_RETRIED, _RUNNING):
-                self.mended += self._has_error
+            elif (old_state, new_state) == (_RETRIED, _RUNNING):
+                self.num_mended += self._has_error
                 self._has_error = False
 
 
@@ -66,13 +66,15 @@ class RetryLogs:
 
     _logs: dict[Path, RetryLog] = field(default_factory=dict)
 
-    def mended(self, folder: Path) -> int:
-        """Retries that succeeded by now, of the processes that log into a folder."""
+    def count_mended(self, folder: Path) -> int:
+        """Count the successful retries of the processes that log into a folder."""
         for path in sorted(folder.glob("run/plog/*.log")):
             log = self._logs.setdefault(path, RetryLog())
             try:
                 if path.is_file() and not path.is_symlink():
-                    log.read_on(path)
+                    log.read_new(path)
             except OSError:
                 pass  # rotated away meanwhile; what was seen stays
-        return sum(log.mended for path, log in self._logs.items() if path.is_relative_to(folder))
+        return sum(
+            log.num_mended for path, log in self._logs.items() if path.is_relative_to(folder)
+        )

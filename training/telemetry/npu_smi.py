@@ -1,12 +1,10 @@
-"""What npu-smi prints, read: the table of all chips, and the health, memory errors and use of one.
+"""Parsers for npu-smi and hccn_tool: the table of chips, a chip's readings, and its network port.
 
 Layouts of npu-smi 23.0 to 26.0. The table has two rows for a chip; since 25.0 the second row may
-carry the number that workers count by (Phy-ID). Percentages are 0 to 100, sizes bytes.
+carry the number by which workers count (Phy-ID). Percentages are 0 to 100, sizes bytes.
 
-What hccn_tool prints about the network port of an NPU, read.
-
-The words of its health are Success, Init, Socket failed and the like; `-link_stat` keeps the last
-changes of the link, newest first. Counters run since the driver was loaded.
+hccn_tool reports the health of a port as Success, Init, Socket failed and the like; `-link_stat`
+lists the last changes of the link, newest first. Counters run since the driver was loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from perdure.training.telemetry.vendor_tools import fields, number
+from perdure.training.telemetry.vendor_tools import parse_fields, parse_number
 
 MIB = 1 << 20
 # A row of the table: three columns between bars.
@@ -27,7 +25,7 @@ _USED_OF_TOTAL = re.compile(r"(\d+)\s*/\s*(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One chip of the table, in the order of the table.
+    """A chip of the table, in the order of the table.
 
     Attributes:
         npu: number of the card, for `-i`.
@@ -49,7 +47,7 @@ class Chip:
 
     @property
     def memory_percent(self) -> float | None:
-        """Share of its memory that is used."""
+        """Used share of its memory."""
         total = self.memory_total_bytes
         return 100.0 * self.memory_used_bytes / total if total else None
 
@@ -79,7 +77,7 @@ class Ecc:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`-t usages` of one chip."""
+    """`-t usages` of a chip."""
 
     memory_total_bytes: int | None
     memory_percent: float | None
@@ -87,12 +85,12 @@ class Usage:
 
 
 def parse_processes(text: str) -> int:
-    """`npu-smi info`: how many processes use a chip that it shows."""
+    """Count the processes of `npu-smi info` that use a chip."""
     return len(_PROCESS.findall(text))
 
 
 def parse_table(text: str) -> tuple[Chip, ...]:
-    """`npu-smi info`: its chips; empty when there is no table."""
+    """Parse the chips of `npu-smi info`; empty when there is no table."""
     chips: list[Chip] = []
     above: tuple[str, ...] | None = None
     for line in text.splitlines():
@@ -103,13 +101,13 @@ def parse_table(text: str) -> tuple[Chip, ...]:
         elif above is None:
             above = cells
         else:
-            chips += _chip(above, cells)
+            chips += _parse_chip(above, cells)
             above = None
     return tuple(chips)
 
 
-def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
-    """Rows `npu name | health | power temp ...` and `chip [phy] | bus | aicore memory hbm`."""
+def _parse_chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
+    """Parse rows `npu name | health | power ...` and `chip [phy] | bus | aicore memory hbm`."""
     npu, _, name = upper[0].partition(" ")
     chip, _, physical = lower[0].partition(" ")
     readings, used = upper[2].split(), lower[2].split()
@@ -124,9 +122,9 @@ def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
             physical=int(physical) if physical.strip().isdigit() else int(npu),
             name=name.strip(),
             health=upper[1],
-            power_w=number(readings[0]),
-            temperature_c=number(readings[1]) if len(readings) > 1 else None,
-            utilisation_percent=number(used[0]),
+            power_w=parse_number(readings[0]),
+            temperature_c=parse_number(readings[1]) if len(readings) > 1 else None,
+            utilisation_percent=parse_number(used[0]),
             memory_used_bytes=memory[0] * MIB,
             memory_total_bytes=memory[1] * MIB,
         )
@@ -134,10 +132,10 @@ def _chip(upper: Sequence[str], lower: Sequence[str]) -> list[Chip]:
 
 
 def parse_health(text: str) -> Health:
-    """`npu-smi info -t health`, with and without `-c`; no word when it is not that."""
-    found = fields(text)
-    word = found.get("Health Status") or found.get("Health")
-    printed = found.get("Error Code", "NA")
+    """Parse `npu-smi info -t health`, with and without `-c`; no word from other text."""
+    values = parse_fields(text)
+    word = values.get("Health Status") or values.get("Health")
+    printed = values.get("Error Code", "NA")
     codes = () if printed in ("NA", "") else tuple(printed.split())
     sentences = []
     for line in text.splitlines():
@@ -148,8 +146,8 @@ def parse_health(text: str) -> Health:
 
 
 def parse_ecc(text: str) -> Ecc | None:
-    """`npu-smi info -t ecc`, in both its layouts; None when it is not that."""
-    counts = {name: int(value) for name, value in fields(text).items() if value.isdigit()}
+    """Parse `npu-smi info -t ecc`, in both its layouts; None for other text."""
+    counts = {name: int(value) for name, value in parse_fields(text).items() if value.isdigit()}
     if not any("Error Count" in name for name in counts):
         return None
 
@@ -164,27 +162,27 @@ def parse_ecc(text: str) -> Ecc | None:
 
 
 def parse_usages(text: str) -> tuple[Usage, ...]:
-    """`npu-smi info -t usages`: a block for every chip of the card, ended by its Chip ID."""
+    """Parse `npu-smi info -t usages`: each chip's block of the card ends with its Chip ID."""
     blocks = re.split(r"^\s*Chip ID\s*:.*$", text, flags=re.MULTILINE)
-    return tuple(usage for usage in map(_usage, blocks) if usage is not None)
+    return tuple(usage for usage in map(_parse_usage, blocks) if usage is not None)
 
 
-def _usage(block: str) -> Usage | None:
-    found = fields(block)
-    core = number(found.get("Aicore Usage Rate(%)"))
-    whole = number(found.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
+def _parse_usage(block: str) -> Usage | None:
+    values = parse_fields(block)
+    core = parse_number(values.get("Aicore Usage Rate(%)"))
+    whole = parse_number(values.get("NPU Utilization(%)"))  # newer drivers; it counts all cores
     if core is None and whole is None:
         return None
-    total = number(found.get("HBM Capacity(MB)"))
+    total = parse_number(values.get("HBM Capacity(MB)"))
     return Usage(
         memory_total_bytes=int(total) * MIB if total is not None else None,
-        memory_percent=number(found.get("HBM Usage Rate(%)")),
+        memory_percent=parse_number(values.get("HBM Usage Rate(%)")),
         utilisation_percent=core if whole is None else whole,
     )
 
 
-def filled(chip: Chip, usage: Usage) -> Chip:
-    """A chip whose row had no utilisation, with that of `-t usages`."""
+def fill_usage(chip: Chip, usage: Usage) -> Chip:
+    """Add the utilisation of `-t usages` to a chip whose row had none."""
     if chip.utilisation_percent is not None:
         return chip
     return replace(chip, utilisation_percent=usage.utilisation_percent)
@@ -198,7 +196,7 @@ ERROR_COUNTERS = ("roce_rx_err_pkt_num", "roce_tx_err_pkt_num", "roce_qp_status_
 
 @dataclass(frozen=True, slots=True)
 class LinkHistory:
-    """`-link_stat -g`.
+    """The changes of a link, `-link_stat -g`.
 
     Attributes:
         now: the tool's clock, as it prints it.
@@ -212,32 +210,32 @@ class LinkHistory:
 
     @property
     def num_losses(self) -> int:
-        """How often it went down, as far back as the record goes."""
+        """Number of losses of the link, as far back as the record goes."""
         return sum(not came_up for _, came_up in self.changes)
 
 
 def parse_link(text: str) -> bool | None:
-    """`-link -g`: whether the link is up; None when it is not printed."""
-    word = fields(text).get("link status")
+    """Parse `-link -g`: whether the link is up; None for other text."""
+    word = parse_fields(text).get("link status")
     return None if word is None else word.upper() == "UP"
 
 
 def parse_net_health(text: str) -> str | None:
-    """`-net_health -g`: as printed; None when it is not printed."""
-    return fields(text).get("net health status") or None
+    """Parse `-net_health -g`: the word as printed; None for other text."""
+    return parse_fields(text).get("net health status") or None
 
 
 def parse_counters(text: str) -> dict[str, int]:
-    """`-stat -g`: every counter of the port."""
+    """Parse `-stat -g`: every counter of the port."""
     return {name: int(value) for name, value in _COUNTER.findall(text)}
 
 
 def parse_link_history(text: str) -> LinkHistory | None:
-    """`-link_stat -g`; None when it is not printed."""
+    """Parse `-link_stat -g`; None for other text."""
     plain = _PREFIX.sub("", text)
-    found = fields(plain)
-    count = found.get("link up count", "")
+    values = parse_fields(plain)
+    count = values.get("link up count", "")
     if not count.isdigit():
         return None
     changes = tuple((when, word == "UP") for when, word in _CHANGE.findall(plain))
-    return LinkHistory(found.get("current time", ""), int(count), changes)
+    return LinkHistory(values.get("current time", ""), int(count), changes)

@@ -13,11 +13,11 @@ from perdure.training.wire.node import DeviceSample
 
 
 class NoNvml(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
-    """The library, the driver or a device is not there."""
+    """The library, the driver or a device is missing."""
 
 
 def read_devices(count: int, *, library: Any | None = None) -> tuple[DeviceSample, ...]:
-    """The first `count` devices.
+    """Read the first `count` devices.
 
     Args:
         count: how many the node has to have.
@@ -26,14 +26,14 @@ def read_devices(count: int, *, library: Any | None = None) -> tuple[DeviceSampl
     Raises:
         NoNvml: names what is missing.
     """
-    nvml = library if library is not None else _import()
+    nvml = library if library is not None else _load_library()
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
         raise NoNvml(str(error)) from error
     try:
         present = min(count, nvml.nvmlDeviceGetCount())
-        return tuple(_read(nvml, index) for index in range(present))
+        return tuple(_read_device(nvml, index) for index in range(present))
     except nvml.NVMLError as error:
         raise NoNvml(str(error)) from error
     finally:
@@ -41,9 +41,9 @@ def read_devices(count: int, *, library: Any | None = None) -> tuple[DeviceSampl
 
 
 def driver_version(*, library: Any | None = None) -> str | None:
-    """Version of the driver, None without one."""
+    """Read the version of the driver; None without a driver."""
     try:
-        nvml = library if library is not None else _import()
+        nvml = library if library is not None else _load_library()
         nvml.nvmlInit()
     except NoNvml:
         return None
@@ -55,15 +55,15 @@ def driver_version(*, library: Any | None = None) -> str | None:
         nvml.nvmlShutdown()
 
 
-def _import() -> Any:
+def _load_library() -> Any:
     try:
         return importlib.import_module("pynvml")
     except ModuleNotFoundError as error:
         raise NoNvml("nvidia-ml-py is not installed") from error
 
 
-def _read(nvml: Any, index: int) -> DeviceSample:
-    """One device; what it does not support is None."""
+def _read_device(nvml: Any, index: int) -> DeviceSample:
+    """Read a device; a reading that it does not support is None."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def supported(call: Callable[[], Any]) -> Any | None:

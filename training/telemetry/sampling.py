@@ -1,41 +1,37 @@
-"""One look at a node: its devices through whichever tool is there, and its host.
+"""Samples of a node: its devices, by the tools that are installed, and its host, by psutil.
 
-A tool that is missing or gives no answer is a gap of the sample, never an error. Times are
+A tool that is missing or gives no answer is a gap of the sample, never an error. In a container
+the processors and the memory are those of the machine, not the container's share. Times are
 seconds.
-
-The host of a node, read with psutil: processors, memory, and the disk of a folder.
-
-In a container these are the machine's numbers, not the container's share.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import psutil
 
 from perdure.training.telemetry import npu_smi, nvml
 from perdure.training.telemetry import npu_smi as hccn
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
 NPU_SMI, HCCN_TOOL = "npu-smi", "hccn_tool"
-LOOK_LIMIT_S = 20.0  # of all tools together; what is left then is a gap
-
-Ask = Callable[[Sequence[str]], str]
+SAMPLE_LIMIT_S = 20.0  # of all tools together; the devices after that are a gap
 
 
 class Sampler:
-    """Looks at a node again and again.
+    """Samples of a node: its devices and its host.
 
     Args:
-        folder: its file system is looked at.
-        num_devices: that are looked at, from 0 on.
-        closely: those of them that the tools are asked about one by one; None: all.
+        folder: the sample has its file system.
+        num_devices: devices of the sample, from 0 on.
+        detailed_devices: indices of the devices that the tools report on one by one; None for all.
         now: wall clock.
         clock: monotonic clock.
+        ask_tool: runs a tool.
     """
 
     def __init__(
@@ -43,32 +39,34 @@ class Sampler:
         folder: Path,
         num_devices: int,
         *,
-        closely: Collection[int] | None = None,
+        detailed_devices: Collection[int] | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
-        ask_tool: Ask = ask,
+        ask_tool: Ask = run_tool,
     ) -> None:
-        self._host = HostSource(folder)
+        self._host = _HostSource(folder)
         self._num_devices = num_devices
-        self._closely = range(num_devices) if closely is None else closely
+        self._detailed_devices = (
+            range(num_devices) if detailed_devices is None else detailed_devices
+        )
         self._now = now
         self._clock = clock
         self._ask = ask_tool
 
-    def look(self) -> NodeSample:
-        """Look once; takes as long as the tools take."""
+    def take_sample(self) -> NodeSample:
+        """Take a sample; takes as long as the tools take."""
         gaps: list[str] = []
         try:
             host = self._host.read()
         except OSError as error:
             host = HostSample()
             gaps.append(f"host: {error}")
-        devices = self._devices(gaps)
+        devices = self._sample_devices(gaps)
         return NodeSample(at_s=self._now(), devices=devices, host=host, gaps=tuple(gaps))
 
-    def _devices(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+    def _sample_devices(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
         if find_tool(NPU_SMI) is not None:
-            return self._npus(gaps)
+            return self._sample_npus(gaps)
         gaps.append(f"{NPU_SMI}: not installed")
         try:
             return nvml.read_devices(self._num_devices)
@@ -76,36 +74,36 @@ class Sampler:
             gaps.append(f"nvml: {error}")
             return ()
 
-    def _npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
-        """The NPUs; one tool that hangs would hang for the next device, too."""
-        until_s = self._clock() + LOOK_LIMIT_S
+    def _sample_npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+        """Sample the NPUs; a tool that hangs would hang for the next device, too."""
+        until_s = self._clock() + SAMPLE_LIMIT_S
         has_hccn = find_tool(HCCN_TOOL) is not None
         if not has_hccn:
             gaps.append(f"{HCCN_TOOL}: not installed")
-        found: list[DeviceSample] = []
+        samples: list[DeviceSample] = []
         try:
             chips = npu_smi.parse_table(self._ask((NPU_SMI, "info")))[: self._num_devices]
             if not chips:
                 gaps.append(f"{NPU_SMI}: no table of devices")
             for index, chip in enumerate(chips):
-                found.append(device_of(index, chip))
+                samples.append(device_of(index, chip))
             for index, chip in enumerate(chips):
-                if index not in self._closely:
+                if index not in self._detailed_devices:
                     continue
                 if self._clock() > until_s:
-                    gaps.append(f"devices {index} on: not asked, {LOOK_LIMIT_S:g} s are over")
+                    gaps.append(f"devices {index} on: not asked, {SAMPLE_LIMIT_S:g} s are over")
                     break
-                found[index] = self._detailed(index, chip, has_hccn=has_hccn)
+                samples[index] = self._read_details(index, chip, has_hccn=has_hccn)
         except NoAnswer as error:
             gaps.append(f"no answer: {error}")
-        return tuple(found)
+        return tuple(samples)
 
-    def _detailed(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
-        """One device with what only its own commands show."""
+    def _read_details(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:
+        """Add to a device the readings that only its own commands show."""
         health = npu_smi.parse_health(self._ask(health_command(chip)))
         if chip.utilisation_percent is None:
-            usages = npu_smi.parse_usages(self._ask(usages_command(chip)))
-            chip = npu_smi.filled(chip, usages[chip.chip]) if chip.chip < len(usages) else chip
+            usages = npu_smi.parse_usages(self._ask(_usages_command(chip)))
+            chip = npu_smi.fill_usage(chip, usages[chip.chip]) if chip.chip < len(usages) else chip
         more: dict[str, object] = {
             "health": health.word or chip.health,
             "error_codes": health.error_codes,
@@ -117,7 +115,7 @@ class Sampler:
 
 
 def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
-    """What the table alone shows of a device."""
+    """Build a sample of a device from its rows of the table alone."""
     return DeviceSample(
         index=index,
         name=chip.name,
@@ -131,31 +129,31 @@ def device_of(index: int, chip: npu_smi.Chip) -> DeviceSample:
 
 
 def health_command(chip: npu_smi.Chip) -> tuple[str, ...]:
-    """With `-c`, or the answer may be that of the card's controller, not of the chip."""
+    """Build the command; without `-c` the answer may be that of the card's controller."""
     return (NPU_SMI, "info", "-t", "health", "-i", str(chip.npu), "-c", str(chip.chip))
 
 
 def reset_command(chip: npu_smi.Chip) -> tuple[str, ...]:
-    """Resets one chip; on some servers all of them. It asks for a `y`."""
+    """Build the command that resets a chip, on some servers all chips; it asks for a `y`."""
     return (NPU_SMI, "set", "-t", "reset", "-i", str(chip.npu), "-c", str(chip.chip))
 
 
-def usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:
-    """Memory and cores of every chip of a card."""
+def _usages_command(chip: npu_smi.Chip) -> tuple[str, ...]:
+    """Build the command for memory and cores of every chip of a card."""
     return (NPU_SMI, "info", "-t", "usages", "-i", str(chip.npu))
 
 
 def link_commands(chip: npu_smi.Chip) -> Iterator[tuple[str, ...]]:
-    """The state of a device's port, and whether it reaches its peers."""
+    """Yield the commands for the state of a device's port, and for the way to its peers."""
     yield (HCCN_TOOL, "-i", str(chip.physical), "-link", "-g")
     yield (HCCN_TOOL, "-i", str(chip.physical), "-net_health", "-g")
 
 
-class HostSource:
-    """Reads the host again and again.
+class _HostSource:
+    """Readings of the host.
 
     Args:
-        folder: the file system that it lies on is looked at.
+        folder: the readings have its file system.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -163,7 +161,7 @@ class HostSource:
         psutil.cpu_percent()  # the use of processors is measured since the call before
 
     def read(self) -> HostSample:
-        """The host as it is; processors since the last time."""
+        """Read the host; the processors' use counts from the last call."""
         disk = psutil.disk_usage(str(self._folder))
         return HostSample(
             cpu_percent=psutil.cpu_percent(),

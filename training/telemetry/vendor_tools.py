@@ -1,4 +1,4 @@
-"""Asking a command-line tool of a driver, which may be missing, fail, or never come back.
+"""Calls of a driver's command-line tools, which may be missing, fail, or never come back.
 
 Times are seconds, sizes bytes.
 """
@@ -10,37 +10,42 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 COMMAND_TIMEOUT_S = 10.0
 KILL_WAIT_S = 1.0
-MAX_OUTPUT_BYTES = 64 << 10
-# Where the driver package puts a tool that it does not put into PATH.
+_MAX_OUTPUT_BYTES = 64 << 10
+# Places of tools that the driver package does not put into PATH.
 PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
 
 
+Ask = Callable[[Sequence[str]], str]  # runs a tool and returns its output
+
+
 class NoAnswer(RuntimeError):  # noqa: N818 a state of affairs, named as it is shown
-    """The tool could not be started, or was killed because it gave no answer in time."""
+    """The tool did not start, or was killed because it gave no answer in time."""
 
 
 def find_tool(name: str) -> str | None:
-    """Path of a tool, None when it is not installed."""
+    """Return the path of a tool; None when it is not installed."""
     place = PLACES.get(name)
     return shutil.which(name) or (shutil.which(place) if place else None)
 
 
-def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = "") -> str:
-    """What a tool prints, on both streams and whatever its exit code.
+def run_tool(
+    command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = ""
+) -> str:
+    """Run a tool, and return its output on both streams, with any exit code.
 
     Args:
         command: the tool and its arguments.
-        timeout_s: it is killed when it takes longer.
-        answers: to what it asks.
+        timeout_s: limit after which it is killed.
+        answers: text for its stdin.
 
     Raises:
-        NoAnswer: it could not be started, or took longer than `timeout_s`.
+        NoAnswer: the tool did not start, or took longer than `timeout_s`.
     """
     try:
         output = tempfile.TemporaryFile()  # noqa: SIM115 closed below
@@ -67,25 +72,25 @@ def ask(command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers
             end_session(process)
             raise NoAnswer(str(error)) from error
         output.seek(0)
-        return output.read(MAX_OUTPUT_BYTES).decode(errors="replace")
+        return output.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a session, and what it started there."""
+    """Kill a process that leads a session, and all processes of the session."""
     with suppress(ProcessLookupError):  # all of it has ended by itself
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # a driver may not let go of it
         process.wait(KILL_WAIT_S)
 
 
-def fields(text: str) -> dict[str, str]:
-    """`name : value` lines as the tools print them; a later line of a name wins."""
+def parse_fields(text: str) -> dict[str, str]:
+    """Parse `name : value` lines of a tool; a later line of a name wins."""
     pairs = (line.partition(":") for line in text.splitlines())
     return {name.strip(): value.strip() for name, colon, value in pairs if colon and name.strip()}
 
 
-def assignments(path: Path) -> dict[str, str]:
-    """`name=value` lines of a version file; empty when there is none."""
+def read_assignments(path: Path) -> dict[str, str]:
+    """Read `name=value` lines of a version file; empty when there is no file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -94,8 +99,8 @@ def assignments(path: Path) -> dict[str, str]:
     return {name.strip(): value.strip() for name, sign, value in pairs if sign}
 
 
-def number(text: str | None) -> float | None:
-    """A number that a tool printed; None where it printed NA, - or nothing."""
+def parse_number(text: str | None) -> float | None:
+    """Parse a number of a tool; None for NA, - or no text."""
     try:
         return float(text) if text is not None else None
     except ValueError:

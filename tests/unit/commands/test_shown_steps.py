@@ -12,7 +12,7 @@ import pytest
 from perdure.storage.local import LocalStore
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.commands.progress import GrowingLog, ShownSteps
-from perdure.training.journal.steps import kept_steps
+from perdure.training.journal.steps import read_kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from tests.jobs import job_document
 from tests.unit.agent.conftest import agent_config, start_order
@@ -93,7 +93,7 @@ def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
     shown.finish()
     assert (shown.newest.step, shown.newest.target) == (3, 9)
     shown.keep(store)
-    assert {s: one.loss for s, one in kept_steps(store, "run").items()} == {1: 3, 2: 2, 3: 1}
+    assert {s: one.loss for s, one in read_kept_steps(store, "run").items()} == {1: 3, 2: 2, 3: 1}
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 

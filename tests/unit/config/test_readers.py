@@ -14,8 +14,7 @@ from pydantic import BaseModel
 
 from perdure.training.config.engine import EngineSpec
 from perdure.training.config.job import Job
-from perdure.training.platforms.forms import FORMS, Platform, read_platform
-from perdure.training.platforms.modelarts import NO_FORCED_END
+from perdure.training.platforms.forms import ENTRIES, NO_FORCED_END, Platform, read_platform
 from perdure.training.platforms.settings import PAIRS
 from perdure.training.recovery.rungs import JobPolicy
 from tests.unit.config.readers import Product, product, with_reader
@@ -161,7 +160,7 @@ def test_a_field_that_nothing_acts_on_is_found(tmp_path):
 
 def samples(name: str) -> list[str]:
     """Values that an entry of a platform may have, as its row describes them."""
-    allowed = FORMS[name].allowed
+    allowed = ENTRIES[name].allowed
     if name == "MS_ENABLE_TFT":
         return [f"{{{key}:1}}" for key in ("TTP", "UCE", "HCCE", "ARF", "TRE", "TSP", "RSC")]
     if allowed == "a number above 0":
@@ -177,15 +176,15 @@ BESIDE = {"fault-tolerance/job-retry-num": "8"}
 ABSENT = frozenset({"false", "False", str(NO_FORCED_END)})  # the same as no entry
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ENTRIES)
 def test_every_entry_of_a_platform_changes_something_or_says_that_it_does_not(name, unread):
     facts = {pair.name for pair in PAIRS} | {pair.other for pair in PAIRS}
     dead = {field.partition(".")[2] for field in unread - EXCEPTIONS.keys()}
-    others = BESIDE if FORMS[name].platform is Platform.MODELARTS else {}
+    others = BESIDE if ENTRIES[name].platform is Platform.MODELARTS else {}
     without = read_platform({one: text for one, text in others.items() if one != name})
     for text in samples(name):
         reading = read_platform(others | {name: text})
-        found = [one for one in FORMS[name].read(name, text) if not isinstance(one, str)]
+        found = [one for one in ENTRIES[name].read(name, text) if not isinstance(one, str)]
         is_fact = any(one.name in facts for one in found)
         seen = (reading.fields, reading.warnings)
         differs = seen != (without.fields, without.warnings)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from perdure.training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose
+from perdure.training.diagnosis.cause import MAX_RUNNERS_UP, Diagnosis, LogSource, choose_cause
 from perdure.training.diagnosis.scan import scan_text
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from tests.values import not_none
@@ -63,7 +63,7 @@ def source(text: str, order: int = 0, **place) -> LogSource:
 
 def diagnosis(*texts: str) -> Diagnosis:
     return not_none(
-        choose([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
+        choose_cause([source(text, order) for order, text in enumerate(texts)], at_s=99.0, step=40)
     )
 
 
@@ -101,7 +101,7 @@ def test_a_loss_scale_that_falls_and_falls_is_a_fault_unless_training_goes_on():
     overflow = "| WARNING: overflow detected, setting loss scale to: {}"
     text = "\n".join(overflow.format(scale) for scale in (0.25, 0.125, 0.0625)) + "\n"
     assert cause(steps(3) + text).evidence == overflow.format(0.0625)
-    assert choose([source(text + steps(9))], at_s=99.0) is None
+    assert choose_cause([source(text + steps(9))], at_s=99.0) is None
 
 
 @pytest.mark.parametrize(
@@ -128,24 +128,24 @@ def test_a_crash_behind_a_progress_bar_with_a_loss_is_one_after_steps():
 
 
 def test_nothing_that_counts_is_no_failure():
-    assert choose([], at_s=99.0) is None
-    assert choose([source("step 12 loss 3.4\n"), LogSource("b", ())], at_s=99.0) is None
-    assert choose([source(f"[INFO] {TYPE_ERROR}\n")], at_s=99.0) is None
+    assert choose_cause([], at_s=99.0) is None
+    assert choose_cause([source("step 12 loss 3.4\n"), LogSource("b", ())], at_s=99.0) is None
+    assert choose_cause([source(f"[INFO] {TYPE_ERROR}\n")], at_s=99.0) is None
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_earliest_of_several_causes_wins_across_sources(first):
     times = (100, 200) if first == 0 else (200, 100)
-    found = diagnosis(traceback(DEVICE_OOM, at_s=times[0]), traceback(TYPE_ERROR, at_s=times[1]))
-    assert found.source == f"rank_{first}.log"
-    assert found.fault.at_s == STARTED_S + 100
+    result = diagnosis(traceback(DEVICE_OOM, at_s=times[0]), traceback(TYPE_ERROR, at_s=times[1]))
+    assert result.source == f"rank_{first}.log"
+    assert result.fault.at_s == STARTED_S + 100
 
 
 def test_a_clock_that_is_off_does_not_decide_which_cause_was_first():
     late = source(traceback(DEVICE_OOM, at_s=100), 0)
     ahead = source(traceback(TYPE_ERROR, at_s=150), 1, clock_offset_s=-60.0)
-    found = not_none(choose([late, ahead], at_s=99.0))
-    assert (found.source, found.fault.at_s) == ("rank_1.log", STARTED_S + 90)
+    result = not_none(choose_cause([late, ahead], at_s=99.0))
+    assert (result.source, result.fault.at_s) == ("rank_1.log", STARTED_S + 90)
 
 
 def test_a_cause_without_a_time_comes_after_those_with_one():
@@ -167,13 +167,13 @@ def test_a_cause_without_a_time_comes_after_those_with_one():
     ],
 )
 def test_an_exception_that_was_caught_before_the_work_went_on_is_no_failure(later):
-    assert choose([source(traceback(TYPE_ERROR) + later)], at_s=99.0) is None
+    assert choose_cause([source(traceback(TYPE_ERROR) + later)], at_s=99.0) is None
 
 
 def test_one_step_more_of_many_ranks_hides_no_cause():
-    before = "".join(f"[rank{r}]: step 100 loss 2.1\n" for r in range(64))
-    after = "".join(f"[rank{r}]: step 101 loss 2.0\n" for r in range(64) if r != 17)
-    assert cause(before + traceback(TYPE_ERROR) + after).evidence == TYPE_ERROR
+    head = "".join(f"[rank{r}]: step 100 loss 2.1\n" for r in range(64))
+    tail = "".join(f"[rank{r}]: step 101 loss 2.0\n" for r in range(64) if r != 17)
+    assert cause(head + traceback(TYPE_ERROR) + tail).evidence == TYPE_ERROR
 
 
 SUMMARY = "wandb: train/loss 2.1\nwandb: train/global_step 9000\n" * 20
@@ -191,8 +191,8 @@ def test_broken_hardware_that_training_survived_is_a_fault_all_the_same():
 
 def test_what_training_survived_before_does_not_hide_what_ended_it():
     text = traceback(TYPE_ERROR) + steps(20) + traceback(DEVICE_OOM)
-    found = diagnosis(text)
-    assert (found.fault.evidence, found.runners_up) == (DEVICE_OOM, ())
+    result = diagnosis(text)
+    assert (result.fault.evidence, result.runners_up) == (DEVICE_OOM, ())
 
 
 def test_runners_up_are_distinct_and_few():
@@ -201,11 +201,11 @@ def test_runners_up_are_distinct_and_few():
         + notify_timeout(at_s=5) * 3 + f"{PEER_CLOSED}\n{UNEXPLAINED}\n" * 3
         + traceback("KeyError: 'a'") + traceback("FileNotFoundError: a") + "Killed\n"
     )  # fmt: skip
-    found = diagnosis(text, text)
-    kinds = [(fault.fault_class, fault.evidence) for fault in found.runners_up]
+    result = diagnosis(text, text)
+    kinds = [(fault.fault_class, fault.evidence) for fault in result.runners_up]
     assert len(kinds) == len(set(kinds)) == MAX_RUNNERS_UP
-    assert found.fault.evidence not in {evidence for _, evidence in kinds}
-    assert found.runners_up[0].fault_class is FaultClass.DEVICE_OOM
+    assert result.fault.evidence not in {evidence for _, evidence in kinds}
+    assert result.runners_up[0].fault_class is FaultClass.DEVICE_OOM
 
 
 DETAIL = "EZ9999: [PID: 4711] 2026-03-21-02:07:08.639.860 The aicore execution is abnormal"
@@ -259,10 +259,12 @@ def test_a_crash_before_any_step_is_the_users_to_fix_and_later_a_matter_of_a_ret
 
 
 def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place():
-    found = not_none(
-        choose([source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40)
+    result = not_none(
+        choose_cause(
+            [source(traceback(TYPE_ERROR), rank=3, node="node-1", device=2)], at_s=99.0, step=40
+        )
     )
-    fault, traits = found.fault, TRAITS[FaultClass.USER_CODE_ERROR]
+    fault, traits = result.fault, TRAITS[FaultClass.USER_CODE_ERROR]
     assert (fault.rank, fault.node, fault.device, fault.step) == (3, "node-1", 2, 40)
     assert (fault.user_fault, fault.hardware_fault) == (True, False)
     assert (fault.recoverable_by, fault.action) == (RecoverableBy.USER_FIX, traits.action)
@@ -270,8 +272,10 @@ def test_a_fault_carries_the_traits_of_its_class_and_what_is_known_of_its_place(
 
 
 def test_what_a_line_shows_of_its_place_beats_the_name_of_its_file():
-    found = not_none(choose([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0))
-    assert (found.fault.rank, found.fault.device) == (7, 4)
+    result = not_none(
+        choose_cause([source(f"[rank7]: {UCE} on npu:4\n", rank=3, device=2)], at_s=99.0)
+    )
+    assert (result.fault.rank, result.fault.device) == (7, 4)
 
 
 @pytest.mark.parametrize("cause_at", [0, 17, 63])
@@ -283,10 +287,10 @@ def test_one_rank_with_a_type_error_outweighs_63_that_wait_for_it(cause_at, echo
     ]
     texts[cause_at] = traceback(TYPE_ERROR, at_s=100)
     sources = [source(text, order, rank=order) for order, text in enumerate(texts)]
-    found = not_none(choose(sources, at_s=9999.0))
-    assert (found.fault.evidence, found.fault.rank) == (TYPE_ERROR, cause_at)
-    assert (found.source, found.fault.at_s) == (f"rank_{cause_at}.log", STARTED_S + 100)
-    assert [fault.fault_class for fault in found.runners_up] == [FaultClass.COLLECTIVE_TIMEOUT]
+    result = not_none(choose_cause(sources, at_s=9999.0))
+    assert (result.fault.evidence, result.fault.rank) == (TYPE_ERROR, cause_at)
+    assert (result.source, result.fault.at_s) == (f"rank_{cause_at}.log", STARTED_S + 100)
+    assert [fault.fault_class for fault in result.runners_up] == [FaultClass.COLLECTIVE_TIMEOUT]
 
 
 def test_in_one_log_of_all_ranks_the_type_error_names_its_rank():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import CORRUPT_ACTION, of_command
+from perdure.training.diagnosis.ending import CORRUPT_ACTION, fault_of_command
 from perdure.training.diagnosis.evidence import (
     CoordinatorLost,
     Evidence,
@@ -36,14 +36,14 @@ TYPE_ERROR = "TypeError: forward() missing 1 required positional argument: 'targ
 UCE = "RuntimeError: UCE ERROR"
 
 
-def end(exit_code: int, *, rank: int = 0, ended_s: float = 10.0, **seen) -> WorkerEnd:
+def end(exit_code: int, *, rank: int = 0, ended_s: float = 10.0, **result) -> WorkerEnd:
     return WorkerEnd(
         rank=rank,
         node=f"node-{rank // 2}",
         device=rank % 2,
         exit_code=exit_code,
         ended_s=ended_s,
-        **seen,
+        **result,
     )
 
 
@@ -319,9 +319,9 @@ def test_torchruns_summary_gives_the_fault_of_its_child(log, fault_class, eviden
 
 @pytest.mark.parametrize(("echo", "exit_code"), [(PEER_CLOSED, 1), (WATCHDOG, -6)])
 def test_torchruns_summary_of_the_peer_of_a_dead_rank_is_an_echo(echo, exit_code):
-    there = end(1, rank=2, ended_s=2.0, log=torchrun_summary(first=-9))
-    here = end(1, rank=0, ended_s=1.0, log=f"{echo}\n{torchrun_summary(first=exit_code)}")
-    assert cause(here, there).rank == 2
+    second_end = end(1, rank=2, ended_s=2.0, log=torchrun_summary(first=-9))
+    first_end = end(1, rank=0, ended_s=1.0, log=f"{echo}\n{torchrun_summary(first=exit_code)}")
+    assert cause(first_end, second_end).rank == 2
 
 
 LINES = st.sampled_from([*(rule.spec.example for rule in load_rules()), "", "noise", "Oops: no"])
@@ -348,23 +348,23 @@ def test_diagnosis_is_total_and_does_not_depend_on_the_order_of_reports(ends, lo
 
 
 def test_the_end_of_a_command_is_of_no_rank_but_for_the_one_that_its_output_names():
-    def of_command(exit_code: int, log: str = "") -> Fault:
+    def fault_of_command(exit_code: int, log: str = "") -> Fault:
         return cause(WorkerEnd(None, "node-1", None, exit_code, 10.0, log=log))
 
-    killed = of_command(-signal.SIGKILL)
+    killed = fault_of_command(-signal.SIGKILL)
     assert (killed.rank, killed.device, killed.node) == (None, None, "node-1")
     assert killed.evidence == "the command on node-1 ended by SIGKILL"
-    assert of_command(1, f"[rank3]: {UCE}").rank == 3
+    assert fault_of_command(1, f"[rank3]: {UCE}").rank == 3
 
 
 def test_what_perdure_cannot_mend_for_a_command_is_the_users():
     log = "RuntimeError: PytorchStreamReader failed reading zip archive: invalid header"
     corrupt = cause(end(1, log=log))
     assert corrupt.fault_class is FaultClass.CHECKPOINT_CORRUPT
-    mine = of_command(corrupt)
+    mine = fault_of_command(corrupt)
     assert (mine.action, mine.recoverable_by) == (CORRUPT_ACTION, RecoverableBy.USER_FIX)
     other = cause(end(1, error=DEVICE_OOM))
-    assert of_command(other) == other
+    assert fault_of_command(other) == other
 
 
 HEALTH = """
@@ -408,16 +408,18 @@ def test_the_code_of_another_device_is_not_that_of_the_words():
     well = "        Health Status : OK\n        Error Code : 80E01801\n"
     ill = HEALTH.format(codes="NA", words=MULTI_BIT)
     text = f"{well}{ill}"
-    words = [one for one in scan_text(text, year=2026).findings if "multi bit" in one.line]
-    assert [one.code for one in words] == [None]
+    words = [
+        finding for finding in scan_text(text, year=2026).findings if "multi bit" in finding.line
+    ]
+    assert [finding.code for finding in words] == [None]
     fault = of_device("        Health Status : OK\n        Error Code : NA\n", ill)
     assert (fault.device, fault.code) == (1, None)
 
 
 def test_words_that_no_code_was_reported_for_have_none():
     line = "[ERROR] TS(1,tsfw): HBM multi-bit ECC error is detected, addr=0x12c0c0013000"
-    found = not_none(recognise(line, "        Error Code : 80E01801\n"))
-    assert (found.fault_class, found.code) == (FaultClass.DEVICE_MEMORY_ERROR, None)
+    finding = not_none(recognise(line, "        Error Code : 80E01801\n"))
+    assert (finding.fault_class, finding.code) == (FaultClass.DEVICE_MEMORY_ERROR, None)
 
 
 def test_an_exception_that_points_at_the_output_gives_way_to_what_it_points_at():

@@ -15,16 +15,16 @@ def compile_here(_patterns):
     raise AssertionError("compiled in the process of the supervisor")
 
 compiled._compile = compile_here
-compiled.compile_beside()
-compiled.compile_beside()
-found = scan_text("RuntimeError: CUDA out of memory", year=2026).findings
-assert found, "the diagnosis works with what the other process has kept"
-assert compiled._beside.poll() == 0
+compiled.start_compiler()
+compiled.start_compiler()
+findings = scan_text("RuntimeError: CUDA out of memory", year=2026).findings
+assert findings, "the diagnosis works with the file of the other process"
+assert compiled._compiler.poll() == 0
 """
 
 
 @pytest.mark.long
 def test_another_process_compiles_the_patterns_and_the_diagnosis_waits_for_it(perdure_home):
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
-    (kept,) = (perdure_home / "cache").iterdir()
-    assert kept.name.startswith("diagnosis-")
+    (compiled,) = (perdure_home / "cache").iterdir()
+    assert compiled.name.startswith("diagnosis-")

@@ -12,12 +12,12 @@ from perdure.training.diagnosis.ending import (
     Count,
     FalseSuccess,
     Output,
-    again_short,
-    count_in,
-    crash_in,
-    early_end,
-    left_end,
-    short_end,
+    blame_repeated_end,
+    explain_early_end,
+    find_count,
+    find_crash,
+    find_short_end,
+    judge_leftovers,
 )
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
@@ -114,9 +114,9 @@ CHAIN = (
     ],
 )  # fmt: skip
 def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
-    found = crash_in([Output(text)])
-    assert found is not None
-    assert line in found
+    result = find_crash([Output(text)])
+    assert result is not None
+    assert line in result
 
 
 @pytest.mark.parametrize(
@@ -159,21 +159,23 @@ def test_the_death_of_a_program_as_its_last_words_is_a_crash(text, line):
     ],
 )  # fmt: skip
 def test_what_a_program_survives_or_logs_is_no_crash(text):
-    assert crash_in([Output(text)]) is None
+    assert find_crash([Output(text)]) is None
 
 
 def test_the_stream_that_was_written_last_has_the_end():
     early = Output(TRACEBACK, written_s=100.0)
-    assert crash_in([early, Output(STEPS, written_s=101.0 + LAST_WITHIN_S)]) is None
-    assert crash_in([early, Output(STEPS, written_s=99.0 + LAST_WITHIN_S)]) == RAISED
-    assert crash_in([early, Output(STEPS)]) == RAISED, "not known"
+    assert find_crash([early, Output(STEPS, written_s=101.0 + LAST_WITHIN_S)]) is None
+    assert find_crash([early, Output(STEPS, written_s=99.0 + LAST_WITHIN_S)]) == RAISED
+    assert find_crash([early, Output(STEPS)]) == RAISED, "not known"
 
 
 def test_a_count_of_all_iterations_shows_how_far_a_program_came():
-    assert count_in(STEPS) == Count(150, 6000, 10, "iteration")
-    assert count_in(STEPS + "exiting program at iteration 150 datetime: x") is None
-    assert count_in("Epoch 3:  15%|#   | 150/1000 [00:10<00:50]") is None, "a bar may be an epoch's"
-    assert count_in("iter 150: loss 3.1") is None
+    assert find_count(STEPS) == Count(150, 6000, 10, "iteration")
+    assert find_count(STEPS + "exiting program at iteration 150 datetime: x") is None
+    assert find_count("Epoch 3:  15%|#   | 150/1000 [00:10<00:50]") is None, (
+        "a bar may be an epoch's"
+    )
+    assert find_count("iter 150: loss 3.1") is None
 
 
 @pytest.mark.parametrize(
@@ -220,41 +222,41 @@ def test_a_hidden_crash_has_the_fault_that_its_output_shows_and_the_way_to_show_
 
 
 def test_an_end_before_the_target_is_not_blamed_on_what_was_survived():
-    bad = short_end([None, Count(1, 9, 9), Count(150, 6000, 10, "iteration")])
+    bad = find_short_end([None, Count(1, 9, 9), Count(150, 6000, 10, "iteration")])
     assert bad is not None
     fault = cause(TRACEBACK + STEPS, bad)
     assert (fault.fault_class, fault.code) == (FaultClass.UNKNOWN, SHORT_CODE)
     assert fault.evidence == "exit code 0 at iteration 150 of 6000"
-    assert short_end([None, Count(6000, 6000, 1)]) is None
+    assert find_short_end([None, Count(6000, 6000, 1)]) is None
 
 
 def test_who_ends_at_the_same_step_again_means_to():
     def fault(step: int) -> Fault:
-        bad = short_end([Count(step, 6000, 10)])
+        bad = find_short_end([Count(step, 6000, 10)])
         assert bad is not None
         return cause("", bad)
 
-    assert again_short(fault(150), None).fault_class is FaultClass.UNKNOWN
-    assert again_short(fault(150), fault(140)).fault_class is FaultClass.UNKNOWN
-    again = again_short(fault(150), fault(150))
-    assert again.fault_class is FaultClass.USER_CODE_ERROR
-    assert again.user_fault
+    assert blame_repeated_end(fault(150), None).fault_class is FaultClass.UNKNOWN
+    assert blame_repeated_end(fault(150), fault(140)).fault_class is FaultClass.UNKNOWN
+    repeated = blame_repeated_end(fault(150), fault(150))
+    assert repeated.fault_class is FaultClass.USER_CODE_ERROR
+    assert repeated.user_fault
     crash = cause(TRACEBACK, FalseSuccess(RAISED))
-    assert again_short(crash, crash) == crash
+    assert blame_repeated_end(crash, crash) == crash
 
 
 def test_a_session_that_exits_before_its_target_is_the_programs_fault():
-    text = early_end(6, 30)
+    text = explain_early_end(6, 30)
     assert text is not None
     assert "step 6 of 30" in text
     fault = cause(STEPS, FalseSuccess(text, FaultClass.USER_CODE_ERROR))
     assert (fault.fault_class, fault.evidence) == (FaultClass.USER_CODE_ERROR, text)
-    assert early_end(30, 30) is early_end(31, 30) is None
-    assert "step 0 of 30" in str(early_end(-1, 30))
+    assert explain_early_end(30, 30) is explain_early_end(31, 30) is None
+    assert "step 0 of 30" in str(explain_early_end(-1, 30))
 
 
 def test_a_script_that_left_its_training_running_has_a_fault_that_says_how_to_wait():
-    fault = cause(STEPS, left_end(["torchrun train.py (pid 8)", "train.py (pid 9)"]))
+    fault = cause(STEPS, judge_leftovers(["torchrun train.py (pid 8)", "train.py (pid 9)"]))
     assert fault.fault_class is FaultClass.LAUNCH_MISCONFIGURED
     assert fault.evidence == (
         "exit code 0 while torchrun train.py (pid 8) (and 1 more) was still running"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.diagnosis.exceptions import (
-    judge,
+    judge_exception,
     load_exceptions,
     names_exception,
     was_raised_in_handling,
@@ -20,8 +20,8 @@ def traceback(*files: str) -> str:
     return f"Traceback (most recent call last):\n{frames}"
 
 
-def raised(line: str, before: str = ""):
-    return not_none(judge(line, before))
+def raised(line: str, context: str = ""):
+    return not_none(judge_exception(line, context))
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def raised(line: str, before: str = ""):
     ],
 )  # fmt: skip
 def test_the_type_of_an_exception_gives_its_class(line, fault_class, role):
-    found = raised(line)
-    assert (found.spec.fault_class, found.role) == (fault_class, role)
+    exception = raised(line)
+    assert (exception.spec.fault_class, exception.role) == (fault_class, role)
 
 
 def test_a_type_that_the_table_does_not_know_may_be_of_a_fault_that_passes():
-    found = raised("my_project.errors.FrobnicationError: x", traceback("/w/train.py"))
-    assert found.type == "FrobnicationError"
-    assert (found.spec.fault_class, found.role) == (FaultClass.UNKNOWN, Role.ROOT)
+    exception = raised("my_project.errors.FrobnicationError: x", traceback("/w/train.py"))
+    assert exception.type == "FrobnicationError"
+    assert (exception.spec.fault_class, exception.role) == (FaultClass.UNKNOWN, Role.ROOT)
 
 
 def test_the_last_row_takes_every_type_and_no_type_is_unreachable():
@@ -116,8 +116,8 @@ def test_the_files_of_the_traceback_narrow_a_type_down(line, files, fault_class)
 
 
 def test_the_frame_is_the_innermost_file_of_the_last_traceback():
-    before = traceback("/w/old.py") + "KeyError: 'a'\n" + traceback("/w/train.py", "/w/model.py")
-    assert raised("ValueError: x", before).frame == "/w/model.py"
+    context = traceback("/w/old.py") + "KeyError: 'a'\n" + traceback("/w/train.py", "/w/model.py")
+    assert raised("ValueError: x", context).frame == "/w/model.py"
     assert raised("ValueError: x").frame is None
 
 
@@ -137,9 +137,12 @@ def test_the_number_of_an_os_error_decides_whether_a_retry_can_help(line, answer
 
 def test_a_dotted_name_without_a_known_ending_counts_only_after_a_traceback():
     line = "pyarrow.lib.ArrowInvalid: Not an Arrow file"
-    assert judge(line, "reading a.parquet\n") is None
-    found = raised(line, traceback("/w/data.py"))
-    assert (found.type, found.spec.fault_class) == ("ArrowInvalid", FaultClass.DATALOADER_ERROR)
+    assert judge_exception(line, "reading a.parquet\n") is None
+    exception = raised(line, traceback("/w/data.py"))
+    assert (exception.type, exception.spec.fault_class) == (
+        "ArrowInvalid",
+        FaultClass.DATALOADER_ERROR,
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_a_dotted_name_without_a_known_ending_counts_only_after_a_traceback():
      ("cv2.error: OpenCV(4.8.0) x", "error"), ("socket.gaierror: [Errno -2] x", "gaierror")],
 )  # fmt: skip
 def test_a_bare_or_lower_case_name_with_its_module_is_known_after_a_traceback(line, type_name):
-    assert judge(line, "") is None
+    assert judge_exception(line, "") is None
     assert raised(line, traceback("/w/train.py")).type == type_name
 
 
@@ -179,7 +182,7 @@ def test_an_exception_that_was_handled_is_an_echo(line):
      "errors: 0", "Error: x", "class MyError(Exception):"],
 )  # fmt: skip
 def test_a_line_without_an_exceptions_name_is_none(line):
-    assert judge(line, "") is None
+    assert judge_exception(line, "") is None
     assert not names_exception(line)
 
 
@@ -188,9 +191,9 @@ DIRECT = "The above exception was the direct cause of the following exception:"
 
 
 def test_an_exception_raised_in_the_handling_of_another_is_known_as_such():
-    before = f"{traceback('/w/a.py')}KeyError: 'a'\n\n{HANDLING}\n\n{traceback('/w/b.py')}"
-    assert was_raised_in_handling("ValueError: x", before)
-    assert not was_raised_in_handling("step 12", before)
+    context = f"{traceback('/w/a.py')}KeyError: 'a'\n\n{HANDLING}\n\n{traceback('/w/b.py')}"
+    assert was_raised_in_handling("ValueError: x", context)
+    assert not was_raised_in_handling("step 12", context)
 
 
 def test_a_direct_cause_and_an_older_chain_are_no_handling():

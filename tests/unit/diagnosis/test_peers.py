@@ -9,11 +9,11 @@ import pytest
 from perdure.training.diagnosis.cause import LogSource
 from perdure.training.diagnosis.peers import (
     MAX_ANCHORS,
-    anchors,
-    compare,
-    laggard,
-    missing_ranks,
-    offsets,
+    clock_offsets,
+    compare_sources,
+    find_laggard,
+    find_missing_ranks,
+    find_step_times,
 )
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.rules import Role
@@ -50,11 +50,11 @@ def source(order: int, *lines: str, rank: int | None = None) -> LogSource:
 
 def odd(*sources: LogSource) -> tuple[int, Finding] | None:
     """Position of the source that something was put on record for, and what."""
-    compared = compare(sources)
+    compared = compare_sources(sources)
     extra = [
-        (index, after.findings[-1])
-        for index, (before, after) in enumerate(zip(sources, compared, strict=True))
-        if len(after.findings) > len(before.findings)
+        (index, later.findings[-1])
+        for index, (earlier, later) in enumerate(zip(sources, compared, strict=True))
+        if len(later.findings) > len(earlier.findings)
     ]
     assert len(extra) <= 1
     return extra[0] if extra else None
@@ -76,14 +76,14 @@ def test_ranks_of_one_group_in_different_collectives_are_the_programs_fault(line
 
 
 def test_the_explanation_names_both_collectives():
-    found = not_none(
+    finding = not_none(
         odd(
             source(0, nccl(0, "ALLGATHER", group="7(TP)")),
             source(1, nccl(1, "ALLREDUCE")),
             source(2, nccl(2, "BROADCAST")),
         )
     )
-    assert "ALLREDUCE and BROADCAST" in found[1].why
+    assert "ALLREDUCE and BROADCAST" in finding[1].why
 
 
 @pytest.mark.parametrize(
@@ -104,26 +104,26 @@ def test_collectives_that_may_differ_add_nothing(reports):
 
 
 def test_ranks_that_share_one_log_are_compared():
-    found = not_none(odd(source(0, nccl(0, "ALLREDUCE"), nccl(1, "BROADCAST"))))
-    assert found[1].origin.rank == 1
+    finding = not_none(odd(source(0, nccl(0, "ALLREDUCE"), nccl(1, "BROADCAST"))))
+    assert finding[1].origin.rank == 1
 
 
 def test_sources_without_reports_are_passed_through():
     sources = [source(0, "TypeError: x"), LogSource("b", [])]
-    assert compare(sources) == sources
-    assert compare([]) == []
+    assert compare_sources(sources) == sources
+    assert compare_sources([]) == []
 
 
 def test_ranks_that_reported_nothing_are_missing_when_most_others_did():
     sources = [source(rank, nccl(rank, "ALLREDUCE"), rank=rank) for rank in (0, 1, 3)]
-    assert missing_ranks(sources, 4) == (2,)
-    assert missing_ranks(sources, 8) == ()
-    assert missing_ranks(sources[:2], 2) == ()
+    assert find_missing_ranks(sources, 4) == (2,)
+    assert find_missing_ranks(sources, 8) == ()
+    assert find_missing_ranks(sources[:2], 2) == ()
 
 
 def test_a_report_without_a_rank_is_its_sources():
     sources = [source(order, hccl("AllReduce"), rank=order) for order in (0, 2, 3)]
-    assert missing_ranks(sources, 4) == (1,)
+    assert find_missing_ranks(sources, 4) == (1,)
 
 
 def enqueued(rank: int, last: int) -> str:
@@ -138,22 +138,22 @@ def test_the_rank_that_enqueued_the_fewest_collectives_lags():
     findings = [
         f for rank, n in enumerate((14, 12, 14)) for f in source(rank, enqueued(rank, n)).findings
     ]
-    found = not_none(laggard(findings))
-    assert found.origin.rank == 1
-    assert laggard(findings[::2]) is None
-    assert laggard([]) is None
+    finding = not_none(find_laggard(findings))
+    assert finding.origin.rank == 1
+    assert find_laggard(findings[::2]) is None
+    assert find_laggard([]) is None
 
 
 def test_the_one_rank_without_a_timeout_is_named_in_every_others():
     sources = [source(rank, nccl(rank, "ALLREDUCE"), rank=rank) for rank in (0, 1, 3)]
-    found = [f for s in compare(sources) for f in s.findings]
-    assert {f.origin.rank for f in found} == {2}
-    assert all("All but rank 2" in f.why for f in found)
+    finding = [f for s in compare_sources(sources) for f in s.findings]
+    assert {f.origin.rank for f in finding} == {2}
+    assert all("All but rank 2" in f.why for f in finding)
 
 
 def test_the_log_of_one_rank_shows_nothing_about_the_others():
     alone = [source(1, nccl(1, "ALLREDUCE"), rank=1)]
-    assert compare(alone) == alone
+    assert compare_sources(alone) == alone
 
 
 def iterations(numbers: range, *, ahead_s: float = 0.0) -> str:
@@ -170,12 +170,12 @@ def steps(numbers: range, *, ahead_s: float = 0.0) -> dict[int, float]:
 
 def test_steps_are_read_with_the_time_of_their_first_mention():
     text = iterations(range(3)) + iterations(range(3), ahead_s=5)
-    assert anchors(text, year=YEAR) == steps(range(3))
+    assert find_step_times(text, year=YEAR) == steps(range(3))
 
 
 @pytest.mark.parametrize("words", ["step 7", "Step: 7", "global_step=7", "'step': 7", "step[7]"])
 def test_steps_are_read_in_each_trainers_form(words):
-    assert anchors(f"2026-08-01 10:00:00 {words} loss 2\n", year=YEAR) == {7: STARTED_S}
+    assert find_step_times(f"2026-08-01 10:00:00 {words} loss 2\n", year=YEAR) == {7: STARTED_S}
 
 
 @pytest.mark.parametrize(
@@ -184,17 +184,19 @@ def test_steps_are_read_in_each_trainers_form(words):
     ids=["without a time", "without a step", "thousands of digits"],
 )
 def test_lines_without_a_step_and_a_time_are_no_anchors(line):
-    assert anchors(f"{line}\n", year=YEAR) == {}
+    assert find_step_times(f"{line}\n", year=YEAR) == {}
 
 
 def test_only_the_newest_steps_are_kept():
-    found = anchors(iterations(range(MAX_ANCHORS + 50)), year=YEAR)
-    assert (len(found), min(found)) == (MAX_ANCHORS, 50)
+    finding = find_step_times(iterations(range(MAX_ANCHORS + 50)), year=YEAR)
+    assert (len(finding), min(finding)) == (MAX_ANCHORS, 50)
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -7.5, 7.5, 3600.0])
 def test_a_clock_that_is_off_is_corrected(ahead_s):
-    shifts = offsets([steps(range(20)), steps(range(5, 18), ahead_s=ahead_s), steps(range(9))])
+    shifts = clock_offsets(
+        [steps(range(20)), steps(range(5, 18), ahead_s=ahead_s), steps(range(9))]
+    )
     assert shifts == [0.0, -ahead_s, 0.0]
 
 
@@ -210,8 +212,8 @@ def test_a_clock_that_is_off_is_corrected(ahead_s):
     ids=["one late step", "a small difference", "no steps", "few in common", "none in common"],
 )
 def test_an_offset_needs_several_common_steps_and_is_not_misled_by_one(other, shift):
-    assert offsets([steps(range(20)), other]) == [0.0, shift]
+    assert clock_offsets([steps(range(20)), other]) == [0.0, shift]
 
 
 def test_no_sources_have_no_offsets():
-    assert offsets([]) == []
+    assert clock_offsets([]) == []

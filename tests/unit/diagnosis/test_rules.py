@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.training.diagnosis.codes import load_codes, look_up
+from perdure.training.diagnosis.codes import load_codes, look_up_code
 from perdure.training.diagnosis.recognise import CODE_RULE, recognise
 from perdure.training.diagnosis.rules import FILES, Role, load_rules, match_line
 from perdure.training.diagnosis.scan import scan_text
@@ -54,26 +54,26 @@ ORDINARY = [
 )
 def test_a_wrong_argument_is_recognised_in_the_box_that_tyro_draws(line):
     log = f"[rank0]:\u256d\u2500 Value error \u2500\u256e\n[rank0]:\u2502 {line:<76} \u2502\n"
-    (found,) = scan_text(log, year=2026).findings
-    assert (found.rule, found.fault_class) == ("py-tyro", FaultClass.LAUNCH_MISCONFIGURED)
-    assert line in found.line
+    (matches,) = scan_text(log, year=2026).findings
+    assert (matches.rule, matches.fault_class) == ("py-tyro", FaultClass.LAUNCH_MISCONFIGURED)
+    assert line in matches.line
 
 
 # Fifteen hundred tests of one rule each would take longer to set up than to run.
 def test_a_rule_catches_its_own_example_before_any_other():
-    found = {r.id: match_line(r.spec.example, before=r.spec.after_example) for r in RULES}
-    caught_by = {rule_id: match and match[0].id for rule_id, match in found.items()}
+    matches = {r.id: match_line(r.spec.example, context=r.spec.context_example) for r in RULES}
+    caught_by = {rule_id: match and match[0].id for rule_id, match in matches.items()}
     assert {rule_id: by for rule_id, by in caught_by.items() if by != rule_id} == {}
 
 
 def test_a_rule_finds_its_example_in_a_log():
     for rule in RULES:
-        text = f"{rule.spec.after_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
-        own = {rule.id}
-        if rule.spec.yields_to_code and look_up(rule.spec.example) is not None:
-            own = {f"{CODE_RULE}chip"}
-        found = [f for f in scan_text(text, year=2026).findings if f.rule in own]
-        assert [(f.line, f.fault_class) for f in found] == [
+        text = f"{rule.spec.context_example}\nnoise before\n{rule.spec.example}\nnoise after\n"
+        rule_ids = {rule.id}
+        if rule.spec.yields_to_code and look_up_code(rule.spec.example) is not None:
+            rule_ids = {f"{CODE_RULE}chip"}
+        matches = [f for f in scan_text(text, year=2026).findings if f.rule in rule_ids]
+        assert [(f.line, f.fault_class) for f in matches] == [
             (rule.spec.example.rstrip(), rule.fault_class)
         ], rule.id
 
@@ -101,14 +101,14 @@ def test_every_class_but_unknown_has_rules_and_a_cause_among_them():
 
 def test_every_file_of_rules_is_read():
     folder = files("perdure.training.diagnosis") / "rules"
-    names = {one.name for one in folder.iterdir() if one.name.endswith(".toml")}
+    names = {file.name for file in folder.iterdir() if file.name.endswith(".toml")}
     assert names == set(FILES), "training/diagnosis/rules.py: FILES needs each file"
 
 
 @pytest.mark.parametrize("line", ORDINARY)
 def test_ordinary_output_is_caught_by_no_rule(line):
-    found = recognise(line, "")
-    assert found is None or found.is_low_level, found
+    matches = recognise(line, "")
+    assert matches is None or matches.is_low_level, matches
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_ordinary_output_is_caught_by_no_rule(line):
     ],
 )
 def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
-    fact = not_none(look_up(line))
+    fact = not_none(look_up_code(line))
     assert (fact.code, fact.spec.fault_class) == (code, fault_class)
 
 
@@ -141,15 +141,15 @@ def test_a_number_after_error_code_is_looked_up(line, code, fault_class):
     ],
 )
 def test_a_chips_code_is_answered_by_its_level_and_by_who_caused_it(code, answer, user_fault):
-    fact = not_none(look_up(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]"))
+    fact = not_none(look_up_code(f"Fault RAS occurs in the system: [event_id:0x{code.lower()}]"))
     assert (fact.code, fact.spec.recoverable_by) == (code, answer)
     assert fact.spec.user_fault is user_fault
     assert fact.spec.means.endswith(")")
 
 
 def test_a_number_that_no_table_knows_is_no_evidence():
-    assert look_up("error code is 507999") is None
-    assert look_up("error code is 0") is None
+    assert look_up_code("error code is 507999") is None
+    assert look_up_code("error code is 0") is None
 
 
 def test_no_code_is_twice_in_a_table():

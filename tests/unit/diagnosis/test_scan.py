@@ -15,11 +15,11 @@ from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import (
     BLOCK_SIZE_BYTES,
-    KEPT_AT_EACH_END,
+    LINES_AT_EACH_END,
     MAX_LINE_CHARS,
     TAIL_SIZE_BYTES,
     Scan,
-    scan,
+    scan_output,
     scan_text,
 )
 from perdure.training.recovery.faults import FaultClass
@@ -50,16 +50,18 @@ def traceback(line: str) -> str:
 
 
 def read(data: bytes | str) -> Scan:
-    return scan([data.encode() if isinstance(data, str) else data], year=YEAR)
+    return scan_output([data.encode() if isinstance(data, str) else data], year=YEAR)
 
 
-def lines_of(seen: Scan) -> list[str]:
-    return [finding.line for finding in seen.findings]
+def lines_of(result: Scan) -> list[str]:
+    return [finding.line for finding in result.findings]
 
 
-def reported(seen: Scan) -> list[tuple]:
+def reported(result: Scan) -> list[tuple]:
     """What a finding says, without the parts that are only roughly known."""
-    return [(f.rule, f.line, f.offset, f.role, f.seen_s, f.origin, f.frame) for f in seen.findings]
+    return [
+        (f.rule, f.line, f.offset, f.role, f.seen_s, f.origin, f.frame) for f in result.findings
+    ]
 
 
 def pieces(data: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
@@ -85,22 +87,24 @@ ENDS = st.sampled_from(["\n", "\r\n", "\r", "\n\n"])
 )
 def test_the_pieces_in_which_output_arrives_do_not_matter(lines, sizes):
     data = "".join(f"{line}{end}" for line, end in lines).encode()
-    whole, split = read(data), scan(pieces(data, sizes), year=YEAR)
+    whole, split = read(data), scan_output(pieces(data, sizes), year=YEAR)
     assert reported(split) == reported(whole)
     assert (split.size_bytes, split.is_text) == (whole.size_bytes, whole.is_text)
 
 
 def test_a_time_long_before_a_finding_is_known_however_the_output_arrives():
     data = "2026-03-21 02:07:08 hello\n" + "noise\n" * 3000 + traceback(TYPE_ERROR)
-    line_by_line = scan((line.encode() for line in data.splitlines(keepends=True)), year=YEAR)
+    line_by_line = scan_output(
+        (line.encode() for line in data.splitlines(keepends=True)), year=YEAR
+    )
     assert reported(line_by_line) == reported(read(data))
 
 
 def test_the_end_of_output_is_kept_however_it_arrives():
     line = f"{STEP}\n".encode()
-    seen = scan((line for _ in range(5000)), year=YEAR)
-    assert len(seen.tail) == 5000 * len(line)
-    many = scan((line * 1000 for _ in range(60)), year=YEAR)
+    result = scan_output((line for _ in range(5000)), year=YEAR)
+    assert len(result.tail) == 5000 * len(line)
+    many = scan_output((line * 1000 for _ in range(60)), year=YEAR)
     assert TAIL_SIZE_BYTES // 2 < len(many.tail) <= TAIL_SIZE_BYTES
 
 
@@ -110,9 +114,9 @@ def test_a_finding_across_the_border_of_blocks_is_found_whole(before):
     data = fill * (BLOCK_SIZE_BYTES // len(fill) + 1)
     data = data[: BLOCK_SIZE_BYTES - before - 1] + b"\n" + TYPE_ERROR.encode() + b"\n" + fill
     for sizes in ([len(data)], [BLOCK_SIZE_BYTES], [4096], [1021]):
-        seen = scan(pieces(data, sizes), year=YEAR)
-        assert lines_of(seen) == [TYPE_ERROR]
-        assert seen.findings[0].offset == BLOCK_SIZE_BYTES - before
+        result = scan_output(pieces(data, sizes), year=YEAR)
+        assert lines_of(result) == [TYPE_ERROR]
+        assert result.findings[0].offset == BLOCK_SIZE_BYTES - before
 
 
 @pytest.mark.parametrize(
@@ -136,13 +140,15 @@ def test_the_traceback_of_an_exception_may_be_in_the_block_before():
     data = "x" * 79 + "\n"
     data = data * (BLOCK_SIZE_BYTES // 80) + traceback(ODD_ERROR)
     cut = len(data) - len(ODD_ERROR) - 1
-    seen = scan([data[:cut].encode(), data[cut:].encode()], year=YEAR)
-    assert [f.frame for f in seen.findings] == ["/w/train.py"]
+    result = scan_output([data[:cut].encode(), data[cut:].encode()], year=YEAR)
+    assert [f.frame for f in result.findings] == ["/w/train.py"]
 
 
 def test_a_last_line_without_a_newline_counts():
     assert lines_of(read(f"noise\n{TYPE_ERROR}")) == [TYPE_ERROR]
-    assert lines_of(scan([b"noise\nTypeErr", TYPE_ERROR[7:].encode()], year=YEAR)) == [TYPE_ERROR]
+    assert lines_of(scan_output([b"noise\nTypeErr", TYPE_ERROR[7:].encode()], year=YEAR)) == [
+        TYPE_ERROR
+    ]
 
 
 BAR = "\r".join(f"{n:3d}%|##        | {n}/100 [00:01<00:02, 9.9it/s]" for n in range(100))
@@ -161,36 +167,36 @@ BAR = "\r".join(f"{n:3d}%|##        | {n}/100 [00:01<00:02, 9.9it/s]" for n in r
     ids=["CR LF", "CR", "LF CR LF", "progress bar", "colours", "zeros", "no UTF-8"],
 )  # fmt: skip
 def test_line_ends_bars_colours_and_odd_bytes_hide_no_finding(output, lines):
-    seen = read(output)
-    assert lines_of(seen) == lines
-    assert seen.is_text
+    result = read(output)
+    assert lines_of(result) == lines
+    assert result.is_text
 
 
 @given(st.binary(max_size=2000), st.integers(1, 500))
 def test_any_bytes_can_be_read(data, size):
-    seen = scan(pieces(data, [size]), year=YEAR)
-    assert len(seen.findings) <= 2000
+    result = scan_output(pieces(data, [size]), year=YEAR)
+    assert len(result.findings) <= 2000
 
 
 def test_empty_output_holds_nothing():
     for chunks in ([], [b""], [b"", b""]):
-        assert scan(chunks, year=YEAR) == Scan([], "", 0, is_text=True)
+        assert scan_output(chunks, year=YEAR) == Scan([], "", 0, is_text=True)
     assert lines_of(read("\n" * 1000)) == []
 
 
 def test_binary_data_is_no_text():
     data = random.Random(7).randbytes(3 << 20)  # noqa: S311 no secret
-    seen = read(data)
-    assert not seen.is_text
+    result = read(data)
+    assert not result.is_text
     assert read("plain text\twith tabs\f and \x1b[31mcolours\x1b[0m\n").is_text
 
 
 def test_a_line_of_five_megabytes_is_read_in_bounded_pieces():
     data = f"{'x ' * 2_500_000}{PEER_CLOSED} {'y ' * 100_000}\n{TYPE_ERROR}\n"
-    seen = read(data)
-    assert [f.rule for f in seen.findings][-1] == recognise(TYPE_ERROR, "").rule  # type: ignore[union-attr]
-    assert any(PEER_CLOSED in line for line in lines_of(seen))
-    assert all(len(line) <= MAX_LINE_CHARS for line in lines_of(seen))
+    result = read(data)
+    assert [f.rule for f in result.findings][-1] == recognise(TYPE_ERROR, "").rule  # type: ignore[union-attr]
+    assert any(PEER_CLOSED in line for line in lines_of(result))
+    assert all(len(line) <= MAX_LINE_CHARS for line in lines_of(result))
 
 
 FLOODS = [
@@ -206,10 +212,10 @@ FLOODS = [
 @pytest.mark.parametrize("cause", [TYPE_ERROR, ODD_ERROR, DEVICE_OOM, "Killed"])
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_of_equal_lines_is_bounded_and_hides_no_other_cause(flood, cause, count):
-    after = traceback(cause) if "Error" in cause else f"{cause}\n"
-    seen = read(f"{flood}\n" * count + after)
-    assert len(seen.findings) <= 2 * KEPT_AT_EACH_END + 2
-    assert lines_of(seen)[-1] == cause
+    ending = traceback(cause) if "Error" in cause else f"{cause}\n"
+    result = read(f"{flood}\n" * count + ending)
+    assert len(result.findings) <= 2 * LINES_AT_EACH_END + 2
+    assert lines_of(result)[-1] == cause
 
 
 @pytest.mark.parametrize("cause", [TYPE_ERROR, ODD_ERROR])
@@ -220,11 +226,11 @@ def test_a_cause_in_the_midst_of_a_flood_is_found(cause):
 
 def test_the_first_and_the_last_lines_of_a_flood_are_kept():
     count = 5000
-    seen = read("".join(f"ERROR again {n}\n" for n in range(count)))
-    found = lines_of(seen)
-    assert found[:KEPT_AT_EACH_END] == [f"ERROR again {n}" for n in range(KEPT_AT_EACH_END)]
-    assert len(found) <= 2 * KEPT_AT_EACH_END
-    assert {finding.rule for finding in seen.findings} == {"error-line"}
+    result = read("".join(f"ERROR again {n}\n" for n in range(count)))
+    lines = lines_of(result)
+    assert lines[:LINES_AT_EACH_END] == [f"ERROR again {n}" for n in range(LINES_AT_EACH_END)]
+    assert len(lines) <= 2 * LINES_AT_EACH_END
+    assert {finding.rule for finding in result.findings} == {"error-line"}
 
 
 def test_memory_is_bounded_for_64_megabytes():
@@ -233,21 +239,21 @@ def test_memory_is_bounded_for_64_megabytes():
     read(block)  # rules and automaton are compiled once
     tracemalloc.start()
     try:
-        seen = scan((block for _ in range(64_000_000 // len(block) + 1)), year=YEAR)
+        result = scan_output((block for _ in range(64_000_000 // len(block) + 1)), year=YEAR)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert seen.size_bytes > 64_000_000
+    assert result.size_bytes > 64_000_000
     assert peak_bytes < 32_000_000
 
 
 @given(st.lists(LOG_LINES, max_size=60))
 def test_offsets_ascend_and_point_at_the_line(lines):
     text = "\n".join(line.replace("\r", "").replace("\x1b", "") for line in lines)
-    seen = read(text)
-    offsets = [finding.offset for finding in seen.findings]
+    result = read(text)
+    offsets = [finding.offset for finding in result.findings]
     assert offsets == sorted(set(offsets))
-    for finding in seen.findings:
+    for finding in result.findings:
         assert text.encode()[finding.offset :].startswith(finding.line.encode())
 
 
@@ -262,8 +268,8 @@ def test_a_line_without_a_time_was_seen_when_the_nearest_line_before_it_was_writ
 
 
 def test_the_year_is_taken_where_the_time_has_none():
-    seen = scan_text(f"E0321 02:01:08.0 1 a.cc:1] x\n{TYPE_ERROR}\n", year=2024)
-    assert seen.findings[-1].seen_s == datetime(2024, 3, 21, 2, 1, 8, tzinfo=UTC).timestamp()
+    result = scan_text(f"E0321 02:01:08.0 1 a.cc:1] x\n{TYPE_ERROR}\n", year=2024)
+    assert result.findings[-1].seen_s == datetime(2024, 3, 21, 2, 1, 8, tzinfo=UTC).timestamp()
 
 
 @pytest.mark.parametrize(
@@ -272,8 +278,8 @@ def test_the_year_is_taken_where_the_time_has_none():
      "[rank0]:[W321 02:07:08.4 x.cpp:1] "],
 )  # fmt: skip
 def test_information_and_warnings_do_not_count(prefix):
-    found = recognise(f"{prefix}{PEER_CLOSED}", "")
-    assert found is None or found.is_low_level
+    result = recognise(f"{prefix}{PEER_CLOSED}", "")
+    assert result is None or result.is_low_level
 
 
 def test_nccls_warnings_count():
@@ -316,21 +322,21 @@ def roles(text: str) -> dict[str, Role]:
 def test_an_exception_is_replaced_by_one_that_its_own_rank_raised_in_handling_it(
     between, last, role
 ):
-    found = roles(f"{traceback('KeyError: 1')}\n{between}\n\n{last}")
-    assert found.pop("KeyError: 1") is role
-    assert list(found.values()) == [Role.ROOT]
+    result = roles(f"{traceback('KeyError: 1')}\n{between}\n\n{last}")
+    assert result.pop("KeyError: 1") is role
+    assert list(result.values()) == [Role.ROOT]
 
 
 def test_steps_are_counted_before_and_after_each_finding():
     steps = [f"step {number} loss 3.4\n" for number in range(1, 36)]
     text = "".join([f"{TYPE_ERROR}\n", *steps[:30], f"{DEVICE_OOM}\n", steps[30]])
-    found = [(f.is_after_steps, f.is_survived) for f in read(text).findings]
-    assert found == [(False, True), (True, False)]
+    result = [(f.is_after_steps, f.is_survived) for f in read(text).findings]
+    assert result == [(False, True), (True, False)]
 
 
 def test_changes_of_the_loss_scale_are_no_progress():
-    seen = read(f"{TYPE_ERROR}\n" + "reducing loss scale to 1024, loss_scale: 1024\n" * 30)
-    assert [f.is_survived for f in seen.findings] == [False]
+    result = read(f"{TYPE_ERROR}\n" + "reducing loss scale to 1024, loss_scale: 1024\n" * 30)
+    assert [f.is_survived for f in result.findings] == [False]
 
 
 def test_a_rule_wins_over_a_code_and_a_code_over_an_exception():
@@ -338,8 +344,8 @@ def test_a_rule_wins_over_a_code_and_a_code_over_an_exception():
     by_code = recognise("RuntimeError: x, error code is 507054", "")
     by_type = recognise(ODD_ERROR, "")
     by_level = recognise("ERROR something odd", "")
-    found = [f for f in (by_rule, by_code, by_type, by_level) if f is not None]
-    assert [f.rule for f in found] == ["cuda-oom", "code-acl", "exception", "error-line"]
-    assert isinstance(found[0], Finding)
-    assert found[1].fault_class is FaultClass.DEVICE_MEMORY_ERROR
+    result = [f for f in (by_rule, by_code, by_type, by_level) if f is not None]
+    assert [f.rule for f in result] == ["cuda-oom", "code-acl", "exception", "error-line"]
+    assert isinstance(result[0], Finding)
+    assert result[1].fault_class is FaultClass.DEVICE_MEMORY_ERROR
     assert recognise("step 12 loss 3.4", "") is None

@@ -64,24 +64,24 @@ def jump(text: str) -> Finding:
 
 
 def test_a_loss_that_jumps_and_stays_up_is_a_fault_for_the_user():
-    found = jump(log([2.0] * 20 + [6.0] * 10))
-    assert (found.fault_class, found.role) == (FaultClass.NUMERIC_ANOMALY, Role.ROOT)
-    assert found.recoverable_by is RecoverableBy.USER_FIX
-    assert "iteration 20/" in found.line
-    assert "from about 2 to 6 and did not come back" in found.why
+    finding = jump(log([2.0] * 20 + [6.0] * 10))
+    assert (finding.fault_class, finding.role) == (FaultClass.NUMERIC_ANOMALY, Role.ROOT)
+    assert finding.recoverable_by is RecoverableBy.USER_FIX
+    assert "iteration 20/" in finding.line
+    assert "from about 2 to 6 and did not come back" in finding.why
 
 
 def test_a_jump_that_recovers_can_be_answered_by_a_retry():
-    found = jump(log([2.0] * 20 + [6.0] * 4 + [2.1] * 10))
-    assert found.recoverable_by is RecoverableBy.RETRY
-    assert "iteration 20/" in found.line
+    finding = jump(log([2.0] * 20 + [6.0] * 4 + [2.1] * 10))
+    assert finding.recoverable_by is RecoverableBy.RETRY
+    assert "iteration 20/" in finding.line
 
 
 def test_a_jump_that_comes_down_steadily_can_be_answered_by_a_retry():
-    found = jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.0, 5.6]))
-    assert found.recoverable_by is RecoverableBy.RETRY
-    found = jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.9, 5.6]))
-    assert found.recoverable_by is RecoverableBy.USER_FIX
+    finding = jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.0, 5.6]))
+    assert finding.recoverable_by is RecoverableBy.RETRY
+    finding = jump(log([2.0] * 20 + [6.0, 7.0, 6.5, 6.9, 5.6]))
+    assert finding.recoverable_by is RecoverableBy.USER_FIX
 
 
 def test_a_norm_of_zero_was_not_computed():
@@ -90,9 +90,9 @@ def test_a_norm_of_zero_was_not_computed():
 
 def test_a_jump_has_the_time_and_the_place_of_its_line():
     text = log([2.0] * 20 + [6.0] * 10)
-    found = jump(text)
-    assert found.seen_s == STARTED_S + 200
-    assert text[found.offset :].startswith(found.line)
+    finding = jump(text)
+    assert finding.seen_s == STARTED_S + 200
+    assert text[finding.offset :].startswith(finding.line)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_a_norm_that_is_printed_must_confirm_the_jump(losses, norms, step):
 
 def test_a_norm_confirms_a_jump_of_one_step():
     losses = [2.0] * 20 + [6.0] + [2.0] * 5
-    found = jump(log(losses, [0.9] * 20 + [float("inf")] + [0.9] * 5))
-    assert found.recoverable_by is RecoverableBy.RETRY
+    finding = jump(log(losses, [0.9] * 20 + [float("inf")] + [0.9] * 5))
+    assert finding.recoverable_by is RecoverableBy.RETRY
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_a_loss_scale_is_no_loss():
      "All distributed processes registered. Starting with 8 processes"],
 )  # fmt: skip
 def test_a_log_that_ends_where_it_waits_hangs(last):
-    found = not_none(find_wait(f"loading\n{last}\n-----\n\n", year=YEAR))
-    assert (found.fault_class, found.line) == (FaultClass.HANG, last)
+    finding = not_none(find_wait(f"loading\n{last}\n-----\n\n", year=YEAR))
+    assert (finding.fault_class, finding.line) == (FaultClass.HANG, last)
     assert find_wait(f"{last}\nloaded\n", year=YEAR) is None
 
 
@@ -171,12 +171,12 @@ def steps(count: int = 5, *, every_s: float = 10, more: str = "") -> str:
 
 def test_a_run_that_prints_for_half_an_hour_without_a_step_stalls():
     text = steps() + "".join(stamped(60 * n, "heartbeat sent") for n in range(1, 41))
-    found = not_none(find_stall(text, year=YEAR))
-    assert (found.fault_class, found.role) == (FaultClass.HANG, Role.SYMPTOM)
-    assert found.seen_s == STARTED_S + 2400
-    assert found.line.endswith("heartbeat sent")
-    assert text[found.offset :].startswith(found.line)
-    assert "2360 s" in found.why
+    finding = not_none(find_stall(text, year=YEAR))
+    assert (finding.fault_class, finding.role) == (FaultClass.HANG, Role.SYMPTOM)
+    assert finding.seen_s == STARTED_S + 2400
+    assert finding.line.endswith("heartbeat sent")
+    assert text[finding.offset :].startswith(finding.line)
+    assert "2360 s" in finding.why
 
 
 @pytest.mark.parametrize(
@@ -223,15 +223,15 @@ def test_any_lines_can_be_read(lines):
 
 
 def frame(text: str) -> str | None:
-    found = find_stacks(text, year=2026)
-    return None if found is None else found.line.strip()
+    finding = find_stacks(text, year=2026)
+    return None if finding is None else finding.line.strip()
 
 
 def test_py_spy_shows_where_the_main_thread_is_outside_the_standard_library():
-    found = not_none(find_stacks(PY_SPY, year=2026))
-    assert (found.fault_class, found.role) == (FaultClass.HANG, Role.SYMPTOM)
-    assert found.line == "    barrier (torch/distributed/distributed_c10d.py:3683)"
-    assert PY_SPY[found.offset :].startswith(found.line)
+    finding = not_none(find_stacks(PY_SPY, year=2026))
+    assert (finding.fault_class, finding.role) == (FaultClass.HANG, Role.SYMPTOM)
+    assert finding.line == "    barrier (torch/distributed/distributed_c10d.py:3683)"
+    assert PY_SPY[finding.offset :].startswith(finding.line)
 
 
 NATIVE = (

@@ -12,9 +12,9 @@ from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.scan import scan_text
 from perdure.training.diagnosis.sources import (
     PathDiagnosis,
-    context_of,
     diagnose_files,
-    files_of,
+    list_logs,
+    read_context,
     read_scan,
 )
 from perdure.training.errors import InputError
@@ -43,7 +43,7 @@ def write(folder: Path, **texts: str) -> Path:
 
 
 def case_of(path: Path) -> PathDiagnosis:
-    return diagnose_files(str(path), files_of(path), at_s=AT_S, year=YEAR)
+    return diagnose_files(str(path), list_logs(path), at_s=AT_S, year=YEAR)
 
 
 def diagnosis_of(path: Path) -> Diagnosis:
@@ -86,21 +86,21 @@ def test_a_folder_is_one_attempt(tmp_path):
         **{"node-1__rank_11.log": FAILED},
     )
     case = case_of(folder)
-    found = not_none(case.diagnosis)
-    assert found.source == "node-1/rank_11.log"
-    fault = found.fault
+    diagnosis = not_none(case.diagnosis)
+    assert diagnosis.source == "node-1/rank_11.log"
+    fault = diagnosis.fault
     assert (fault.evidence, fault.rank, fault.node) == (TYPE_ERROR, 11, "node-1")
     assert len(case.readings) == 16
 
 
 def test_a_folder_with_one_log_shows_as_much_as_one_with_many(tmp_path):
-    found = diagnosis_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
-    assert (found.source, found.fault.node) == ("node-1/rank_11.log", "node-1")
+    diagnosis = diagnosis_of(write(tmp_path, **{"node-1__rank_11.log": FAILED}))
+    assert (diagnosis.source, diagnosis.fault.node) == ("node-1/rank_11.log", "node-1")
 
 
 def test_a_file_that_is_named_itself_is_its_own_name(tmp_path):
-    found = diagnosis_of(write(tmp_path, **{"rank_3.log": FAILED}) / "rank_3.log")
-    assert (found.source, found.fault.rank) == ("rank_3.log", 3)
+    diagnosis = diagnosis_of(write(tmp_path, **{"rank_3.log": FAILED}) / "rank_3.log")
+    assert (diagnosis.source, diagnosis.fault.rank) == ("rank_3.log", 3)
 
 
 def test_clocks_of_nodes_are_merged_before_the_first_cause_is_chosen(tmp_path):
@@ -118,8 +118,8 @@ def test_clocks_of_nodes_are_merged_before_the_first_cause_is_chosen(tmp_path):
             "node-2.log": log(ahead_s=300, failed_s=95, line=FAILED.replace("Type", "Key")),
         },
     )
-    found = diagnosis_of(folder)
-    assert (found.source, found.fault.at_s) == ("node-2.log", 1_780_000_095)
+    diagnosis = diagnosis_of(folder)
+    assert (diagnosis.source, diagnosis.fault.at_s) == ("node-2.log", 1_780_000_095)
 
 
 def test_a_healthy_attempt_has_no_diagnosis_but_its_readings(tmp_path):
@@ -146,7 +146,7 @@ def test_a_compressed_log_is_read_whatever_its_name(tmp_path):
     for name in ("train.log.gz", "train.log"):
         (tmp_path / name).write_bytes(gzip.compress(FAILED.encode()))
         assert diagnosis_of(tmp_path / name).fault.evidence == TYPE_ERROR
-        assert context_of(tmp_path / name, TYPE_ERROR, radius=1) == ["    f()", TYPE_ERROR]
+        assert read_context(tmp_path / name, TYPE_ERROR, radius=1) == ["    f()", TYPE_ERROR]
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
@@ -156,9 +156,12 @@ def test_a_log_in_utf_16_is_read_as_text(tmp_path, encoding, pack):
     text = mark + "époque 1\r\n" * 200_000 + FAILED
     file = tmp_path / "train.log"
     file.write_bytes(pack(text.encode(encoding)))
-    found = diagnosis_of(file)
-    assert found.fault.evidence == TYPE_ERROR
-    assert context_of(file, TYPE_ERROR, radius=1, near=found.offset) == ["    f()", TYPE_ERROR]
+    diagnosis = diagnosis_of(file)
+    assert diagnosis.fault.evidence == TYPE_ERROR
+    assert read_context(file, TYPE_ERROR, radius=1, near=diagnosis.offset) == [
+        "    f()",
+        TYPE_ERROR,
+    ]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])
@@ -173,43 +176,43 @@ def test_a_damaged_compressed_log_is_named(tmp_path, damage):
     with pytest.raises(InputError, match=r"train\.log\.gz"):
         case_of(file)
     with pytest.raises(InputError, match=r"train\.log\.gz"):
-        context_of(file, "not in it", radius=1)
+        read_context(file, "not in it", radius=1)
 
 
 def test_files_that_are_no_logs_are_left_out_unless_named(tmp_path):
     write(tmp_path, **{"a.log": HEALTHY, "job.yaml": FAILED, "b__model.pt": FAILED, ".hid": FAILED})
-    assert files_of(tmp_path) == [tmp_path / "a.log"]
-    assert files_of(tmp_path / "job.yaml") == [tmp_path / "job.yaml"]
+    assert list_logs(tmp_path) == [tmp_path / "a.log"]
+    assert list_logs(tmp_path / "job.yaml") == [tmp_path / "job.yaml"]
 
 
 def test_files_come_in_the_order_of_their_names(tmp_path):
     write(tmp_path, **{"b.log": "", "a__z.log": "", "a__c.log": "", "c": ""})
-    names = [str(file.relative_to(tmp_path)) for file in files_of(tmp_path)]
+    names = [str(file.relative_to(tmp_path)) for file in list_logs(tmp_path)]
     assert names == ["a/c.log", "a/z.log", "b.log", "c"]
 
 
 def test_a_folder_without_logs_and_a_missing_path_are_wrong_input(tmp_path):
     with pytest.raises(InputError, match="holds no logs"):
-        files_of(tmp_path)
+        list_logs(tmp_path)
     with pytest.raises(InputError, match="no such file or folder"):
-        files_of(tmp_path / "missing")
+        list_logs(tmp_path / "missing")
     with pytest.raises(InputError, match="neither a file nor a folder"):
-        files_of(Path("/dev/null"))
+        list_logs(Path("/dev/null"))
 
 
 def test_the_context_of_a_line_is_what_is_around_it(tmp_path):
     file = write(tmp_path, a="".join(f"line {n}\n" for n in range(9))) / "a"
-    assert context_of(file, "line 4", radius=2) == [f"line {n}" for n in (2, 3, 4, 5, 6)]
-    assert context_of(file, "line 0", radius=2) == ["line 0", "line 1", "line 2"]
-    assert context_of(file, "line 8", radius=2) == ["line 6", "line 7", "line 8"]
-    assert context_of(file, "line 9", radius=2) == []
+    assert read_context(file, "line 4", radius=2) == [f"line {n}" for n in (2, 3, 4, 5, 6)]
+    assert read_context(file, "line 0", radius=2) == ["line 0", "line 1", "line 2"]
+    assert read_context(file, "line 8", radius=2) == ["line 6", "line 7", "line 8"]
+    assert read_context(file, "line 9", radius=2) == []
 
 
 def test_the_context_of_a_line_behind_a_progress_bar_has_neither_colours_nor_returns(tmp_path):
     file = write(tmp_path, a=f" 3%\r 4%\r\x1b[31m{TYPE_ERROR}\x1b[0m\r\nend") / "a"
-    assert context_of(file, TYPE_ERROR, radius=1) == [" 4%", TYPE_ERROR, "end"]
+    assert read_context(file, TYPE_ERROR, radius=1) == [" 4%", TYPE_ERROR, "end"]
 
 
 def test_the_context_of_a_missing_file_is_wrong_input(tmp_path):
     with pytest.raises(InputError, match="missing"):
-        context_of(tmp_path / "missing", "x", radius=1)
+        read_context(tmp_path / "missing", "x", radius=1)

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import first_failed
+from perdure.training.diagnosis.ending import find_first_failed
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.recovery.faults import FaultClass
 
@@ -35,22 +35,22 @@ def summary(*failed: tuple[int, int, int]) -> str:
     ids=["alone", "peers raise", "peers abort", "earlier", "at once", "both killed"],
 )
 def test_the_rank_that_failed_first_is_known_where_exactly_one_did(failed, rank):
-    found = first_failed(summary(*failed))
-    assert (found.rank if found else None) == rank
-    assert found is None or found.local_rank == rank - 8
+    failed_rank = find_first_failed(summary(*failed))
+    assert (failed_rank.rank if failed_rank else None) == rank
+    assert failed_rank is None or failed_rank.local_rank == rank - 8
 
 
 def test_an_output_without_a_summary_or_with_a_cut_one_names_no_rank():
-    assert first_failed("step 5 loss 0.5\n") is None
+    assert find_first_failed("step 5 loss 0.5\n") is None
     text = summary((3, -9, 0))
-    assert first_failed(text[: text.index("Root Cause") + 40]) is None
+    assert find_first_failed(text[: text.index("Root Cause") + 40]) is None
 
 
 def test_a_prefix_of_the_launcher_before_each_line_changes_nothing():
     text = "".join(f"[default0]:{line}\n" for line in summary((3, -9, 0)).splitlines())
-    found = first_failed(text)
-    assert found is not None
-    assert (found.rank, found.exit_code) == (11, -9)
+    rank = find_first_failed(text)
+    assert rank is not None
+    assert (rank.rank, rank.exit_code) == (11, -9)
 
 
 def fault_of(log: str, *, oom: bool = False):

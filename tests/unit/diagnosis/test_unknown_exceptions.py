@@ -31,9 +31,9 @@ OF_HARDWARE = {
 @pytest.mark.parametrize("line", OF_HARDWARE)
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_what_the_documents_name_is_known_alone_and_restarted(line, is_traced):
-    met = of_log(traceback(line, OWN) if is_traced else f"{line}\n")
-    assert met.fault_class is OF_HARDWARE[line]
-    assert choose(met).rung not in {Rung.STOP, Rung.HANG_RESTART}
+    fault = of_log(traceback(line, OWN) if is_traced else f"{line}\n")
+    assert fault.fault_class is OF_HARDWARE[line]
+    assert choose(fault).rung not in {Rung.STOP, Rung.HANG_RESTART}
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_the_same_words_in_a_report_are_no_fault(line):
 def test_an_unknown_exception_is_restarted_in_place_then_elsewhere_and_the_fourth_time_stops(
     message, files
 ):
-    met = of_log(traceback(message, *files))
-    assert met.fault_class is FaultClass.UNKNOWN
-    assert met.evidence.endswith(message)
-    rungs = climbed(met, max_restarts=20)
+    fault = of_log(traceback(message, *files))
+    assert fault.fault_class is FaultClass.UNKNOWN
+    assert fault.evidence.endswith(message)
+    rungs = climbed(fault, max_restarts=20)
     assert rungs == [
         *[Rung.IN_PLACE_RESTART] * 3,
         *[Rung.JOB_RESCHEDULE] * 3,
         Rung.STOP,
     ]
-    assert climbed(met, unconditional=False) == [*[Rung.IN_PLACE_RESTART] * 3, Rung.STOP]
+    assert climbed(fault, unconditional=False) == [*[Rung.IN_PLACE_RESTART] * 3, Rung.STOP]
 
 
 @pytest.mark.parametrize(
@@ -89,25 +89,25 @@ def test_an_unknown_exception_is_restarted_in_place_then_elsewhere_and_the_fourt
 def test_what_is_beyond_doubt_the_programs_stops_at_once_though_restarts_are_unconditional(
     message, fault_class
 ):
-    met = of_log(traceback(message, OWN))
-    assert met.fault_class is fault_class
-    assert climbed(met, unconditional=True) == [Rung.STOP]
+    fault = of_log(traceback(message, OWN))
+    assert fault.fault_class is fault_class
+    assert climbed(fault, unconditional=True) == [Rung.STOP]
 
 
 def test_wrong_arguments_of_the_program_stop_at_once():
     usage = "usage: train.py [-h] [--lr LR]\ntrain.py: error: unrecognized arguments: --rl 3\n"
-    met = of_workers(end(exit_code=2, log=usage))
-    assert met.fault_class is FaultClass.USER_CODE_ERROR
-    assert climbed(met) == [Rung.STOP]
+    fault = of_workers(end(exit_code=2, log=usage))
+    assert fault.fault_class is FaultClass.USER_CODE_ERROR
+    assert climbed(fault) == [Rung.STOP]
 
 
 def test_a_mistake_in_the_handling_of_a_fault_does_not_hide_the_fault():
     first = traceback("RuntimeError: HCCL timeout", OWN)
     during = "\nDuring handling of the above exception, another exception occurred:\n\n"
-    met = of_log(first + during + traceback("TypeError: cannot unpack None", OWN))
-    assert met.fault_class is FaultClass.COLLECTIVE_TIMEOUT
+    fault = of_log(first + during + traceback("TypeError: cannot unpack None", OWN))
+    assert fault.fault_class is FaultClass.COLLECTIVE_TIMEOUT
 
 
 def test_what_a_device_shows_explains_an_exception_that_nothing_else_does():
-    met = of_log(f"{AICORE}\n" + traceback("RuntimeError: the frobs do not fit", OWN))
-    assert met.fault_class is FaultClass.OPERATOR_ERROR
+    fault = of_log(f"{AICORE}\n" + traceback("RuntimeError: the frobs do not fit", OWN))
+    assert fault.fault_class is FaultClass.OPERATOR_ERROR

@@ -13,9 +13,9 @@ from perdure.training.engines.local import LocalEngine
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.errors import EngineError
 from perdure.training.telemetry import device_addresses
-from perdure.training.telemetry.device_addresses import in_super_pod, ports
+from perdure.training.telemetry.device_addresses import add_super_pod, read_ports
 from perdure.training.telemetry.npu_smi import Chip
-from perdure.training.telemetry.vendor_tools import assignments
+from perdure.training.telemetry.vendor_tools import read_assignments
 from perdure.training.wire.agent import StartOrder
 from perdure.training.wire.node import NodeDevices, device_ids
 from tests.jobs import small_job
@@ -39,7 +39,7 @@ SPOD_INFO = """
 def lines(tmp_path):
     path = tmp_path / "hccn.conf"
     path.write_text(HCCN_CONF)
-    return assignments(path)
+    return read_assignments(path)
 
 
 def chip(number: int) -> Chip:
@@ -52,11 +52,11 @@ def of_pod(lines, pod: str, first: int) -> NodeDevices:
         assert command[:4] == ["npu-smi", "info", "-t", "spod-info"]
         return SPOD_INFO.format(first + 2 * int(command[5]) + int(command[7]), pod)
 
-    return in_super_pod(ports(lines, (0, 1)), [chip(0), chip(1)], said)
+    return add_super_pod(read_ports(lines, (0, 1)), [chip(0), chip(1)], said)
 
 
 def test_the_form_of_clusters_has_every_device_with_its_rank(lines):
-    devices = NodeDevices(devices=ports(lines, (0, 1)))
+    devices = NodeDevices(devices=read_ports(lines, (0, 1)))
     servers = [Server("node-0", "10.0.0.1", devices), Server("node-1", "10.0.0.2", devices)]
     table = json.loads(rank_table(RankTableForm.V1_0, servers))
     second = table["server_list"].pop()
@@ -107,11 +107,11 @@ def test_what_is_not_known_is_named(lines):
     with pytest.raises(ValueError, match="ASCEND_RT_VISIBLE_DEVICES=0-7 is no list"):
         device_ids(2, "0-7")
     with pytest.raises(ValueError, match=r"/etc/hccn.conf has no address_2"):
-        ports(lines, (0, 2))
+        read_ports(lines, (0, 2))
     with pytest.raises(ValueError, match="npu-smi info shows no device 1"):
-        in_super_pod(ports(lines, (0, 1)), [chip(0)], lambda _: SPOD_INFO.format(1, 1))
+        add_super_pod(read_ports(lines, (0, 1)), [chip(0)], lambda _: SPOD_INFO.format(1, 1))
     with pytest.raises(ValueError, match="spod-info -i 0 -c 0 shows no SDID"):
-        in_super_pod(ports(lines, (0, 1)), [chip(0), chip(1)], lambda _: "not supported")
+        add_super_pod(read_ports(lines, (0, 1)), [chip(0), chip(1)], lambda _: "not supported")
 
 
 def test_an_agent_without_the_addresses_says_so_before_anything_starts(tmp_path):

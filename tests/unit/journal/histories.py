@@ -121,8 +121,8 @@ def decided(
 def seen(*events: LedgerEvent, attempt: int = 1) -> list[AnyRecord]:
     """Records of an attempt's events."""
     return [
-        AttemptEventRecorded(at_s=one.at_s, epoch=1, placement=1, attempt=attempt, event=one)
-        for one in events
+        AttemptEventRecorded(at_s=event.at_s, epoch=1, placement=1, attempt=attempt, event=event)
+        for event in events
     ]
 
 

@@ -66,8 +66,8 @@ def test_a_line_is_plain_json(file):
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan, 1 / 3, 5e-324, 2.0])
 def test_a_loss_is_read_as_it_was_to_its_last_digit(file, loss):
     append(file, replace(RECORD, loss=loss))
-    (found,) = read(file)
-    assert repr(found) == repr(replace(RECORD, loss=loss))
+    (event,) = read(file)
+    assert repr(event) == repr(replace(RECORD, loss=loss))
 
 
 @pytest.mark.parametrize("left", [HALF, HALF[:1], '{"kind":"last_save","why":"\u00e4'])
@@ -97,9 +97,9 @@ def test_an_event_is_whole_although_the_other_writer_is_killed_while_it_is_writt
 
 def test_a_file_that_ends_with_a_whole_line_is_gone_on_with_as_it_is(file):
     append(file, RECORD)
-    before = file.read_text()
+    text = file.read_text()
     append(file, PAUSED)
-    assert file.read_text() == f"{before}{PAUSED.model_dump_json()}\n"
+    assert file.read_text() == f"{text}{PAUSED.model_dump_json()}\n"
 
 
 def test_a_disk_that_takes_only_a_part_of_a_line_is_full(file, monkeypatch):
@@ -143,7 +143,7 @@ def test_of_two_writers_that_are_killed_every_whole_event_is_read_in_its_order(f
         append(file, record(round_ + 1))
     follower = Follower.of_file(file)
     events = [event for events in iter(follower.read, None) for event in events]
-    assert [one.step for one in events if one.kind == "step"] == [1, 2, 3]
+    assert [event.step for event in events if event.kind == "step"] == [1, 2, 3]
     numbers: dict[str, list[int]] = {"1": [], "2": []}
     for event in events:
         if isinstance(event, LastSave):
@@ -156,8 +156,8 @@ def test_of_two_writers_that_are_killed_every_whole_event_is_read_in_its_order(f
 
 def test_every_event_is_in_the_union_that_the_log_and_the_ledger_read():
     events = set(_leaves(AttemptEvent))
-    known = set(get_args(get_args(LedgerEvent)[0]))
-    assert events == known, "training/journal/events.py: _Recorded needs every event"
+    kinds = set(get_args(get_args(LedgerEvent)[0]))
+    assert events == kinds, "training/journal/events.py: _Recorded needs every event"
     assert events < set(get_args(get_args(Event)[0]))
 
 

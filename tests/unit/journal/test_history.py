@@ -67,7 +67,10 @@ def history_of(*records: AnyRecord) -> RunHistory:
 
 
 def outlines(history: RunHistory) -> list[tuple[str, bool, bool]]:
-    return [(one.rung.value, one.progressed, one.failed) for one in history.recoveries()]
+    return [
+        (recovery.rung.value, recovery.progressed, recovery.failed)
+        for recovery in history.recoveries()
+    ]
 
 
 def progress(*records: AnyRecord) -> list[bool]:
@@ -99,7 +102,7 @@ def test_recoveries_inside_the_processes_come_before_the_one_that_ended_their_at
     assert [rung for rung, _, _ in outlines(history)] == [
         "step_retry", "process_replace", "in_place_restart", "operator_retry",
     ]  # fmt: skip
-    assert [one.fault.fault_class.value for one in history.recoveries()] == [
+    assert [recovery.fault.fault_class.value for recovery in history.recoveries()] == [
         "link_down", "link_down", "native_crash", "link_down",
     ]  # fmt: skip
 
@@ -110,7 +113,7 @@ def test_a_recovery_that_another_fault_cut_short_is_kept_apart_from_one_that_fai
         seen(began(1)), seen(began(2, Rung.PROCESS_REPLACE)),
         seen(cut), seen(ended(2, None, succeeded=False)), *failed(1),
     )  # fmt: skip
-    assert [one.cut_short for one in history.recoveries()] == [True, False, False]
+    assert [recovery.cut_short for recovery in history.recoveries()] == [True, False, False]
 
 
 RECOVERED = (seen(began(1)), seen(ended(1, 14)))
@@ -143,8 +146,8 @@ def test_a_recovery_has_progressed_by_a_new_step_and_failed_by_its_end(
 
 
 def test_only_recoveries_before_the_progress_are_free():
-    again = (seen(began(2)), seen(ended(2, 25)))
-    assert progress(*RECOVERED, committed(20), *again) == [True, False]
+    second_round = (seen(began(2)), seen(ended(2, 25)))
+    assert progress(*RECOVERED, committed(20), *second_round) == [True, False]
 
 
 def test_what_the_survivors_save_after_a_failed_recovery_is_no_progress_of_it():
@@ -157,19 +160,19 @@ def test_what_the_survivors_save_after_a_failed_recovery_is_no_progress_of_it():
 
 
 def test_a_later_attempt_that_commits_a_new_step_makes_all_before_it_free():
-    before: list[AnyRecord] = [
+    beginning: list[AnyRecord] = [
         seen(began(1)),
         seen(ended(1, succeeded=False)),
         *failed(1),
         started(2, 14),
     ]
-    assert progress(*before) == [False, False]
-    assert progress(*before, committed(20, attempt=2)) == [True, True]
+    assert progress(*beginning) == [False, False]
+    assert progress(*beginning, committed(20, attempt=2)) == [True, True]
 
 
 def test_an_attempt_that_saves_what_it_began_with_at_the_end_of_its_life_got_nowhere():
-    again: list[AnyRecord] = [started(2, 14), *failed(2), committed(14, attempt=2)]
-    assert progress(*failed(1), *again) == [False, False]
+    second_round: list[AnyRecord] = [started(2, 14), *failed(2), committed(14, attempt=2)]
+    assert progress(*failed(1), *second_round) == [False, False]
 
 
 def test_what_an_attempt_began_with_is_known_by_its_first_step():
@@ -207,7 +210,9 @@ def test_a_run_is_paused_from_the_moment_all_ranks_have_paused_until_they_go_on(
     assert paused.pause.began == stands
     resumed = history_of(seen(stands), seen(goes_on))
     assert resumed.pause is None
-    assert [(one.began, one.ended) for one in resumed.attempts[0].pauses] == [(stands, goes_on)]
+    assert [(recovery.began, recovery.ended) for recovery in resumed.attempts[0].pauses] == [
+        (stands, goes_on)
+    ]
 
 
 def test_nothing_that_has_ended_is_paused():
@@ -284,8 +289,8 @@ def test_a_released_node_is_isolated_no_more_and_what_it_did_before_counts_no_mo
     history = history_of(*isolating, refusal, release)
     assert history.isolated == ()
     assert history.recoveries() == []
-    again = failed(2, rung, isolate="node-0")
-    assert history_of(*isolating, release, *again).isolated == ("node-0",)
+    second_round = failed(2, rung, isolate="node-0")
+    assert history_of(*isolating, release, *second_round).isolated == ("node-0",)
 
 
 def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():
@@ -293,7 +298,7 @@ def test_a_rung_that_could_not_be_carried_out_is_a_failed_recovery():
     spent = RungFailed(**NOW, placement=1, attempt=1, rung=rung, why="no spare")
     history = history_of(*failed(1, rung), spent)
     assert outlines(history) == [("pod_reschedule", False, True)]
-    assert history.undecided is not None, "the ladder is to be asked again"
+    assert history.undecided_attempt is not None, "the ladder is to be asked again"
 
 
 SECOND = TAKEN.model_copy(update={"epoch": 2, "supervisor": "b", "pid": 2})
@@ -355,8 +360,8 @@ def test_failures_bring_it_down_and_good_times_bring_it_up():
 
 def test_a_command_that_saves_the_same_steps_again_makes_no_progress():
     created = BEGINNING[1].model_copy(update={"job": {"worker": {"command": ["true"]}}})
-    again = [*BEGINNING[2:], committed(10), *failed(1), started(2), stepped(2, 1)]
-    same = replay([BEGINNING[0], created, *again, committed(10, 2), *failed(2)])
-    assert [progressed for _, progressed, _ in outlines(same)] == [False, False]
-    further = replay([BEGINNING[0], created, *again, committed(20, 2), *failed(2)])
+    second_round = [*BEGINNING[2:], committed(10), *failed(1), started(2), stepped(2, 1)]
+    same_history = replay([BEGINNING[0], created, *second_round, committed(10, 2), *failed(2)])
+    assert [progressed for _, progressed, _ in outlines(same_history)] == [False, False]
+    further = replay([BEGINNING[0], created, *second_round, committed(20, 2), *failed(2)])
     assert [progressed for _, progressed, _ in outlines(further)] == [True, False]

@@ -69,9 +69,9 @@ def test_a_supervisor_whose_lease_ran_out_is_succeeded(store, clock):
 
 
 def test_a_dead_supervisor_of_this_host_is_succeeded_at_once(store):
-    here = Identity.of_this_process()
-    Ledger(store, "run").take(here.model_copy(update={"pid": 2**22 + 1}))
-    assert Ledger(store, "run").take(here).epoch == 2
+    identity = Identity.of_this_process()
+    Ledger(store, "run").take(identity.model_copy(update={"pid": 2**22 + 1}))
+    assert Ledger(store, "run").take(identity).epoch == 2
 
 
 def test_a_superseded_supervisor_cannot_append_and_learns_by_whom(store):
@@ -152,9 +152,9 @@ def test_a_record_of_an_unknown_kind_is_refused(store):
 
 def test_every_record_is_in_the_union_that_a_ledger_reads():
     kinds = {kind for base in (Record, AttemptRecord) for kind in base.__subclasses__()}
-    known = set(get_args(get_args(AnyRecord)[0]))
+    members = set(get_args(get_args(AnyRecord)[0]))
     missing = "training/journal/records.py: AnyRecord needs every record"
-    assert kinds - {AttemptRecord} == known, missing
+    assert kinds - {AttemptRecord} == members, missing
 
 
 def test_a_users_note_needs_no_lease_and_costs_the_supervisor_none_of_its_records(store):

@@ -10,7 +10,7 @@ import pytest
 from perdure.storage.local import LocalStore
 from perdure.training.journal.attempt_log import AttemptLog, Follower
 from perdure.training.journal.events import CheckpointCommitted
-from perdure.training.journal.steps import StepReader, UnsavedSteps, kept_steps, metrics_prefix
+from perdure.training.journal.steps import StepReader, UnsavedSteps, metrics_prefix, read_kept_steps
 from tests.unit.journal.records import RECORD, record
 from tests.values import not_none
 
@@ -33,14 +33,19 @@ def write(store):
     """Writes the records of an attempt; those not taken are lost with it."""
 
     def write(
-        attempt: tuple[int, int], done: range, *, loss: float, taken: int = 10**9, run: str = "run"
+        attempt: tuple[int, int],
+        done: range,
+        *,
+        loss: float,
+        num_taken: int = 10**9,
+        run: str = "run",
     ) -> None:
         steps = UnsavedSteps(metrics_prefix(run, *attempt))
         for step in done:
             steps.add(record(step, attempt=attempt, loss=loss))
-            if step == taken:
+            if step == num_taken:
                 put(store, steps)
-        if done[-1] < taken:
+        if done[-1] < num_taken:
             put(store, steps)
 
     return write
@@ -64,7 +69,7 @@ def taken(steps: UnsavedSteps) -> list[int]:
 
 
 def losses(store: LocalStore) -> dict[int, float]:
-    return {step: not_none(kept.loss) for step, kept in kept_steps(store, "run").items()}
+    return {step: not_none(records.loss) for step, records in read_kept_steps(store, "run").items()}
 
 
 def test_the_newest_attempts_record_of_a_step_done_twice_is_kept(store, write):
@@ -84,10 +89,10 @@ def test_a_higher_placement_is_newer_whatever_the_attempts_number(store, write):
 def test_kept_steps_are_in_order_and_hold_every_digit(store, write):
     write((1, 2), range(9, 13), loss=0.1 + 0.2)
     write((1, 1), range(1, 11), loss=1 / 3)
-    kept = kept_steps(store, "run")
-    assert list(kept) == list(range(1, 13))
-    assert (kept[8].loss, kept[9].loss) == (1 / 3, 0.1 + 0.2)
-    assert kept[9] == record(9, attempt=(1, 2), loss=0.1 + 0.2)
+    records = read_kept_steps(store, "run")
+    assert list(records) == list(range(1, 13))
+    assert (records[8].loss, records[9].loss) == (1 / 3, 0.1 + 0.2)
+    assert records[9] == record(9, attempt=(1, 2), loss=0.1 + 0.2)
 
 
 def test_a_diverged_step_can_be_written_and_read(store, write):
@@ -96,7 +101,7 @@ def test_a_diverged_step_can_be_written_and_read(store, write):
 
 
 def test_steps_since_the_last_save_are_lost_with_the_attempt(store, write):
-    write((1, 1), range(1, 8), loss=1.0, taken=5)
+    write((1, 1), range(1, 8), loss=1.0, num_taken=5)
     assert list(losses(store)) == [1, 2, 3, 4, 5]
 
 
@@ -120,9 +125,9 @@ def test_a_record_is_taken_once_and_has_no_more_than_the_fields_of_a_step():
 def test_other_runs_are_not_mixed_in(store, write):
     write((1, 1), range(1, 3), loss=1.0)
     write((1, 1), range(5, 6), loss=1.0, run="run-2")
-    assert list(kept_steps(store, "run")) == [1, 2]
-    assert list(kept_steps(store, "run-2")) == [5]
-    assert kept_steps(store, "run-3") == {}
+    assert list(read_kept_steps(store, "run")) == [1, 2]
+    assert list(read_kept_steps(store, "run-2")) == [5]
+    assert read_kept_steps(store, "run-3") == {}
 
 
 @pytest.mark.parametrize(("committed", "left"), [(3, [4, 5, 6]), (5, [6]), (None, [*range(1, 7)])])
@@ -171,7 +176,7 @@ def test_of_a_step_that_one_attempt_brought_in_twice_the_later_record_is_kept(st
 def test_a_reader_reads_lost_steps_too_and_only_what_is_new(store, write, monkeypatch):
     write((1, 1), range(1, 5), loss=1.0)
     reader = StepReader(store, "run")
-    assert [one.step for one in reader.read()] == [1, 2, 3, 4]
+    assert [record.step for record in reader.read()] == [1, 2, 3, 4]
     write((1, 2), range(3, 6), loss=2.0)
     got: list[str] = []
     get = store.get
@@ -181,8 +186,8 @@ def test_a_reader_reads_lost_steps_too_and_only_what_is_new(store, write, monkey
         return get(key)
 
     monkeypatch.setattr(type(store), "get", remember)
-    found = sorted((one.step, one.attempt) for one in reader.read())
-    assert found == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (5, 2)]
+    completions = sorted((record.step, record.attempt) for record in reader.read())
+    assert completions == [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (5, 2)]
     assert got == ["runs/run/metrics/p0001-a0002/00000003-00000005.jsonl"]
 
 

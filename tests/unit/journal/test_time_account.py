@@ -33,7 +33,7 @@ from perdure.training.journal.time_account import (
     Account,
     Owner,
     SeenStep,
-    account,
+    account_time,
 )
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
@@ -88,7 +88,7 @@ class Story:
 
     def trained(self, *steps: tuple[int, float], step_s: float = 1.0) -> None:
         """Steps and when they were completed."""
-        if not any((one.placement, one.attempt) == self.key for one in self.steps):
+        if not any((interval.placement, interval.attempt) == self.key for interval in self.steps):
             step, at_s = steps[0]
             self._write_of_attempt(FirstStep, at_s, step=step, stepped_s=at_s)
         self.steps += [done(step, at_s, step_s, self.key) for step, at_s in steps]
@@ -133,7 +133,7 @@ class Story:
         return replay(self.records)
 
     def account(self, now_s: float = 1e4, newest: SeenStep | None = None) -> Account:
-        return account(self.history, self.steps, now_s=now_s, newest=newest)
+        return account_time(self.history, self.steps, now_s=now_s, newest=newest)
 
 
 def begun(*steps: tuple[int, float]) -> Story:
@@ -327,7 +327,7 @@ def test_a_command_that_ended_without_a_supervisor_is_unsupervised_since_then():
 
 
 def test_an_empty_ledger_has_no_wall_time():
-    nothing = account(RunHistory(), [], now_s=5.0)
+    nothing = account_time(RunHistory(), [], now_s=5.0)
     assert (nothing.wall_s, nothing.ettr) == (0, 0)
 
 
@@ -404,8 +404,8 @@ def test_the_owners_add_up_to_the_wall_time(story, now_s):
     assert all(s >= 0 for s in seconds.values())
     assert math.fsum(seconds.values()) == pytest.approx(wall_s, abs=1e-6)
     assert accounted.wall_s == pytest.approx(wall_s, abs=1e-9)
-    assert all(one.from_s < one.to_s for one in accounted.intervals)
-    assert all(one.to_s == other.from_s for one, other in pairwise(accounted.intervals))
+    assert all(interval.from_s < interval.to_s for interval in accounted.intervals)
+    assert all(interval.to_s == other.from_s for interval, other in pairwise(accounted.intervals))
     if wall_s > 0:
         assert accounted.ettr == pytest.approx(seconds[Owner.PRODUCTIVE] / wall_s)
         assert 0.0 <= accounted.ettr <= 1.0

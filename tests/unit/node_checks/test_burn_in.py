@@ -12,8 +12,8 @@ from perdure.training.node_checks.burn_in import (
     LARGEST,
     burn,
     check_device,
-    digest,
-    matrices,
+    digest_product,
+    make_matrices,
 )
 from perdure.training.wire.node import CheckOutcome
 
@@ -21,20 +21,23 @@ CPU = torch.device("cpu")
 
 
 def test_the_known_result_is_that_of_whole_numbers():
-    a, b = matrices(CPU_SIZE)
-    assert digest((a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32)) == DIGESTS[CPU_SIZE]
+    a, b = make_matrices(CPU_SIZE)
+    assert (
+        digest_product((a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32))
+        == DIGESTS[CPU_SIZE]
+    )
 
 
 def test_the_large_one_is_exact_in_double_precision():
-    a, b = matrices(2048)
+    a, b = make_matrices(2048)
     product = a.astype(np.float64) @ b.astype(np.float64)
-    assert digest(product.astype(np.int32)) == DIGESTS[2048]
+    assert digest_product(product.astype(np.int32)) == DIGESTS[2048]
 
 
 @pytest.mark.parametrize("size", sorted(DIGESTS))
 def test_no_partial_sum_can_leave_the_exact_range_of_float32(size):
     assert size * LARGEST**2 < 2**24
-    assert all(np.abs(m).max() <= LARGEST for m in matrices(size))
+    assert all(np.abs(m).max() <= LARGEST for m in make_matrices(size))
 
 
 def test_a_device_that_computes_right_passes():

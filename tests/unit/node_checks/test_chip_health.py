@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.node_checks.chip_health import look_at_chips, reset_chips
+from perdure.training.node_checks.chip_health import inspect_chips, reset_chips
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.telemetry.npu_smi import parse_processes
 from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
@@ -34,15 +34,15 @@ def tools(tmp_path, monkeypatch):
 
 
 def look(tools, plan=PLAN):
-    return look_at_chips(plan, 1, tools, closely=(0,))
+    return inspect_chips(plan, 1, tools, suspects=(0,))
 
 
 def test_a_chip_with_an_alarm_is_ill_and_its_codes_are_known(tools):
     tool(tools, health="npu-smi-health-alarm.txt")
-    seen = look(tools)
-    assert not seen.is_good
-    assert seen.codes == ("A4025021", "8C03A000", "8C084E00")
-    assert "device 0: Alarm" in seen.seen
+    health = look(tools)
+    assert not health.is_good
+    assert health.codes == ("A4025021", "8C03A000", "8C084E00")
+    assert "device 0: Alarm" in health.text
 
 
 def test_a_chip_that_reports_nothing_is_well(tools):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from perdure.training.node_checks.collectives import check_links, judge
+from perdure.training.node_checks.collectives import check_links, judge_links
 from perdure.training.node_checks.runner import check_this_machine
 from perdure.training.telemetry.vendor_tools import NoAnswer
 from perdure.training.wire.node import CheckOutcome
@@ -41,12 +41,12 @@ def check(cann, slots=8):
 
 
 def test_all_devices_of_the_node_take_part_and_the_best_bandwidth_is_reported(cann):
-    found = check(cann)
-    assert (found.outcome, found.seen) == (
+    link_check = check(cann)
+    assert (link_check.outcome, link_check.seen) == (
         CheckOutcome.OK,
         "8 devices, 131.0 GB/s for up to 64 MiB",
     )
-    assert found.figures == {"algorithm_bandwidth_gb_s": 131.02082}
+    assert link_check.figures == {"algorithm_bandwidth_gb_s": 131.02082}
     started = (cann.parent / "tools/mpirun.started").read_text()
     program = cann / "tools/hccl_test/bin/all_reduce_test"
     assert started == f"-n 8 {program} -b 8K -e 64M -f 2 -d fp32 -o sum -p 8\n"
@@ -72,17 +72,17 @@ def test_root_may_start_it_under_open_mpi(cann):
 def test_a_wrong_sum_and_an_error_of_hccl_fail_but_a_program_that_does_not_start_warns(
     printed, outcome, words
 ):
-    found = judge(printed, 8)
-    assert found.outcome is outcome
-    assert words in found.seen
+    check = judge_links(printed, 8)
+    assert check.outcome is outcome
+    assert words in check.seen
 
 
 def test_devices_that_never_answer_fail(cann):
     def never(command, *, timeout_s):
         raise NoAnswer(f"{command} after {timeout_s}")
 
-    (found,) = check_links(8, {"ASCEND_HOME_PATH": str(cann)}, timeout_s=60, ask_tool=never)
-    assert (found.outcome, found.seen) == (
+    (check,) = check_links(8, {"ASCEND_HOME_PATH": str(cann)}, timeout_s=60, ask_tool=never)
+    assert (check.outcome, check.seen) == (
         CheckOutcome.FAILED,
         "8 devices: no result within 60 s",
     )
@@ -96,9 +96,9 @@ def test_what_is_missing_is_named_and_nothing_is_said_where_there_is_no_cann(can
         pytest.skip("this machine has an mpirun of its own")
     assert check(cann).seen == "mpirun is not in PATH"
     (cann / "tools/hccl_test/bin/all_reduce_test").unlink()
-    found = check(cann)
-    assert found.outcome is CheckOutcome.SKIPPED
-    assert found.seen.startswith("not built: there is no ")
+    link_check = check(cann)
+    assert link_check.outcome is CheckOutcome.SKIPPED
+    assert link_check.seen.startswith("not built: there is no ")
 
 
 def test_the_check_of_a_node_has_it(cann, tmp_path):
@@ -109,7 +109,7 @@ def test_the_check_of_a_node_has_it(cann, tmp_path):
         preflight={"burn_in_s": 0.0, "timeout_s": 100, "gang": False},
     )
     environment = {**os.environ, "ASCEND_HOME_PATH": str(cann)}
-    found = check_this_machine(job, state_bytes=None, environment=environment)
-    assert [one.seen for one in found if one.name == "hccl_test"] == [
+    check = check_this_machine(job, state_bytes=None, environment=environment)
+    assert [check.seen for check in check if check.name == "hccl_test"] == [
         "2 devices, 131.0 GB/s for up to 64 MiB"
     ]

@@ -13,8 +13,8 @@ from tests.unit.telemetry.driver_tools import SAMPLES
 NO_TOOLS = ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
 
 
-def seen(*found, gaps=()):
-    return NodeSample(at_s=0.0, devices=found, gaps=gaps)
+def seen(*result, gaps=()):
+    return NodeSample(at_s=0.0, devices=result, gaps=gaps)
 
 
 def test_a_node_without_drivers_has_nothing_to_check():
@@ -24,8 +24,8 @@ def test_a_node_without_drivers_has_nothing_to_check():
 
 
 def test_healthy_devices_pass():
-    found = [DeviceSample(index=i, name="910B", health="OK", link_is_up=True) for i in (0, 1)]
-    check = judge_devices(seen(*found, gaps=("hccn_tool: not installed",)), 2)
+    result = [DeviceSample(index=i, name="910B", health="OK", link_is_up=True) for i in (0, 1)]
+    check = judge_devices(seen(*result, gaps=("hccn_tool: not installed",)), 2)
     assert (check.outcome, check.seen) == (CheckOutcome.OK, "2 x 910B, healthy")
 
 

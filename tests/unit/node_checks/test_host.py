@@ -54,9 +54,9 @@ def disk(monkeypatch):
 )
 def test_a_disk_needs_room_for_the_checkpoints(tmp_path, disk, free, outcome):
     disk(1000, free * 10)
-    found = check_disk("disk", tmp_path, Room(100, low_bytes=300, low_percent=20, why="2 saves"))
-    assert found.outcome is outcome
-    assert "100 B free: 2 saves" in found.allowed
+    check = check_disk("disk", tmp_path, Room(100, low_bytes=300, low_percent=20, why="2 saves"))
+    assert check.outcome is outcome
+    assert "100 B free: 2 saves" in check.allowed
 
 
 def test_next_to_no_space_is_never_enough_however_much_of_the_disk_it_is(job, tmp_path, disk):
@@ -64,12 +64,12 @@ def test_next_to_no_space_is_never_enough_however_much_of_the_disk_it_is(job, tm
     disk(total=5_000_000, free=5_000_000)
     for sections in ({}, {"worker": {"command": ["true"]}}, {"worker": {"recipe": "mine:main"}}):
         for state in (None, STATE_BYTES):
-            found = list(check_disks(job(**sections), tmp_path, state))
-            assert [one.outcome for one in found] == [CheckOutcome.FAILED] * 2, found
+            checks = list(check_disks(job(**sections), tmp_path, state))
+            assert [check.outcome for check in checks] == [CheckOutcome.FAILED] * 2, checks
     disk(total=500_000_000, free=500_000_000)
-    found = list(check_disks(job(worker={"command": ["true"]}), tmp_path, None))
-    assert [one.outcome for one in found] == [CheckOutcome.WARNING] * 2
-    assert "the size of its saves is not known" in found[1].allowed
+    checks = list(check_disks(job(worker={"command": ["true"]}), tmp_path, None))
+    assert [check.outcome for check in checks] == [CheckOutcome.WARNING] * 2
+    assert "the size of its saves is not known" in checks[1].allowed
 
 
 def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, monkeypatch):
@@ -77,9 +77,9 @@ def test_a_disk_that_takes_no_file_has_failed_whatever_its_numbers(tmp_path, mon
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(host_checks, "_try_to_write", refuse)
-    found = check_disk("disk", tmp_path, Room(0))
-    assert found.outcome is CheckOutcome.FAILED
-    assert "Read-only" in found.seen
+    check = check_disk("disk", tmp_path, Room(0))
+    assert check.outcome is CheckOutcome.FAILED
+    assert "Read-only" in check.seen
 
 
 def test_nothing_is_left_on_the_disk(tmp_path):
@@ -88,24 +88,24 @@ def test_nothing_is_left_on_the_disk(tmp_path):
 
 
 def test_a_store_that_is_a_folder_needs_room_for_all_that_is_kept(job, tmp_path, disk):
-    kept = job(checkpoint={"keep_last": 3})
+    steps = job(checkpoint={"keep_last": 3})
     state, logs = 1 << 30, host_checks.RECORDS_BYTES
     disk(total=40 * state, free=4 * state + logs - 1)
-    node, store = check_disks(kept, tmp_path, state)
+    node, store = check_disks(steps, tmp_path, state)
     assert (node.name, node.outcome) == ("disk", CheckOutcome.OK)
     assert (store.name, store.outcome) == ("store_disk", CheckOutcome.FAILED)
     assert "4 saves of 1.07 GB, logs and records" in store.allowed
     disk(total=40 * state, free=5 * state)
-    assert [one.outcome for one in check_disks(kept, tmp_path, state)] == [CheckOutcome.OK] * 2
+    assert [check.outcome for check in check_disks(steps, tmp_path, state)] == [CheckOutcome.OK] * 2
 
 
 def test_what_a_run_that_goes_on_has_saved_already_needs_no_room_again(job, tmp_path, disk):
-    kept = job(checkpoint={"keep_last": 3})
-    saved = tmp_path / "store" / "runs" / kept.run_id / "checkpoints" / "step-00000010"
+    steps = job(checkpoint={"keep_last": 3})
+    saved = tmp_path / "store" / "runs" / steps.run_id / "checkpoints" / "step-00000010"
     saved.mkdir(parents=True)
     (saved / "shard").write_bytes(bytes(3 * STATE_BYTES))
     disk(total=40 << 30, free=host_checks.RECORDS_BYTES + STATE_BYTES)
-    _, store = check_disks(kept, tmp_path, STATE_BYTES)
+    _, store = check_disks(steps, tmp_path, STATE_BYTES)
     assert "1 saves of 1 MB" in store.allowed
     assert store.outcome is CheckOutcome.WARNING
 
@@ -133,8 +133,10 @@ def test_ports_of_hccl_and_of_the_rendezvous_have_to_be_free(job):
     fixed = job(comm={"master_port": 29_400, "if_base_port": 61_000})
     free = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {80})
     assert (free.outcome, free.seen) == (CheckOutcome.OK, "33 ports are free")
-    taken = check_ports(fixed, is_first=True, has_npus=True, used=lambda: {61_031, 29_400, 61_032})
-    assert (taken.outcome, taken.seen) == (CheckOutcome.FAILED, "in use: 29400, 61031")
+    num_taken = check_ports(
+        fixed, is_first=True, has_npus=True, used=lambda: {61_031, 29_400, 61_032}
+    )
+    assert (num_taken.outcome, num_taken.seen) == (CheckOutcome.FAILED, "in use: 29400, 61031")
     other = check_ports(fixed, is_first=False, has_npus=False, used=lambda: {29_400})
     assert other.outcome is CheckOutcome.SKIPPED
 
@@ -144,8 +146,8 @@ def test_a_store_without_keys_has_failed_and_the_other_checks_go_on(job, monkeyp
         raise ValueError("no keys")
 
     monkeypatch.setattr(host_checks, "open_store", refuse)
-    found = host_checks.check_store_of(job())
-    assert (found.outcome, found.seen) == (CheckOutcome.FAILED, "cannot open: no keys")
+    check = host_checks.check_job_store(job())
+    assert (check.outcome, check.seen) == (CheckOutcome.FAILED, "cannot open: no keys")
 
 
 def test_a_port_in_use_is_found():
@@ -159,9 +161,9 @@ def test_a_store_is_written_read_and_left_as_it_was(tmp_path):
     spec = StorageSpec(address=f"file://{tmp_path}")
     make_store(spec)
     store = open_store(spec)
-    found = check_store(store, "runs/r/", size_bytes=1000)
-    assert found.outcome is CheckOutcome.OK
-    assert found.figures["write_mb_s"] > 0
+    check = check_store(store, "runs/r/", size_bytes=1000)
+    assert check.outcome is CheckOutcome.OK
+    assert check.figures["write_mb_s"] > 0
     assert list(store.list("")) == []
 
 
@@ -172,5 +174,5 @@ def test_a_store_that_refuses_has_failed(tmp_path, monkeypatch):
         raise PermanentError("access denied")
 
     monkeypatch.setattr(type(store), "put", refuse)
-    found = check_store(store, "runs/r/", size_bytes=10)
-    assert (found.outcome, found.seen) == (CheckOutcome.FAILED, "cannot write: access denied")
+    check = check_store(store, "runs/r/", size_bytes=10)
+    assert (check.outcome, check.seen) == (CheckOutcome.FAILED, "cannot write: access denied")

@@ -10,7 +10,7 @@ import pytest
 
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import CommSpec, RankTableForm
-from perdure.training.node_checks.program import merged
+from perdure.training.node_checks.program import merge_checks
 from perdure.training.node_checks.runner import NodeProgram, check_this_machine
 from perdure.training.node_checks.verdict import verdict_of
 from perdure.training.telemetry import device_addresses
@@ -39,7 +39,7 @@ def task_of(job: Job, folder: Path, *, is_new: bool = False, **changes: Any) -> 
 
 
 def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
-    found = {
+    checks = {
         check.name: check
         for check in check_this_machine(job, state_bytes=None, environment=os.environ)
     }
@@ -56,12 +56,12 @@ def test_this_machine_is_checked_as_a_node_with_a_gang_of_processes(job):
     assert [
         name
         for name in expected
-        if found[name].outcome not in (CheckOutcome.OK, CheckOutcome.WARNING)
+        if checks[name].outcome not in (CheckOutcome.OK, CheckOutcome.WARNING)
     ] == []
-    assert found["all_reduce"].seen.startswith("gloo, 2 ranks: ")
-    assert found["all_reduce"].figures["bus_bandwidth_mb_s"] > 0
-    assert found["burn_in"].figures["gflop_s"] > 0
-    assert {check.node for check in found.values()} == {found["disk"].node}
+    assert checks["all_reduce"].seen.startswith("gloo, 2 ranks: ")
+    assert checks["all_reduce"].figures["bus_bandwidth_mb_s"] > 0
+    assert checks["burn_in"].figures["gflop_s"] > 0
+    assert {check.node for check in checks.values()} == {checks["disk"].node}
 
 
 def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
@@ -78,8 +78,8 @@ def test_a_node_whose_rank_table_cannot_be_written_is_found_before_an_attempt(jo
     assert not HCCN_CONF.exists(), "this machine has NPUs"
     wanted = job.model_copy(update={"comm": CommSpec(rank_table=RankTableForm.V1_0)})
     task = task_of(wanted, tmp_path, is_new=True, with_store=False)
-    found = {check.name: check for check in NodeProgram().run(task, os.environ)}
-    check = found["rank_table"]
+    checks = {check.name: check for check in NodeProgram().run(task, os.environ)}
+    check = checks["rank_table"]
     assert (check.node, check.outcome) == ("node-0", CheckOutcome.FAILED)
     assert check.seen == "/etc/hccn.conf has no address_0"
     assert check.allowed == "comm.rank_table=v1.0: an address for each of 2 ranks"
@@ -91,8 +91,8 @@ def test_a_node_is_asked_for_the_devices_that_its_workers_will_see(job, tmp_path
     conf.write_text("address_4=10.0.0.4\naddress_6=10.0.0.6\n")
     monkeypatch.setattr(device_addresses, "HCCN_CONF", conf)
     comm = CommSpec(rank_table=RankTableForm.V1_0)
-    own = job.model_copy(update={"comm": comm, "env": {VISIBLE: "6,4"}})
-    query = query_of(own)
+    job_with_table = job.model_copy(update={"comm": comm, "env": {VISIBLE: "6,4"}})
+    query = query_of(job_with_table)
     assert query is not None
     check = check_rank_table(query)
     assert (check.outcome, check.seen) == (CheckOutcome.OK, "6: 10.0.0.6, 4: 10.0.0.4")
@@ -110,7 +110,7 @@ def test_the_worst_rank_decides_for_its_node():
     fine = Check(name="burn_in", outcome=CheckOutcome.OK, seen="fine", figures={"gflop_s": 10})
     ill = Check(name="burn_in", outcome=CheckOutcome.FAILED, seen="wrong", figures={"gflop_s": 20})
     joined = Check(name="join", outcome=CheckOutcome.OK, seen="joined", seconds=2)
-    burnt, gang = merged([[fine, joined], [ill, joined], [fine, joined]])
+    burnt, gang = merge_checks([[fine, joined], [ill, joined], [fine, joined]])
     assert (burnt.outcome, burnt.seen, round(burnt.figures["gflop_s"], 1)) == (
         CheckOutcome.FAILED, "wrong", 13.3,
     )  # fmt: skip

@@ -8,17 +8,17 @@ import pytest
 
 from perdure.training.node_checks.versions import (
     Installed,
+    cann_versions,
     check_versions,
     driver_fits,
-    installed,
-    table,
+    read_installed,
 )
-from perdure.training.telemetry.vendor_tools import assignments
+from perdure.training.telemetry.vendor_tools import read_assignments
 from perdure.training.wire.node import CheckOutcome
 from tests.unit.telemetry.driver_tools import SAMPLES
 
-DRIVER = assignments(SAMPLES / "driver-version.info")
-TOOLKIT = assignments(SAMPLES / "ascend_toolkit_install.info")
+DRIVER = read_assignments(SAMPLES / "driver-version.info")
+TOOLKIT = read_assignments(SAMPLES / "ascend_toolkit_install.info")
 NPU = Installed(
     python="3.11.7",
     torch="2.12.0",
@@ -29,14 +29,14 @@ NPU = Installed(
 
 
 def test_a_machine_without_npu_skips_what_is_about_it():
-    here = Installed(python="3.11.7", torch="2.13.0", torch_npu=None, driver={}, toolkit={})
-    same, fit = check_versions(here)
-    assert same.seen == "python 3.11.7, torch 2.13.0"
+    software = Installed(python="3.11.7", torch="2.13.0", torch_npu=None, driver={}, toolkit={})
+    check, fit = check_versions(software)
+    assert check.seen == "python 3.11.7, torch 2.13.0"
     assert fit.outcome is CheckOutcome.SKIPPED
 
 
 def test_this_machine_reports_its_torch():
-    assert installed().torch.startswith("2.")
+    assert read_installed().torch.startswith("2.")
 
 
 @pytest.mark.parametrize(
@@ -69,5 +69,5 @@ def test_a_range_of_versions_holds_those_between():
 
 
 def test_the_table_names_full_versions():
-    assert all(version.count(".") >= 2 for version in table())
-    assert table()["2.7.1.post4"] == ("9.0.0",)
+    assert all(version.count(".") >= 2 for version in cann_versions())
+    assert cann_versions()["2.7.1.post4"] == ("9.0.0",)

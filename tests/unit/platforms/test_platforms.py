@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from perdure.training.config.recovery import RestartSpec
 from perdure.training.errors import InputError
-from perdure.training.platforms.forms import FORMS, OTHERS, Platform, read_platform
+from perdure.training.platforms.forms import ENTRIES, IGNORED_ENTRIES, Platform, read_platform
 from perdure.training.platforms.printing import print_platform
 from perdure.training.platforms.settings import JOB_FIELDS, PAIRS, POLICY_FIELDS, Fact, Setting
 from perdure.training.recovery.rungs import Policy, RestartCount
@@ -71,7 +71,7 @@ def test_what_is_printed_reads_back_or_is_named_in_a_warning(policy, platform):
     assert differs <= lost
 
 
-@given(st.text(max_size=12), st.sampled_from(sorted(FORMS)))
+@given(st.text(max_size=12), st.sampled_from(sorted(ENTRIES)))
 def test_any_text_is_read_or_refused_in_one_line(text, name):
     with contextlib.suppress(InputError):
         read_platform({name: text})
@@ -84,14 +84,14 @@ def test_any_text_is_read_or_refused_in_one_line(text, name):
 
 def test_the_documentation_lists_every_form():
     text = (Path(__file__).parents[3] / "docs/policy.md").read_text(encoding="utf-8")
-    lines = [f"| `{n}` | {f.allowed} | {f.becomes} |" for n, f in FORMS.items()]
+    lines = [f"| `{n}` | {f.allowed} | {f.becomes} |" for n, f in ENTRIES.items()]
     assert [line for line in lines if line not in text] == []
 
 
 def test_the_tables_name_only_fields_of_the_policy():
-    known = POLICY_FIELDS | JOB_FIELDS | set(Fact)
-    assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= known
-    assert set(FORMS).isdisjoint(OTHERS)
+    names = POLICY_FIELDS | JOB_FIELDS | set(Fact)
+    assert {p.name for p in PAIRS} | {p.other for p in PAIRS} <= names
+    assert set(ENTRIES).isdisjoint(IGNORED_ENTRIES)
 
 
 ON_3 = {"unconditional": True, "max_restarts": 3}
@@ -147,9 +147,9 @@ READ = [
 
 @pytest.mark.parametrize(("entries", "expected"), READ)
 def test_an_entry_becomes_the_fields_it_is_about(entries, expected):
-    found = read_platform(entries).fields
-    assert {name: found[name] for name in expected} == expected
-    assert "MS_ENABLE_TFT" in entries or found.keys() == expected.keys()
+    fields = read_platform(entries).fields
+    assert {name: fields[name] for name in expected} == expected
+    assert "MS_ENABLE_TFT" in entries or fields.keys() == expected.keys()
 
 
 # (text, letters of IN_PROCESS that are on)
@@ -171,8 +171,8 @@ TFT = [
 
 @pytest.mark.parametrize(("text", "on"), TFT)
 def test_ms_enable_tft_names_what_is_on_and_the_rest_is_off(text, on):
-    found = read_platform({"MS_ENABLE_TFT": text}).fields
-    assert "".join(str(int(found[name])) for name in IN_PROCESS) == on
+    fields = read_platform({"MS_ENABLE_TFT": text}).fields
+    assert "".join(str(int(fields[name])) for name in IN_PROCESS) == on
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_ms_enable_tft_names_what_is_on_and_the_rest_is_off(text, on):
     ],
 )
 def test_a_list_of_strategies_names_what_is_on_and_the_rest_is_off(name, text, on):
-    found = read_platform({name: text}).fields
-    assert "".join(str(int(found[field])) for field in IN_PROCESS[:4]) == on
+    fields = read_platform({name: text}).fields
+    assert "".join(str(int(fields[field])) for field in IN_PROCESS[:4]) == on
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_the_jobs_own_number_of_seconds_goes_before_an_absent_one_and_never_agai
 
 
 def test_what_one_list_leaves_out_another_may_name():
-    found = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
-    assert (found["memory_retry"], found["process_replace"]) == (True, True)
+    fields = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
+    assert (fields["memory_retry"], fields["process_replace"]) == (True, True)
 
 
 # (entries, words that the error holds)
@@ -314,12 +314,13 @@ def test_a_wrong_entry_gives_one_line_with_names_values_and_what_is_allowed(entr
 def test_operator_retry_excludes_mc2_the_watchdog_and_other_chips(fact, value, source, needs):
     entries = {"fault-tolerance/hccl_op_retry": "true"}
     with pytest.raises(InputError) as caught:
-        read_platform(entries, given=[Setting(fact, value, source)])
+        read_platform(entries, job_settings=[Setting(fact, value, source)])
     text = str(caught.value)
     assert all(word in text for word in ("hccl_op_retry='true'", source, needs, "exclude"))
     off = {"fault-tolerance/hccl_op_retry": "false"}
     assert (
-        read_platform(off, given=[Setting(fact, value, source)]).fields["operator_retry"] is False
+        read_platform(off, job_settings=[Setting(fact, value, source)]).fields["operator_retry"]
+        is False
     )
 
 
@@ -347,8 +348,8 @@ UNSAYABLE = [
     ("text", "replaces"), [("recover", True), ("recover-in-place", False), ("dump,exit", False)]
 )
 def test_recover_moves_the_node_and_recover_in_place_replaces_processes_alone(text, replaces):
-    found = read_platform({"recover-strategy": text}).fields
-    assert found["node_replace"] is replaces
+    fields = read_platform({"recover-strategy": text}).fields
+    assert fields["node_replace"] is replaces
 
 
 @pytest.mark.parametrize(("name", "text", "word"), UNSAYABLE)
@@ -455,8 +456,8 @@ def test_a_threshold_of_the_job_comes_before_the_default_of_mindformers_alone():
     named = {**MONITOR, "global_norm_spike_threshold": "44.0"}
     with pytest.raises(ValueError, match="contradict each other"):
         RestartSpec.model_validate({"from_platform": named, "abnormal_grad_norm": 7.5})
-    again = RestartSpec.model_validate_json(spec.model_dump_json())
-    assert again == spec
+    reread = RestartSpec.model_validate_json(spec.model_dump_json())
+    assert reread == spec
 
 
 def test_the_monitor_and_skipping_exclude_each_other():
@@ -472,7 +473,7 @@ def test_a_threshold_is_a_number_above_0(text):
 
 def test_the_monitor_is_printed_as_it_is_read():
     policy = Policy(numeric_retry=True)
-    printed = print_platform(policy, Platform.MINDFORMERS, others={"abnormal_grad_norm": 44.0})
+    printed = print_platform(policy, Platform.MINDFORMERS, extras={"abnormal_grad_norm": 44.0})
     assert {**MONITOR, "global_norm_spike_threshold": "44.0"}.items() <= printed.entries.items()
     assert read_platform(printed.entries).fields["abnormal_grad_norm"] == 44.0
     assert not [line for line in printed.warnings if line.startswith("abnormal_grad_norm")]

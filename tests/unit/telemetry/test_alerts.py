@@ -21,13 +21,13 @@ from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 SPEC = WatchSpec()
 
 
-def device(**seen: Any) -> dict[str, NodeSample]:
+def device(**readings: Any) -> dict[str, NodeSample]:
     """What one node shows, whose only device is like this."""
-    return {"node-0": NodeSample(at_s=0.0, devices=(DeviceSample(index=0, **seen),))}
+    return {"node-0": NodeSample(at_s=0.0, devices=(DeviceSample(index=0, **readings),))}
 
 
-def host(**seen: Any) -> dict[str, NodeSample]:
-    return {"node-0": NodeSample(at_s=0.0, host=HostSample(**seen))}
+def host(**readings: Any) -> dict[str, NodeSample]:
+    return {"node-0": NodeSample(at_s=0.0, host=HostSample(**readings))}
 
 
 def rank(number: int, **changes: Any) -> RankSample:
@@ -50,21 +50,21 @@ def raised(
 ) -> list[tuple[float, AlertCondition]]:
     """All changes of a run in these states, one look a second."""
     watch, at_s = AlertMonitor(spec), 0.0
-    found: list[tuple[float, AlertCondition]] = []
+    conditions: list[tuple[float, AlertCondition]] = []
     while at_s <= until_s:
-        found += [(at_s, one) for one in watch.update(look_at(at_s)).raised]
+        conditions += [(at_s, condition) for condition in watch.update(look_at(at_s)).raised]
         at_s += 1.0
-    return found
+    return conditions
 
 
-def points(found: Sequence[tuple[float, AlertCondition]]) -> list[AlertKind]:
-    return [one.point for _, one in found]
+def points(conditions: Sequence[tuple[float, AlertCondition]]) -> list[AlertKind]:
+    return [condition.point for _, condition in conditions]
 
 
 def test_a_device_that_is_hardly_used_raises_an_alert_after_five_minutes_of_training():
     nodes = device(utilisation_percent=30.0)
-    found = raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=400)
-    assert [(at_s, one.point, one.value) for at_s, one in found] == [
+    conditions = raised(lambda s: RunSample(s, nodes, [rank(0)]), until_s=400)
+    assert [(at_s, condition.point, condition.value) for at_s, condition in conditions] == [
         (300.0, AlertKind.UTILISATION_LOW, 30.0)
     ]
 
@@ -79,14 +79,16 @@ def test_a_device_that_is_hardly_used_raises_an_alert_after_five_minutes_of_trai
     ],
 )
 def test_an_error_of_a_device_is_reported_at_once(seen, point):
-    found = raised(lambda s: RunSample(s, device(**seen)), until_s=100)
-    assert points(found) == [point]
-    assert (found[0][1].node, found[0][1].device) == ("node-0", 0)
+    conditions = raised(lambda s: RunSample(s, device(**seen)), until_s=100)
+    assert points(conditions) == [point]
+    assert (conditions[0][1].node, conditions[0][1].device) == ("node-0", 0)
 
 
 def test_a_device_that_is_ill_is_reported_even_when_its_port_is_down():
-    found = raised(lambda s: RunSample(s, device(health="Alarm", link_is_up=False)), until_s=100)
-    assert set(points(found)) == {AlertKind.DEVICE_UNHEALTHY, AlertKind.LINK_DOWN}
+    conditions = raised(
+        lambda s: RunSample(s, device(health="Alarm", link_is_up=False)), until_s=100
+    )
+    assert set(points(conditions)) == {AlertKind.DEVICE_UNHEALTHY, AlertKind.LINK_DOWN}
 
 
 @pytest.mark.parametrize(
@@ -100,19 +102,23 @@ def test_a_device_that_is_ill_is_reported_even_when_its_port_is_down():
     ids=["idle while the run saves", "inside its limits", "measured by no tool"],
 )  # fmt: skip
 def test_a_device_inside_its_limits_raises_no_alert(values, phase):
-    found = raised(lambda s: RunSample(s, device(**values), [rank(0, phase=phase)]), until_s=1000)
-    assert found == []
+    conditions = raised(
+        lambda s: RunSample(s, device(**values), [rank(0, phase=phase)]), until_s=1000
+    )
+    assert conditions == []
 
 
 def test_a_filling_disk_raises_an_alert():
-    found = raised(lambda s: RunSample(s, host(disk_free_percent=100.0 - s)), until_s=99)
-    assert [(at_s, one.point) for at_s, one in found] == [(91.0, AlertKind.DISK_FILLING)]
+    conditions = raised(lambda s: RunSample(s, host(disk_free_percent=100.0 - s)), until_s=99)
+    assert [(at_s, condition.point) for at_s, condition in conditions] == [
+        (91.0, AlertKind.DISK_FILLING)
+    ]
 
 
 def test_a_point_is_cleared_after_it_was_inside_its_limits_for_a_while_and_may_come_again():
     watch = AlertMonitor(SPEC)
     full, free = host(disk_free_percent=1.0), host(disk_free_percent=50.0)
-    assert points([(0, one) for one in watch.update(RunSample(0.0, full)).raised])
+    assert points([(0, condition) for condition in watch.update(RunSample(0.0, full)).raised])
     assert watch.update(RunSample(1.0, free)).cleared == ()
     assert watch.update(RunSample(2.0, full)).raised == ()
     (key,) = watch.update(RunSample(3.0 + CLEAR_S, free)).cleared
@@ -123,12 +129,12 @@ def test_a_point_is_cleared_after_it_was_inside_its_limits_for_a_while_and_may_c
 def steps(losses: Sequence[float] = (), times: Sequence[float] = ()) -> list[AlertKind]:
     """The changes of steps with these losses or durations."""
     watch = AlertMonitor(SPEC)
-    found: list[AlertCondition] = []
+    conditions: list[AlertCondition] = []
     for number, value in enumerate(losses or times, start=1):
         loss, step_s = value if losses else 1.0, value if times else 1.0
-        one = StepRecord(number, loss, 1.0, 1e-3, 1.0, None, 0.0, step_s, 0, 0, 1, 1)
-        found += watch.update(RunSample(float(number), steps=(one,))).raised
-    return [one.point for one in found]
+        condition = StepRecord(number, loss, 1.0, 1e-3, 1.0, None, 0.0, step_s, 0, 0, 1, 1)
+        conditions += watch.update(RunSample(float(number), steps=(condition,))).raised
+    return [condition.point for condition in conditions]
 
 
 WAVERING = [0.05, 0.2, 0.1, 0.07, 0.22, 0.12] * 10  # of a run that knows its text by heart
@@ -172,9 +178,9 @@ def test_the_latency_is_that_of_the_rank_that_came_last():
     slow = [rank(0, latency_s=9.0), rank(1, latency_s=0.1)]
     assert raised(lambda s: RunSample(s, ranks=slow), until_s=10) == []
     all_slow = [rank(0, latency_s=9.0), rank(1, latency_s=0.6)]
-    found = raised(lambda s: RunSample(s, ranks=all_slow), until_s=10)
-    assert points(found) == [AlertKind.LATENCY_HIGH]
-    assert found[0][1].value == pytest.approx(600.0)
+    conditions = raised(lambda s: RunSample(s, ranks=all_slow), until_s=10)
+    assert points(conditions) == [AlertKind.LATENCY_HIGH]
+    assert conditions[0][1].value == pytest.approx(600.0)
 
 
 def gang(at_s: float, *, late: int | None = None, starved: int | None = None) -> RunSample:
@@ -192,11 +198,11 @@ def gang(at_s: float, *, late: int | None = None, starved: int | None = None) ->
 
 
 def test_a_rank_that_is_always_later_than_the_others_raises_an_alert():
-    found = raised(lambda s: gang(s, late=2), until_s=60)
-    assert points(found) == [AlertKind.STRAGGLER]
-    one = found[0][1]
-    assert (one.rank, one.node) == (2, "node-1")
-    assert one.value == pytest.approx(0.5)
+    conditions = raised(lambda s: gang(s, late=2), until_s=60)
+    assert points(conditions) == [AlertKind.STRAGGLER]
+    condition = conditions[0][1]
+    assert (condition.rank, condition.node) == (2, "node-1")
+    assert condition.value == pytest.approx(0.5)
 
 
 def test_ranks_that_wait_alike_have_no_straggler():
@@ -211,16 +217,16 @@ def test_a_rank_that_is_late_for_a_moment_is_no_straggler():
 
 
 def test_a_starving_rank_raises_an_alert():
-    found = raised(lambda s: gang(s, starved=1), until_s=60)
-    assert points(found) == [AlertKind.DATA_STARVED]
-    assert found[0][1].rank == 1
+    conditions = raised(lambda s: gang(s, starved=1), until_s=60)
+    assert points(conditions) == [AlertKind.DATA_STARVED]
+    assert conditions[0][1].rank == 1
 
 
 def test_new_processes_are_not_compared_with_those_before_them():
     def look(at_s: float) -> RunSample:
-        one = gang(at_s, late=2)
+        condition = gang(at_s, late=2)
         life = int(at_s / 10)  # which is shorter than three windows
-        return RunSample(at_s, ranks=_renewed(one.ranks, life))
+        return RunSample(at_s, ranks=_renewed(condition.ranks, life))
 
     assert raised(look, until_s=100) == []
 
@@ -228,23 +234,25 @@ def test_new_processes_are_not_compared_with_those_before_them():
 def _renewed(ranks: Sequence[RankSample], life: int) -> list[RankSample]:
     return [
         RankSample(
-            one.rank, one.node, one.device, one.pid + 1000 * life, one.step, one.phase,
-            one.waited_s, one.data_s, one.latency_s,
+            sample.rank, sample.node, sample.device, sample.pid + 1000 * life,
+            sample.step, sample.phase, sample.waited_s, sample.data_s, sample.latency_s,
         )
-        for one in ranks
+        for sample in ranks
     ]  # fmt: skip
 
 
 def test_a_checkpoint_that_is_much_older_than_usual_raises_an_alert():
     commits_s = [0.0, 100.0, 200.0, 300.0]
-    found = raised(lambda s: RunSample(300.0 + s, commits_s=commits_s), until_s=400)
-    assert [(at_s, one.point) for at_s, one in found] == [(301.0, AlertKind.CHECKPOINT_OLD)]
+    conditions = raised(lambda s: RunSample(300.0 + s, commits_s=commits_s), until_s=400)
+    assert [(at_s, condition.point) for at_s, condition in conditions] == [
+        (301.0, AlertKind.CHECKPOINT_OLD)
+    ]
 
 
 def test_frequent_checkpoints_may_be_a_minute_old():
     commits_s = [0.0, 1.0, 2.0]
-    found = raised(lambda s: RunSample(2.0 + s, commits_s=commits_s), until_s=60)
-    assert found == []
+    conditions = raised(lambda s: RunSample(2.0 + s, commits_s=commits_s), until_s=60)
+    assert conditions == []
 
 
 def test_one_commit_is_no_interval():

@@ -17,9 +17,9 @@ def changes(*states: str, machine: str = "Agent") -> bytes:
     """A run log: the states that one rank passes through."""
     head = "[INFO] HCCL(7,python):2026-11-21-13:18:47.639.860 [opretry_base.h:246] [9]"
     return "".join(
-        f"{head}[OpRetry][{machine}]State Transfer, cur state RETRY_STATE_{before}, "
-        f"next state RETRY_STATE_{after}\n"
-        for before, after in pairwise(states)
+        f"{head}[OpRetry][{machine}]State Transfer, cur state RETRY_STATE_{old}, "
+        f"next state RETRY_STATE_{new}\n"
+        for old, new in pairwise(states)
     ).encode()
 
 
@@ -43,8 +43,8 @@ FAILED = ("WAIT_CMD_RETRY_FAIL", "AGENT_RETRY_FAIL", "AGENT_RUNNING")
 )
 def test_only_an_error_of_the_rank_that_was_mended_counts(text, mended):
     log = RetryLog()
-    log.take(text)
-    assert log.mended == mended
+    log.parse(text)
+    assert log.num_mended == mended
 
 
 def test_a_log_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path):
@@ -52,15 +52,15 @@ def test_a_log_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path):
     plog.mkdir(parents=True)
     text = changes(*FOUND, *MENDED)
     logs = RetryLogs()
-    assert logs.mended(tmp_path) == 0
+    assert logs.count_mended(tmp_path) == 0
     for end in range(0, len(text), 100):
         (plog / "plog-7.log").write_bytes(text[:end])
-        assert logs.mended(tmp_path) == 0
+        assert logs.count_mended(tmp_path) == 0
     (plog / "plog-7.log").write_bytes(text)
-    assert [logs.mended(tmp_path) for _ in range(2)] == [1, 1]
+    assert [logs.count_mended(tmp_path) for _ in range(2)] == [1, 1]
     (plog / "plog-7.log").unlink()
     (plog / "plog-8.log").write_bytes(text)
-    assert logs.mended(tmp_path) == 2
+    assert logs.count_mended(tmp_path) == 2
 
 
 def test_a_mended_retry_is_an_alert_of_its_node_for_the_rest_of_the_attempt():

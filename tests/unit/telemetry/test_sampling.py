@@ -9,7 +9,7 @@ import pytest
 from perdure.training.telemetry import nvml, sampling, vendor_tools
 from perdure.training.telemetry.nvml import NoNvml, read_devices
 from perdure.training.telemetry.sampling import Sampler
-from perdure.training.telemetry.vendor_tools import NoAnswer, ask, find_tool
+from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool, run_tool
 from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
 
 
@@ -43,65 +43,65 @@ def test_a_node_without_any_tool_has_gaps_and_a_host(tools, tmp_path, monkeypatc
     def missing():
         raise NoNvml("nvidia-ml-py is not installed")
 
-    monkeypatch.setattr(nvml, "_import", missing)
-    seen = Sampler(tmp_path, 2, now=lambda: 7.0).look()
-    assert (seen.at_s, seen.devices) == (7.0, ())
-    assert seen.gaps == ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
-    assert seen.host.memory_percent is not None
-    assert (seen.host.disk_free_bytes or 0) > 0
+    monkeypatch.setattr(nvml, "_load_library", missing)
+    sample = Sampler(tmp_path, 2, now=lambda: 7.0).take_sample()
+    assert (sample.at_s, sample.devices) == (7.0, ())
+    assert sample.gaps == ("npu-smi: not installed", "nvml: nvidia-ml-py is not installed")
+    assert sample.host.memory_percent is not None
+    assert (sample.host.disk_free_bytes or 0) > 0
 
 
 def test_devices_come_from_the_tools_of_the_driver(npu, tmp_path):
     install(npu, "hccn_tool", HCCN)
-    seen = Sampler(tmp_path, 8).look()
-    assert [(d.index, d.health, d.link_is_up, d.net_health) for d in seen.devices] == [
+    sample = Sampler(tmp_path, 8).take_sample()
+    assert [(d.index, d.health, d.link_is_up, d.net_health) for d in sample.devices] == [
         (0, "OK", True, "Init"),
         (1, "OK", True, "Init"),
     ]
-    assert seen.gaps == ()
+    assert sample.gaps == ()
 
 
 def test_only_the_devices_that_are_used_are_looked_at(npu, tmp_path):
-    assert [d.index for d in Sampler(tmp_path, 1).look().devices] == [0]
+    assert [d.index for d in Sampler(tmp_path, 1).take_sample().devices] == [0]
 
 
 def test_an_alarm_comes_with_its_codes(tools, tmp_path):
     install(tools, "npu-smi", npu_smi("npu-smi-health-alarm.txt"))
-    seen = Sampler(tmp_path, 1).look()
-    assert seen.devices[0].health == "Alarm"
-    assert seen.devices[0].error_codes[0] == "A4025021"
-    assert not seen.devices[0].is_healthy
-    assert seen.gaps == ("hccn_tool: not installed",)
+    sample = Sampler(tmp_path, 1).take_sample()
+    assert sample.devices[0].health == "Alarm"
+    assert sample.devices[0].error_codes[0] == "A4025021"
+    assert not sample.devices[0].is_healthy
+    assert sample.gaps == ("hccn_tool: not installed",)
 
 
 def test_a_tool_that_gives_no_answer_is_a_gap_and_the_rest_stays(npu, tmp_path):
     def timing_out(command):
         if "health" in command:
             raise NoAnswer("timed out")
-        return ask(command)
+        return run_tool(command)
 
-    seen = Sampler(tmp_path, 2, ask_tool=timing_out).look()
-    assert [device.health for device in seen.devices] == ["OK", "OK"]
-    assert seen.gaps[-1] == "no answer: timed out"
+    sample = Sampler(tmp_path, 2, ask_tool=timing_out).take_sample()
+    assert [device.health for device in sample.devices] == ["OK", "OK"]
+    assert sample.gaps[-1] == "no answer: timed out"
 
 
 def test_tools_that_are_slow_are_not_asked_about_every_device(npu, tmp_path):
-    times = iter([0.0, 1.0, sampling.LOOK_LIMIT_S + 1])
-    seen = Sampler(tmp_path, 2, clock=lambda: next(times)).look()
-    assert len(seen.devices) == 2
-    assert seen.gaps[-1].startswith("devices 1 on: not asked")
+    times = iter([0.0, 1.0, sampling.SAMPLE_LIMIT_S + 1])
+    sample = Sampler(tmp_path, 2, clock=lambda: next(times)).take_sample()
+    assert len(sample.devices) == 2
+    assert sample.gaps[-1].startswith("devices 1 on: not asked")
 
 
 def test_a_tool_without_a_table_is_a_gap(tools, tmp_path):
     install(tools, "npu-smi", "echo dcmi model initialized failed, ret is -8005")
-    seen = Sampler(tmp_path, 2).look()
-    assert (seen.devices, seen.gaps[-1]) == ((), "npu-smi: no table of devices")
+    sample = Sampler(tmp_path, 2).take_sample()
+    assert (sample.devices, sample.gaps[-1]) == ((), "npu-smi: no table of devices")
 
 
 def test_a_tool_that_hangs_is_killed_with_what_it_started(tools):
     install(tools, "npu-smi", "sleep 60 & wait")
     with pytest.raises(NoAnswer, match="timed out"):
-        ask(["npu-smi", "info"], timeout_s=0.2)
+        run_tool(["npu-smi", "info"], timeout_s=0.2)
 
 
 def test_a_tool_is_found_outside_of_path_where_the_driver_puts_it(tools, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from perdure.training.telemetry.npu_smi import (
     Ecc,
-    filled,
+    fill_usage,
     parse_counters,
     parse_ecc,
     parse_health,
@@ -16,7 +16,7 @@ from perdure.training.telemetry.npu_smi import (
     parse_table,
     parse_usages,
 )
-from perdure.training.telemetry.vendor_tools import assignments
+from perdure.training.telemetry.vendor_tools import read_assignments
 from tests.unit.telemetry.driver_tools import SAMPLES
 from tests.values import not_none
 
@@ -127,8 +127,8 @@ def test_newer_drivers_report_the_use_of_all_cores():
     (usage,) = parse_usages(text)
     assert usage.utilisation_percent == 44
     first, second = parse_table(TWO_CHIPS)
-    assert filled(second, usage).utilisation_percent == 44
-    assert filled(first, usage).utilisation_percent == 12
+    assert fill_usage(second, usage).utilisation_percent == 44
+    assert fill_usage(first, usage).utilisation_percent == 12
 
 
 def test_a_link_is_up_down_or_unknown():
@@ -167,6 +167,6 @@ def test_no_record_of_a_link_is_none():
 
 
 def test_version_files_are_assignments():
-    driver = assignments(SAMPLES / "driver-version.info")
+    driver = read_assignments(SAMPLES / "driver-version.info")
     assert (driver["Version"], driver["Innerversion"]) == ("23.0.7", "V100R001C15SPC012B220")
-    assert assignments(SAMPLES / "nowhere.info") == {}
+    assert read_assignments(SAMPLES / "nowhere.info") == {}

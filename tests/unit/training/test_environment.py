@@ -38,37 +38,39 @@ def test_the_limits_of_the_collectives_are_the_jobs_in_the_units_of_hccl():
         "buffsize_mb": 64,
         "if_base_port": 50_000,
     }
-    seen = values(comm=comm)
-    assert seen["HCCL_CONNECT_TIMEOUT"] == "240"
-    assert seen["HCCL_EXEC_TIMEOUT"] == "900"
-    assert seen["HCCL_BUFFSIZE"] == "64"
-    assert seen["HCCL_IF_BASE_PORT"] == "50000"
+    variables = values(comm=comm)
+    assert variables["HCCL_CONNECT_TIMEOUT"] == "240"
+    assert variables["HCCL_EXEC_TIMEOUT"] == "900"
+    assert variables["HCCL_BUFFSIZE"] == "64"
+    assert variables["HCCL_IF_BASE_PORT"] == "50000"
 
 
 @pytest.mark.parametrize("exec_timeout_s", [1, 68, 1836, 7200])
 def test_the_event_wait_outlasts_the_execution_limit(exec_timeout_s):
-    seen = values(comm={"exec_timeout_s": exec_timeout_s})
-    assert int(seen["HCCL_EVENT_TIMEOUT"]) > int(seen["HCCL_EXEC_TIMEOUT"]) == exec_timeout_s
+    variables = values(comm={"exec_timeout_s": exec_timeout_s})
+    assert (
+        int(variables["HCCL_EVENT_TIMEOUT"]) > int(variables["HCCL_EXEC_TIMEOUT"]) == exec_timeout_s
+    )
 
 
 def test_operator_retry_is_off_and_has_no_parameters_unless_enabled():
-    seen = values()
-    assert seen["HCCL_OP_RETRY_ENABLE"] == "L1:0,L2:0"
-    assert seen.keys().isdisjoint({"HCCL_OP_RETRY_PARAMS", "HCCL_OP_EXPANSION_MODE"})
+    variables = values()
+    assert variables["HCCL_OP_RETRY_ENABLE"] == "L1:0,L2:0"
+    assert variables.keys().isdisjoint({"HCCL_OP_RETRY_PARAMS", "HCCL_OP_EXPANSION_MODE"})
 
 
 def test_operator_retry_brings_its_parameters_and_its_mode():
-    seen = values(comm=OP_RETRY)
-    assert seen["HCCL_OP_RETRY_ENABLE"] == "L1:1,L2:1"
-    assert seen["HCCL_OP_RETRY_PARAMS"] == "MaxCnt:1,HoldTime:700,IntervalTime:1000"
-    assert seen["HCCL_OP_EXPANSION_MODE"] == "AI_CPU"
+    variables = values(comm=OP_RETRY)
+    assert variables["HCCL_OP_RETRY_ENABLE"] == "L1:1,L2:1"
+    assert variables["HCCL_OP_RETRY_PARAMS"] == "MaxCnt:1,HoldTime:700,IntervalTime:1000"
+    assert variables["HCCL_OP_EXPANSION_MODE"] == "AI_CPU"
 
 
 @pytest.mark.parametrize("watchdog", [True, False])
 def test_the_watchdog_is_the_jobs_choice_on_both_kinds_of_device(watchdog):
-    seen = values(comm={"watchdog": watchdog})
+    variables = values(comm={"watchdog": watchdog})
     for name in ("TORCH_HCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
-        assert seen[name] == str(int(watchdog))
+        assert variables[name] == str(int(watchdog))
 
 
 @pytest.mark.parametrize(
@@ -77,24 +79,24 @@ def test_the_watchdog_is_the_jobs_choice_on_both_kinds_of_device(watchdog):
     ids=["session", "command"],
 )
 def test_a_watchdog_nobody_chose_leaves_a_process_alive_that_recovers_by_itself(worker, is_on):
-    seen = values(worker=worker)
-    assert seen["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == is_on
-    assert seen["MULTI_STREAM_MEMORY_REUSE"] == "1", "nothing else keeps a collective's memory"
+    variables = values(worker=worker)
+    assert variables["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == is_on
+    assert variables["MULTI_STREAM_MEMORY_REUSE"] == "1", "nothing else keeps a collective's memory"
 
 
 def test_operator_retry_needs_no_word_about_the_watchdog_of_a_command():
     retry = {key: value for key, value in OP_RETRY.items() if key != "watchdog"}
-    seen = values(worker={"command": ["python", "train.py"]}, comm=retry)
-    assert seen["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == "0"
+    variables = values(worker={"command": ["python", "train.py"]}, comm=retry)
+    assert variables["TORCH_HCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
 def test_own_variables_replace_ours_in_place_and_others_follow_at_the_end():
-    before = list(values())
+    names = list(values())
     job = parse_job(document(env={"MY_OWN": "1", "HCCL_BUFFSIZE": "300"}))
     variables = worker_variables(job)
-    assert [variable.name for variable in variables] == [*before, "MY_OWN"]
-    own = {v.name: (v.value, v.why) for v in variables if v.why == "set by the job"}
-    assert own == {
+    assert [variable.name for variable in variables] == [*names, "MY_OWN"]
+    job_variables = {v.name: (v.value, v.why) for v in variables if v.why == "set by the job"}
+    assert job_variables == {
         "MY_OWN": ("1", "set by the job"),
         "HCCL_BUFFSIZE": ("300", "set by the job"),
     }
@@ -107,8 +109,8 @@ def test_every_variable_is_there_once_and_has_a_reason():
 
 
 def test_the_event_limit_follows_an_execution_limit_of_the_jobs_own():
-    seen = values(env={"HCCL_EXEC_TIMEOUT": "5000"})
-    assert int(seen["HCCL_EVENT_TIMEOUT"]) > 5000
+    variables = values(env={"HCCL_EXEC_TIMEOUT": "5000"})
+    assert int(variables["HCCL_EVENT_TIMEOUT"]) > 5000
 
 
 @pytest.mark.parametrize(
@@ -142,20 +144,20 @@ def test_the_port_of_the_rendezvous_is_none_of_hccls():
 
 def test_hccl_asks_for_no_white_list_unless_the_job_names_one():
     assert values()["HCCL_WHITELIST_DISABLE"] == "1"
-    own = {"HCCL_WHITELIST_DISABLE": "0", "HCCL_WHITELIST_FILE": "/etc/hccl.json"}
-    assert own.items() <= values(env=own).items()
+    job_variables = {"HCCL_WHITELIST_DISABLE": "0", "HCCL_WHITELIST_FILE": "/etc/hccl.json"}
+    assert job_variables.items() <= values(env=job_variables).items()
     with pytest.raises(InputError, match="absolute path"):
-        values(env={**own, "HCCL_WHITELIST_FILE": "hccl.json"})
+        values(env={**job_variables, "HCCL_WHITELIST_FILE": "hccl.json"})
 
 
 def test_the_documents_limits_are_a_profile_and_a_number_of_the_jobs_own_comes_first():
-    seen = values()
-    assert (seen["HCCL_CONNECT_TIMEOUT"], seen["HCCL_EXEC_TIMEOUT"]) == ("600", "1836")
-    seen = values(comm={"timeouts": "platform"})
-    assert (seen["HCCL_CONNECT_TIMEOUT"], seen["HCCL_EXEC_TIMEOUT"]) == ("1200", "1800")
-    assert int(seen["HCCL_EVENT_TIMEOUT"]) > 1800
-    seen = values(comm={"timeouts": "platform", "exec_timeout_s": 900})
-    assert (seen["HCCL_CONNECT_TIMEOUT"], seen["HCCL_EXEC_TIMEOUT"]) == ("1200", "900")
+    variables = values()
+    assert (variables["HCCL_CONNECT_TIMEOUT"], variables["HCCL_EXEC_TIMEOUT"]) == ("600", "1836")
+    variables = values(comm={"timeouts": "platform"})
+    assert (variables["HCCL_CONNECT_TIMEOUT"], variables["HCCL_EXEC_TIMEOUT"]) == ("1200", "1800")
+    assert int(variables["HCCL_EVENT_TIMEOUT"]) > 1800
+    variables = values(comm={"timeouts": "platform", "exec_timeout_s": 900})
+    assert (variables["HCCL_CONNECT_TIMEOUT"], variables["HCCL_EXEC_TIMEOUT"]) == ("1200", "900")
     with pytest.raises(InputError, match="changes nothing"):
         values(comm={"timeouts": "platform", "exec_timeout_s": 900, "connect_timeout_s": 300})
 
@@ -267,6 +269,6 @@ def test_devices_that_no_rank_table_names_are_the_jobs_own_affair():
 
 def test_what_a_node_imports_in_advance_is_named_to_it():
     assert "PERDURE_PRELOAD" not in values()
-    given = {"recipe": "own:main", "preload": ["json", "transformers.models.llama"]}
-    found = values(worker=given, data={"sources": ["/corpus"]})
-    assert found["PERDURE_PRELOAD"] == "json,transformers.models.llama"
+    worker = {"recipe": "own:main", "preload": ["json", "transformers.models.llama"]}
+    variables = values(worker=worker, data={"sources": ["/corpus"]})
+    assert variables["PERDURE_PRELOAD"] == "json,transformers.models.llama"

@@ -19,7 +19,7 @@ def test_text_and_bytes_take_the_place_of_what_was_there(tmp_path):
     write_whole(path, "older")
     write_whole(path, b"newer")
     assert path.read_bytes() == b"newer"
-    assert [one.name for one in tmp_path.iterdir()] == ["record.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["record.json"]
 
 
 @pytest.mark.parametrize("name", ["address.json", "address.json.tmp"])

@@ -13,8 +13,8 @@ from perdure.training.masking import (
     MAX_MATCH_BYTES,
     WINDOW_BYTES,
     is_secret_name,
-    masked,
-    masked_text,
+    mask_stream,
+    mask_text,
     secret_values,
 )
 
@@ -22,7 +22,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 
 
 def mask(text: str, *secrets: str) -> str:
-    return b"".join(masked([text.encode()], secrets)).decode()
+    return b"".join(mask_stream([text.encode()], secrets)).decode()
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,15 @@ def test_the_lines_of_a_private_key_are_gone():
 
 def test_a_text_that_begins_within_a_private_key_has_nothing_of_it():
     text = "EowIBAAKC\nabc+/=\n-----END PRIVATE KEY-----\nafter\n-----BEGIN PRIVATE KEY-----\nMII"
-    assert masked_text(text, ()) == (
+    assert mask_text(text, ()) == (
         "***-----END PRIVATE KEY-----\nafter\n-----BEGIN PRIVATE KEY-----***"
     )
 
 
 def test_bytes_that_are_no_text_stay_as_they_are():
     assert (
-        b"".join(masked([b"\xff\xfe \x00 password=abc\n"], ())) == b"\xff\xfe \x00 password=***\n"
+        b"".join(mask_stream([b"\xff\xfe \x00 password=abc\n"], ()))
+        == b"\xff\xfe \x00 password=***\n"
     )
 
 
@@ -113,7 +114,7 @@ def test_a_secret_that_is_cut_between_pieces_is_masked_all_the_same(cuts, before
     text = f"{before} {SECRET}\n{after} password=hunter22 X-Amz-Signature={'0af1' * 8}".encode()
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(bounds)]
-    reported = b"".join(masked(pieces, [SECRET]))
+    reported = b"".join(mask_stream(pieces, [SECRET]))
     assert SECRET.encode() not in reported
     assert b"hunter22" not in reported
     assert b"0af10af1" not in reported
@@ -127,13 +128,13 @@ def test_a_secret_at_the_edge_of_a_line_without_end_is_masked(shift):
     text = b"x" * (edge - shift) + SECRET.encode() + b"y" * WINDOW_BYTES
     for size in (1000, 4096, len(text)):
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        reported = b"".join(masked(pieces, [SECRET]))
+        reported = b"".join(mask_stream(pieces, [SECRET]))
         assert reported == text.replace(SECRET.encode(), MASK), (shift, size)
 
 
 def test_a_line_without_end_is_given_away_before_its_end():
     pieces = iter([b"x" * (2 * WINDOW_BYTES), b"y"])
-    first = next(masked(pieces, ()))
+    first = next(mask_stream(pieces, ()))
     assert len(first) == 2 * WINDOW_BYTES - MAX_MATCH_BYTES
 
 

@@ -18,7 +18,7 @@ from perdure.training.processes import (
     container_processes,
     interface_of,
     kill_container,
-    oldest_first,
+    sort_by_start,
 )
 from tests.local_run import LocalRun
 from tests.waiting import wait_for
@@ -32,7 +32,7 @@ def test_a_process_is_killed_before_those_that_it_started_whatever_their_pids():
         time.sleep(0.02)  # the kernel counts starts in hundredths of a second
     try:
         ages = [psutil.Process(process.pid) for process in started]
-        assert oldest_first(reversed(ages)) == ages
+        assert sort_by_start(reversed(ages)) == ages
     finally:
         for process in started:
             process.kill()
@@ -45,9 +45,9 @@ def test_the_interface_of_an_address_is_the_one_that_has_it():
     assigned = psutil.net_if_addrs()
     assert loopback in assigned
     for name, addresses in assigned.items():
-        for one in addresses:
-            if one.family == socket.AF_INET:
-                assert interface_of(one.address) == name
+        for interface in addresses:
+            if interface.family == socket.AF_INET:
+                assert interface_of(interface.address) == name
     assert interface_of("192.0.2.254") is None, "of documentation, nobody's"
     assert interface_of("no-such-host.invalid") is None
 
@@ -94,9 +94,9 @@ def test_a_killed_container_leaves_no_semaphore_and_no_process(tmp_path, tracker
     marker = str(tmp_path)
     process, semaphore = start_loader(marker)
     (pid,) = [
-        one.pid
-        for one in container_processes(marker)
-        if any("resource_tracker" in part for part in one.cmdline())
+        interface.pid
+        for interface in container_processes(marker)
+        if any("resource_tracker" in part for part in interface.cmdline())
     ]
     if tracker == "is frozen":  # what cannot end by itself is killed as the others are
         os.kill(pid, signal.SIGSTOP)

@@ -22,7 +22,7 @@ from perdure.training.device import Healing, healing_of
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
 from perdure.training.injection.inside import WorkerInjector
 from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
-from perdure.training.masking import masked_text, secret_values
+from perdure.training.masking import mask_text, secret_values
 from perdure.training.recovery.protocol import (
     GenerationReport,
     LastSaved,
@@ -249,7 +249,7 @@ class RankRecovery:
             WorkerFault(
                 generation=self.groups.generations.current,
                 kind=kind,
-                text=masked_text(fault.text, secret_values(os.environ))[:500],
+                text=mask_text(fault.text, secret_values(os.environ))[:500],
                 step=step,
                 at_s=time.time(),
                 code=fault.code,
