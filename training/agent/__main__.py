@@ -39,8 +39,8 @@ def main() -> None:
 
 def placed(config: AgentConfig, environment: Mapping[str, str]) -> AgentConfig:
     """The configuration with the node and the address of the container that it runs in."""
-    found = {"node": environment.get(NODE_ENV), "host": environment.get(HOST_ENV)}
-    return config.model_copy(update={name: value for name, value in found.items() if value})
+    variables = {"node": environment.get(NODE_ENV), "host": environment.get(HOST_ENV)}
+    return config.model_copy(update={name: value for name, value in variables.items() if value})
 
 
 if __name__ == "__main__":

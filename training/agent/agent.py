@@ -207,7 +207,7 @@ class Agent:
             output_bytes=self._group.log_bytes() if self._group else 0,
             saved=self._group.saved.newest if self._group and self._group.saved else (),
             shown=self._group.shown.newest if self._group and self._group.shown else None,
-            left_running=self._group.left.found if self._group else (),
+            left_running=self._group.left.processes if self._group else (),
             mended_retries=self._group.mended_retries() if self._group else {},
             sample=self._sampling.newest,
             metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,
@@ -244,9 +244,14 @@ class Agent:
     def _about_coordinator(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
         """Pass a message on, or go over to another coordinator: not under the lock."""
         with self._lock:
-            own, group, client = self._order, self._group, self._coordinator
+            start, group, client = self._order, self._group, self._coordinator
         key = (order.placement, order.attempt)
-        if own is None or (own.placement, own.attempt) != key or group is None or client is None:
+        if (
+            start is None
+            or (start.placement, start.attempt) != key
+            or group is None
+            or client is None
+        ):
             return AgentReply(error="the attempt has no coordinator here")
         if isinstance(order, NoticeOrder):
             sent = client.send(order.message)
@@ -258,7 +263,7 @@ class Agent:
         with self._lock:  # nothing that was silent without a coordinator hangs
             group.rejoin(order.coordinator)
             self._hang = None
-            self._hang_check = HangCheck(self._config, own.is_command, self._marker)
+            self._hang_check = HangCheck(self._config, start.is_command, self._marker)
         return AgentReply()
 
     def _read_log(self, offset: int) -> AgentReply:
@@ -306,8 +311,8 @@ class Agent:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
         try:
             stage_data(order, self._folder)
-            known = path_variables(self._config.node, order.variables)
-            fetch_resume_checkpoint(order, self._config.member, known)
+            variables = path_variables(self._config.node, order.variables)
+            fetch_resume_checkpoint(order, self._config.member, variables)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
             sources = job_of(order).env_from
@@ -427,8 +432,8 @@ class Agent:
             elif is_free:
                 group.fill(order.rank, order.generation)
 
-    def _on_checked(self, group: WorkerGroup, order: ReplaceWorker, found: ChipsHealed) -> None:
-        why_not = None if found.succeeded else found.text
+    def _on_checked(self, group: WorkerGroup, order: ReplaceWorker, healing: ChipsHealed) -> None:
+        why_not = None if healing.succeeded else healing.text
         with self._lock:
             group.fill(order.rank, order.generation, why_not=why_not)
 

@@ -118,10 +118,10 @@ class HangCheck:
         pids = group.pids()
         if self.is_command:
             beating = _beating(group)
-            found = (beating.get(local_rank, pid) for local_rank, pid in pids.items())
-            pids = {pid: pid for pid in found}
-        stopped = [one for one in pids.items() if process_state(one[1]) in STOPPED]
-        self._stopped = {one: self._stopped.get(one, now_s) for one in stopped}
+            processes = (beating.get(local_rank, pid) for local_rank, pid in pids.items())
+            pids = {pid: pid for pid in processes}
+        stopped = [item for item in pids.items() if process_state(item[1]) in STOPPED]
+        self._stopped = {item: self._stopped.get(item, now_s) for item in stopped}
         return {key: since_s for (key, _), since_s in self._stopped.items()}
 
     def _look_at_steps(self, group: WorkerGroup, now_s: float) -> HangReport | None:
@@ -149,18 +149,18 @@ class HangCheck:
         if time.monotonic() - self._read_s < period_s:
             return self._of_command
         self._read_s = time.monotonic()
-        found = self._activity.judge(_activity(group, self.marker, sample))
-        self._of_command = self._report_of(found, group) if found is not None else None
+        inactivity = self._activity.judge(_activity(group, self.marker, sample))
+        self._of_command = self._report_of(inactivity, group) if inactivity is not None else None
         return self._of_command
 
-    def _report_of(self, found: Inactivity, group: WorkerGroup) -> HangReport:
+    def _report_of(self, inactivity: Inactivity, group: WorkerGroup) -> HangReport:
         return HangReport(
             rank=None,
-            silent_s=found.silent_s,
+            silent_s=inactivity.silent_s,
             limit_s=self.config.command_quiet_s,
             phase=COMMAND,
             step=-1,
-            why=f"neither output nor I/O, {found.cores:.2f} cores in use all the while",
+            why=f"neither output nor I/O, {inactivity.cores:.2f} cores in use all the while",
             stopped=tuple(group.stopped_processes()),
             ends_attempt=self.config.hangs_end_attempt,
         )
@@ -172,7 +172,7 @@ def _beating(group: WorkerGroup) -> Mapping[int, int]:
     That is the one that writes its heartbeat; without one, that which was started.
     """
     ranks = group.command_statuses()
-    return {one.local_rank: one.pid for one in ranks if one.local_rank is not None}
+    return {rank.local_rank: rank.pid for rank in ranks if rank.local_rank is not None}
 
 
 def _activity_before_steps(
@@ -196,11 +196,11 @@ def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> Pro
             cpu_s += times.user + times.system
             io_bytes += counters.read_chars + counters.write_chars
     uses = [d.utilisation_percent for d in sample.devices] if sample is not None else []
-    known = [use for use in uses if use is not None]
+    utilisations = [use for use in uses if use is not None]
     return ProgramActivity(
         at_s=time.monotonic(),
         log_bytes=group.log_bytes(),
         io_bytes=io_bytes,
         cpu_s=cpu_s,
-        utilisation_percent=sum(known) / len(known) if known else None,
+        utilisation_percent=sum(utilisations) / len(utilisations) if utilisations else None,
     )

@@ -106,10 +106,10 @@ def _all(folder: Path, group: WorkerGroup) -> Iterator[tuple[Log, int | None]]:
     for rank in group.ranks:
         of = None if group.order.is_launcher else rank
         for stream in STREAMS:
-            yield from ((one, of) for one in logs_at(group.log_path(rank, stream)))
+            yield from ((log, of) for log in logs_at(group.log_path(rank, stream)))
     names = (group.folder / "coordinator.log", *(folder / name for name in OF_CONTAINER))
     for path in names:
-        yield from ((one, None) for one in logs_at(path))
+        yield from ((log, None) for log in logs_at(path))
 
 
 def _read(
@@ -218,7 +218,7 @@ class Collector:
         self._config = config
         self._folder = folder
         self._states: dict[Key, Collected] = {}
-        self._seen: dict[Path, int] = {}  # of logs that go on: what attempts before had
+        self._collected_ends: dict[Path, int] = {}  # of logs that go on: what attempts before had
         self._began_s = time.time()
         self._one_by_one = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -271,17 +271,17 @@ class Collector:
             path = self._folder / name
             yield from map(self._unseen, logs_at(path))
         if group is not None:
-            others = [rank for rank in group.planned_ranks if rank not in failed]
+            healthy = [rank for rank in group.planned_ranks if rank not in failed]
             yield from _device_logs(group, failed)
-            yield from _rank_logs(group, others)
-            yield from _device_logs(group, others)
+            yield from _rank_logs(group, healthy)
+            yield from _device_logs(group, healthy)
         for log in _newest_first(map(Path, job.watch.system_logs), since_s=self._began_s):
             if (unseen := self._unseen(log)).size_bytes:
                 yield unseen
 
     def _unseen(self, log: Log) -> Log:
-        start = self._seen.get(log.path, 0)
-        self._seen[log.path] = log.end
+        start = self._collected_ends.get(log.path, 0)
+        self._collected_ends[log.path] = log.end
         # One that is shorter than it was has been rotated, and all of it is new.
         return replace(log, start=start if start <= log.end else 0)
 
@@ -344,8 +344,8 @@ def secrets_of(
     tokens = {config.token}
     if started.coordinator is not None:
         tokens.add(started.coordinator.token)
-    own = Job.model_validate_json(started.job).env
-    variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, own)
+    job_variables = Job.model_validate_json(started.job).env
+    variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, job_variables)
     secrets = frozenset(tokens).union(*map(secret_values, variables))
     return secrets | group.secrets if group is not None else secrets
 
@@ -398,9 +398,9 @@ def _pieces(log: Log, start: int) -> Iterator[bytes]:
 def _whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Without the first line: its begin is missing, and with it the begin of a secret maybe."""
     for piece in pieces:
-        _, newline, rest = piece.partition(b"\n")
+        _, newline, remainder = piece.partition(b"\n")
         if newline:
-            yield rest
+            yield remainder
             yield from pieces
             return
 
@@ -428,15 +428,15 @@ def _newest_first(
     folders: Iterable[Path], name: str | None = None, *, since_s: float = 0.0
 ) -> Iterator[Log]:
     """The logs below folders, under `name` or the folder's own, if written since then."""
-    found: list[tuple[float, Log]] = []
+    dated: list[tuple[float, Log]] = []
     for folder in folders:
         # What is rotated away meanwhile, or is another user's, must not cost the other logs.
         with suppress(OSError):
             for path in folder.rglob("*.log"):
                 with suppress(OSError):
                     logs = logs_at(path, f"{name or folder.name}/{path.relative_to(folder)}")
-                    found += [(path.stat().st_mtime, log) for log in logs]
-    for written_s, log in sorted(found, key=lambda pair: pair[0], reverse=True):
+                    dated += [(path.stat().st_mtime, log) for log in logs]
+    for written_s, log in sorted(dated, key=lambda pair: pair[0], reverse=True):
         if written_s >= since_s:
             yield log
 

@@ -196,17 +196,17 @@ class WorkerGroup:
         """
         if self._kill_at_s is not None:
             return False
-        before = self._workers[self.ranks.index(rank)]
+        worker = self._workers[self.ranks.index(rank)]
         # One that lives is no cause of anything, should no other take its place.
-        before.stopped_by_agent = before.stopped_by_agent or before.process.poll() is None
-        end_now(before.process)
-        if before.process.poll() is None:
+        worker.stopped_by_agent = worker.stopped_by_agent or worker.process.poll() is None
+        end_now(worker.process)
+        if worker.process.poll() is None:
             _log.error(f"rank {rank} is not replaced: its process does not end")
             self._first_failure_s = self._first_failure_s or time.monotonic()
             self.release()
             return False
-        self._note_end(before)
-        before.is_held, before.awaited = True, generation
+        self._note_end(worker)
+        worker.is_held, worker.awaited = True, generation
         return True
 
     def fill(self, rank: int, generation: int, *, why_not: str | None = None) -> None:
@@ -218,12 +218,12 @@ class WorkerGroup:
             why_not: why it cannot be started; None: it is.
         """
         local_rank = self.ranks.index(rank)
-        before = self._workers[local_rank]
-        if not before.is_held or before.awaited != generation:
+        previous = self._workers[local_rank]
+        if not previous.is_held or previous.awaited != generation:
             return  # the attempt ends, or another order came
         try:
             if why_not is None:
-                before.error_file.unlink(missing_ok=True)
+                previous.error_file.unlink(missing_ok=True)
                 process = self._start(local_rank, **{GENERATION: str(generation)})
                 self._workers[local_rank] = process
         except OSError as error:
@@ -321,14 +321,14 @@ class WorkerGroup:
 
     def device_folder(self, rank: int) -> Path:
         """Where CANN writes the logs of a rank (ASCEND_PROCESS_LOG_PATH)."""
-        order, own = self.order, self._environment.get(ASCEND_PATH)
+        order, base = self.order, self._environment.get(ASCEND_PATH)
         of = f"{self.config.run_id}/{self.config.node}/p{order.placement:04d}-a{order.attempt:04d}"
-        return ascend_folder(self.log_folder, self.log_name(rank), own=own, of=of)
+        return ascend_folder(self.log_folder, self.log_name(rank), base=base, of=of)
 
     def mended_retries(self) -> dict[int, int]:
         """How often HCCL sent again and succeeded, by rank."""
-        found = {rank: self.retries.mended(self.device_folder(rank)) for rank in self.ranks}
-        return {rank: count for rank, count in found.items() if count}
+        counts = {rank: self.retries.mended(self.device_folder(rank)) for rank in self.ranks}
+        return {rank: count for rank, count in counts.items() if count}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""
@@ -358,7 +358,9 @@ class WorkerGroup:
     def rank_of(self, key: int) -> int | None:
         """Global rank of a heartbeat, by its key in `heartbeats()`."""
         if self._command is not None:
-            return next((one.rank for one in self._command.ranks() if one.pid == key), None)
+            return next(
+                (reading.rank for reading in self._command.ranks() if reading.pid == key), None
+            )
         return self._workers[key].rank
 
     def poll(self) -> bool:
@@ -444,8 +446,8 @@ class WorkerGroup:
         """
         if self._command is not None:
             return self._command.heartbeats()
-        found = ((w.local_rank, w.beat()) for w in self._workers if w.ended_s is None)
-        return {local_rank: beat for local_rank, beat in found if beat is not None}
+        beats = ((w.local_rank, w.beat()) for w in self._workers if w.ended_s is None)
+        return {local_rank: beat for local_rank, beat in beats if beat is not None}
 
     def mute_ranks(self) -> dict[int, float]:
         """Local ranks that run but have written no heartbeat yet, and since when they run.
@@ -493,12 +495,12 @@ class WorkerGroup:
     def command_statuses(self) -> tuple[RankStatus, ...]:
         """Of a command the status of each rank that is known; its `workers` are its launchers."""
         ranks = self._command.ranks() if self._command is not None else []
-        return tuple(status_of_rank(one) for one in ranks)
+        return tuple(status_of_rank(reading) for reading in ranks)
 
     def stopped_processes(self) -> list[str]:
         """Processes of a command that a signal has stopped and that no rank stands for."""
-        found = self._command.stopped() if self._command is not None else []
-        return [one.text for one in found if one.rank is None]
+        processes = self._command.stopped() if self._command is not None else []
+        return [process.text for process in processes if process.rank is None]
 
     def _ended_early(self, worker: Worker) -> str | None:
         """What is wrong with a session program that exited with 0, such as by `os._exit(0)`.

@@ -55,15 +55,17 @@ def find_saved(
     Raises:
         OSError: the folder cannot be read; one that is not there has none.
     """
-    found = _LAYOUTS[spec.kind](root, spec.settle_s, now_s)
-    return sorted((one for one in found if one.written_s >= since_s), key=lambda one: one.step)
+    checkpoints = _LAYOUTS[spec.kind](root, spec.settle_s, now_s)
+    return sorted(
+        (saved for saved in checkpoints if saved.written_s >= since_s), key=lambda saved: saved.step
+    )
 
 
 def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
     """Folders up to the iteration of the tracker, which is written behind each of them."""
     newest = tracked_step(root)
     if newest is not None:  # else no save has come to its end, or it is "release", without a step
-        yield from (one for one in find_parts(root) if one.step <= newest)
+        yield from (part for part in find_parts(root) if part.step <= newest)
 
 
 def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]:
@@ -133,8 +135,8 @@ def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
         set_tracker(root, str(step))
 
 
-def _settled(found: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:
-    return (one for one in found if now_s - one.written_s >= settle_s)
+def _settled(checkpoints: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:
+    return (saved for saved in checkpoints if now_s - saved.written_s >= settle_s)
 
 
 def is_whole_file(path: Path) -> bool:
@@ -151,7 +153,7 @@ def number_in(path: Path, key: str) -> int | None:
     """A number that a file of `torch.save` has under a key; None where it is not whole."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+            names = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
             if not names or names[0].file_size > MAX_PICKLE_BYTES:
                 return None
             pickled = archive.read(names[0])
@@ -196,13 +198,13 @@ class Saved:
 def measured(step: int, path: Path) -> Iterator[Saved]:
     """What is at a path; nothing, if it goes away meanwhile: programs keep the newest ones only."""
     try:
-        files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-        stats = [one.stat() for one in files]
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        stats = [file.stat() for file in files]
     except FileNotFoundError:
         return
-    size = sum(one.st_size for one in stats)
+    size = sum(status.st_size for status in stats)
     if size:
-        yield Saved(step, path, size, max(one.st_mtime for one in stats))
+        yield Saved(step, path, size, max(status.st_mtime for status in stats))
 
 
 def is_unchanged(saved: Saved) -> bool:
@@ -231,7 +233,7 @@ def is_distributed(names: Iterable[str]) -> bool:
 
 def rank_folders(names: Iterable[str]) -> list[str]:
     """Those of ranks of tensor and pipeline parallelism."""
-    return [one for one in names if one.startswith("mp_rank_")]
+    return [name for name in names if name.startswith("mp_rank_")]
 
 
 def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
@@ -245,7 +247,7 @@ def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
         folders: those directly in that, also empty ones.
     """
     ranks = rank_folders(folders)
-    has_all = all(f"{one}/{RANK_FILE}" in names for one in ranks)
+    has_all = all(f"{folder}/{RANK_FILE}" in names for folder in ranks)
     return bool(ranks) and has_all and not is_distributed(names)
 
 

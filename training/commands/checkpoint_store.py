@@ -78,12 +78,12 @@ def stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
     Raises:
         StorageError: the store does not answer.
     """
-    found: defaultdict[Save, list[int]] = defaultdict(list)
+    members_by_save: defaultdict[Save, list[int]] = defaultdict(list)
     for info in store.list(prefix_of(run_id)):
         key = _KEY.fullmatch(info.key)
         if key is not None:
-            found[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
-    return {save: sorted(members) for save, members in sorted(found.items())}
+            members_by_save[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
+    return {save: sorted(members) for save, members in sorted(members_by_save.items())}
 
 
 def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
@@ -134,13 +134,13 @@ def surplus(
     def age(save: Save) -> tuple[bool, Save]:
         return save.attempt == put.attempt, save
 
-    own = sorted((save for save, by in stored.items() if member in by), key=age)
-    kept = {put, *own[-max(keep, NUM_STORED) :]}
+    saves = sorted((save for save, by in stored.items() if member in by), key=age)
+    remaining = {put, *saves[-max(keep, NUM_STORED) :]}
     if num_members is not None:
         complete = sorted(whole(stored, num_members), key=age)[-1:]
-        ahead = [save for save in own if not complete or age(save) > age(complete[0])]
-        kept.update(complete, ahead[-NUM_AHEAD:])
-    return [save for save in own if save not in kept]
+        ahead = [save for save in saves if not complete or age(save) > age(complete[0])]
+        remaining.update(complete, ahead[-NUM_AHEAD:])
+    return [save for save in saves if save not in remaining]
 
 
 def store_saved(
@@ -178,8 +178,8 @@ def store_saved(
         _log.warning(f"step {saved.step} of the command cannot be read: {error}")
         return False
     stored = stored_saves(store, run_id)
-    for one in surplus(stored, member, save, keep=keep, num_members=num_members):
-        delete_set(store, prefix_of(run_id, one, member))
+    for old in surplus(stored, member, save, keep=keep, num_members=num_members):
+        delete_set(store, prefix_of(run_id, old, member))
     return True
 
 
@@ -207,21 +207,23 @@ def bring_back(
         StorageError: the store does not answer, or has it damaged.
         OSError: it cannot be written.
     """
-    if any(one.step == step for one in find_saved(spec, root, now_s=time.time())):
+    if any(saved.step == step for saved in find_saved(spec, root, now_s=time.time())):
         return False
     # Of kind glob the last part of the path is the pattern.
     folder = root.parent if spec.kind is CheckpointKind.GLOB else root
     stored = stored_saves(store, run_id)
-    for save in sorted((one for one in stored if one.step == step), reverse=True):
+    for save in sorted((save for save in stored if save.step == step), reverse=True):
         members = stored[save]
-        for one in sorted(members, key=lambda other: (other != member, other)):
-            made: FileSet | None = read_set(store, prefix_of(run_id, save, one))
-            if made is None:
+        for source in sorted(members, key=lambda other: (other != member, other)):
+            files: FileSet | None = read_set(store, prefix_of(run_id, save, source))
+            if files is None:
                 continue
-            path = folder / Path(made.path).name
-            get_set(store, prefix_of(run_id, save, one), made, path)
+            path = folder / Path(files.path).name
+            get_set(store, prefix_of(run_id, save, source), files, path)
             mark_newest(spec, root, step)
-            _log.info(f"step {step} of the command is brought to {path}, as member {one} saved it")
+            _log.info(
+                f"step {step} of the command is brought to {path}, as member {source} saved it"
+            )
             return True
     return False
 
@@ -233,35 +235,35 @@ def bring_part(store: ObjectStore, run_id: str, member: int, save: Save, path: P
         StorageError: the store does not answer, or lacks it, or has it damaged.
         OSError: it cannot be written.
     """
-    prefix, own = _part(store, run_id, save, member)
-    sets = [(prefix, own)]
-    if needs_others(own):
-        others = sorted(set(stored_saves(store, run_id).get(save, [])) - {member})
-        found = (_part(store, run_id, save, one) for one in others)
-        sets += [(prefix, _read_by(own, one)) for prefix, one in found]
+    prefix, part = _part(store, run_id, save, member)
+    sets = [(prefix, part)]
+    if needs_others(part):
+        donors = sorted(set(stored_saves(store, run_id).get(save, [])) - {member})
+        parts = (_part(store, run_id, save, donor) for donor in donors)
+        sets += [(prefix, _read_by(part, other)) for prefix, other in parts]
     get_sets(store, sets, path)
-    whose = f"as member {member} saved it"
+    origin = f"as member {member} saved it"
     more = ", with files of others" if len(sets) > 1 else ""
-    _log.info(f"step {save.step} of the command is brought to {path}, {whose}{more}")
+    _log.info(f"step {save.step} of the command is brought to {path}, {origin}{more}")
 
 
 def needs_others(part: FileSet) -> bool:
     """Whether a node with this part reads files of others, too."""
-    return not is_enough({one.name for one in part.files}, part.folders)
+    return not is_enough({file.name for file in part.files}, part.folders)
 
 
-def _read_by(own: FileSet, other: FileSet) -> FileSet:
+def _read_by(part: FileSet, other: FileSet) -> FileSet:
     """What a node with one part reads of another: by the folders of its ranks, or else all."""
-    ranks = rank_folders(own.folders)
-    if not ranks or is_distributed(one.name for one in (*own.files, *other.files)):
+    ranks = rank_folders(part.folders)
+    if not ranks or is_distributed(file.name for file in (*part.files, *other.files)):
         return other
-    files = tuple(one for one in other.files if Path(one.name).parts[0] in ranks)
+    files = tuple(file for file in other.files if Path(file.name).parts[0] in ranks)
     return other.model_copy(update={"files": files})
 
 
 def _part(store: ObjectStore, run_id: str, save: Save, member: int) -> tuple[str, FileSet]:
     prefix = prefix_of(run_id, save, member)
-    found = read_set(store, prefix)
-    if found is None:
+    part = read_set(store, prefix)
+    if part is None:
         raise NotFound(f"{store.url(prefix)}: the part of member {member} is not there")
-    return prefix, found
+    return prefix, part

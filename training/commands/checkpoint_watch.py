@@ -66,8 +66,8 @@ class CommandCheckpointWatcher:
     attempt: tuple[int, int]
     num_parts: int | None
     newest: tuple[SavedCheckpoint, ...] = ()
-    _before: frozenset[Saved] | None = None
-    _known: set[Saved] = field(default_factory=set)
+    _earlier: frozenset[Saved] | None = None
+    _saves: set[Saved] = field(default_factory=set)
     _is_over: threading.Event = field(default_factory=threading.Event)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _uploading: threading.Lock = field(default_factory=threading.Lock)
@@ -102,7 +102,7 @@ class CommandCheckpointWatcher:
         if self.spec.upload:
             upload_periodically(
                 self.upload, open_store,
-                what="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
+                subject="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
             )  # fmt: skip
 
     def finish(self) -> None:
@@ -115,20 +115,20 @@ class CommandCheckpointWatcher:
         """See what is new; the first look finds what was there before the attempt."""
         with self._looking:
             try:
-                found = self._find()
+                checkpoints = self._find()
             except OSError as error:
                 _log.warning(f"worker.checkpoints: {error}")
                 return
-            if self._before is None:
-                self._before = frozenset(found)
-            self._known |= {one for one in found if one not in self._before}
+            if self._earlier is None:
+                self._earlier = frozenset(checkpoints)
+            self._saves |= {saved for saved in checkpoints if saved not in self._earlier}
             if self._waits_for_sign:
-                found = [one for one in found if one.step <= self._signed_step]
+                checkpoints = [saved for saved in checkpoints if saved.step <= self._signed_step]
             else:
-                newest = sorted(self._known, key=_age)[-NUM_TOLD:]
+                newest = sorted(self._saves, key=_age)[-NUM_TOLD:]
                 self.newest = tuple(map(told, newest))
             if self.spec.keep is not None:
-                delete_oldest(found, keep=self.spec.keep)
+                delete_oldest(checkpoints, keep=self.spec.keep)
 
     def upload(self, store: ObjectStore) -> None:
         """Put the newest checkpoint into the store, if that is asked for and it lacks it.
@@ -180,19 +180,19 @@ class CommandCheckpointWatcher:
             return False
         with self._looking:
             # A node whose ranks save nothing does not see that others have saved.
-            return not self._known or any(one.step > self._signed_step for one in self._known)
+            return not self._saves or any(saved.step > self._signed_step for saved in self._saves)
 
     def _find(self) -> list[Saved]:
         if self._waits_for_sign:
-            found = (one for one in find_parts(self.root) if one.written_s >= self.since_s)
-            return sorted(found, key=lambda one: one.step)
+            parts = (part for part in find_parts(self.root) if part.written_s >= self.since_s)
+            return sorted(parts, key=lambda part: part.step)
         return find_saved(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
 
     def _to_upload(self, store: ObjectStore) -> Saved | None:
         if self._waits_for_sign:
             return self._signed_part(store)
         with self._looking:  # which adds to them
-            return max(self._known, key=_age, default=None)
+            return max(self._saves, key=_age, default=None)
 
     def _signed_part(self, store: ObjectStore) -> Saved | None:
         """This node's part of the newest save that member 0 has stored.
@@ -203,9 +203,9 @@ class CommandCheckpointWatcher:
         if not self._may_be_signed():
             return None
         saves = [
-            one.step
-            for one, members in stored_saves(store, self.run_id).items()
-            if one.attempt == self.attempt and 0 in members
+            save.step
+            for save, members in stored_saves(store, self.run_id).items()
+            if save.attempt == self.attempt and 0 in members
         ]
         step = max(saves, default=0)
         if step <= self._uploaded_step:
@@ -214,10 +214,10 @@ class CommandCheckpointWatcher:
             self.look()  # what was seen before may have been half of it
         with self._looking:
             self._signed_step = step
-            is_empty = not self._known
-            known = [one for one in self._known if one.step == step]
+            is_empty = not self._saves
+            parts = [saved for saved in self._saves if saved.step == step]
         if not is_empty:
-            return max(known, key=_age, default=None)
+            return max(parts, key=_age, default=None)
         if read_record(self.root) is None:
             return None  # its disk is gone, and what it had is not known
         return Saved(step, part_path(self.root, step), 0, time.time())
@@ -225,7 +225,7 @@ class CommandCheckpointWatcher:
     def _may_be_signed(self) -> bool:
         """Whether to ask the store, which lists what all members have there."""
         with self._looking:
-            newest = max((one.step for one in self._known), default=None)
+            newest = max((saved.step for saved in self._saves), default=None)
         if newest is not None:
             return newest > self._uploaded_step
         # A node whose ranks save nothing does not see when the others do.
@@ -272,25 +272,25 @@ def fetch_resume_checkpoint(order: StartOrder, member: int, variables: Mapping[s
         bring_back(store, job.run_id, member, step, spec=spec, root=root)
 
 
-def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:
+def delete_oldest(checkpoints: Sequence[Saved], *, keep: int) -> None:
     """Delete all but the newest; another node may do the same.
 
     Args:
-        found: the complete ones, oldest first.
+        checkpoints: the complete ones, oldest first.
         keep: how many remain.
     """
-    for one in found[:-keep]:
+    for saved in checkpoints[:-keep]:
         try:
-            if one.path.is_dir():
-                shutil.rmtree(one.path)
+            if saved.path.is_dir():
+                shutil.rmtree(saved.path)
             else:
-                one.path.unlink()
+                saved.path.unlink()
         except FileNotFoundError:
             continue
         except OSError as error:
-            _log.warning(f"step {one.step} of the command is not deleted: {error}")
+            _log.warning(f"step {saved.step} of the command is not deleted: {error}")
             continue
-        _log.info(f"step {one.step} of the command is deleted: {keep} newer ones are kept")
+        _log.info(f"step {saved.step} of the command is deleted: {keep} newer ones are kept")
 
 
 def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
@@ -299,20 +299,20 @@ def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
         root = root_of(query.spec, query.cwd, path_variables(node, query.variables))
         if query.is_in_parts:
             return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
-        found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
+        checkpoints = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
-    return AgentReply(saved=tuple(map(told, found)))
+    return AgentReply(saved=tuple(map(told, checkpoints)))
 
 
 def _told_parts(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
-    for one in parts_of(read_record(root), root, run_id, member).values():
-        path = part_path(root, one.step)
+    for part in parts_of(read_record(root), root, run_id, member).values():
+        path = part_path(root, part.step)
         # Of a distributed one a node needs the parts of others, too, which are in the store.
-        if one.saved_in is not None and can_be_read_alone(path):
+        if part.saved_in is not None and can_be_read_alone(path):
             yield SavedCheckpoint(
-                step=one.step, path=str(path), size_bytes=one.size_bytes,
-                written_s=one.written_s, saved_in=one.saved_in, member=member,
+                step=part.step, path=str(path), size_bytes=part.size_bytes,
+                written_s=part.written_s, saved_in=part.saved_in, member=member,
             )  # fmt: skip
 
 
@@ -350,7 +350,7 @@ def upload_periodically(
     put: Callable[[ObjectStore], None],
     open_store: Callable[[], ObjectStore],
     *,
-    what: str,
+    subject: str,
     every_s: float,
     is_over: threading.Event,
 ) -> None:
@@ -359,7 +359,7 @@ def upload_periodically(
     Args:
         put: puts what the store does not have; what fails is tried again the next time.
         open_store: the run's store.
-        what: subject and verb of a warning.
+        subject: subject and verb of a warning.
         every_s: how often.
         is_over: ends it.
     """
@@ -369,6 +369,6 @@ def upload_periodically(
             try:
                 put(open_store())
             except (StorageError, OSError) as error:  # the node's own disk may be away, too
-                _log.warning(f"{what} put into the store later: {error}")
+                _log.warning(f"{subject} put into the store later: {error}")
 
     threading.Thread(target=keep_on, daemon=True).start()

@@ -206,11 +206,11 @@ class HeartbeatReader:
     def read(self) -> Heartbeat | None:
         """The newest whole record that was ever read, None before there is one."""
         try:
-            data, again = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
+            data, second = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
         except FileNotFoundError:
             return self._last
         # The writer may have begun between the sequence and what follows it.
-        if len(data) < _RECORD.size or data != again:
+        if len(data) < _RECORD.size or data != second:
             return self._last
         sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)
         if sequence and sequence % 2 == 0:

@@ -42,13 +42,13 @@ def job_text(folder: Path | None = None, **sections: Any) -> str:
 
     Its programs here save nothing, so that no checkpoint server is needed.
     """
-    own = {
+    job = {
         "run_id": "run-1",
         "worker": {"recipe": "module:main"},
         "checkpoint": {"host_memory": False},
         "watch": {"log_limit_bytes": 1 << 20 if folder else 0},
     }
-    return json.dumps(job_document(folder, **own | sections))
+    return json.dumps(job_document(folder, **job | sections))
 
 
 def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:

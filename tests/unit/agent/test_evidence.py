@@ -88,15 +88,15 @@ def test_the_agent_hands_over_what_its_workers_left(shared):
 
 def test_logs_below_a_folder_that_was_set_are_handed_over_each_as_its_own(shared, tmp_path):
     """A folder of the job's is that of every attempt: what others left there is not taken."""
-    own = tmp_path / "of-the-job"
-    (own / "plog").mkdir(parents=True)
-    (own / "plog" / "old.log").write_text("of an earlier attempt\n")
+    folder = tmp_path / "of-the-job"
+    (folder / "plog").mkdir(parents=True)
+    (folder / "plog" / "old.log").write_text("of an earlier attempt\n")
     program = 'mkdir -p "$ASCEND_PROCESS_LOG_PATH" && echo new > "$ASCEND_PROCESS_LOG_PATH/a.log"'
-    shared.finish("sh", "-c", program, variables={"ASCEND_PROCESS_LOG_PATH": str(own)})
+    shared.finish("sh", "-c", program, variables={"ASCEND_PROCESS_LOG_PATH": str(folder)})
     texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
     of_cann = [(Path(text.name), text.text) for text in texts if text.name.endswith(".log")]
     assert [text for _, text in of_cann] == ["new\n"]
-    assert of_cann[0][0].is_relative_to(own)
+    assert of_cann[0][0].is_relative_to(folder)
 
 
 def test_the_agent_reports_a_retry_of_hccl_that_succeeded(shared, tmp_path):

@@ -17,7 +17,7 @@ NOW_S = 1_000_000.0
 
 def steps(kind: str, root: Path, *, now_s: float = NOW_S, since_s: float = 0.0) -> list[int]:
     spec = ProgramCheckpointsSpec(kind=CheckpointKind(kind), path=str(root), settle_s=30.0)
-    return [one.step for one in find_saved(spec, root, now_s=now_s, since_s=since_s)]
+    return [saved.step for saved in find_saved(spec, root, now_s=now_s, since_s=since_s)]
 
 
 def write(path: Path, data: bytes = b"weights", *, age_s: float = 600.0) -> Path:
@@ -139,5 +139,5 @@ def test_the_size_is_that_of_all_files(tmp_path):
     spec = ProgramCheckpointsSpec(kind=CheckpointKind.TRANSFORMERS, path=str(tmp_path))
     (saved,) = find_saved(spec, tmp_path, now_s=NOW_S)
     assert saved.path == folder
-    assert saved.size_bytes == sum(one.stat().st_size for one in folder.iterdir())
+    assert saved.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
     assert saved.written_s == NOW_S - 600.0

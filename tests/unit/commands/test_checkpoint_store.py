@@ -40,8 +40,8 @@ def save(root: Path, step: int, data: bytes = b"weights") -> Saved:
     path = root / f"step-{step}" / "model.bin"
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
-    (found,) = (one for one in all_in(root) if one.step == step)
-    return found
+    (saved,) = (checkpoint for checkpoint in all_in(root) if checkpoint.step == step)
+    return saved
 
 
 def all_in(root: Path) -> list[Saved]:
@@ -56,8 +56,8 @@ def part(root: Path, step: int, *names: str) -> Saved:
         (file if name.endswith("/") else file.parent).mkdir(parents=True, exist_ok=True)
         if not name.endswith("/"):
             file.write_bytes(f"{root.name} {name}".encode())
-    found = [one for one in find_parts(root) if one.step == step]
-    return found[0] if found else Saved(step, path, 0, time.time())
+    parts = [part for part in find_parts(root) if part.step == step]
+    return parts[0] if parts else Saved(step, path, 0, time.time())
 
 
 def stored(store: LocalStore, saved: Saved, member: int, **changes: Any) -> bool:
@@ -74,15 +74,15 @@ def brought(store: LocalStore, root: Path, step: int, member: int = 0) -> bool:
 
 
 def files(path: Path) -> dict[str, str]:
-    found = (one for one in path.rglob("*") if one.is_file())
-    return {str(one.relative_to(path)): one.read_text() for one in found}
+    paths = (file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): file.read_text() for file in paths}
 
 
 def test_a_node_that_lacks_a_checkpoint_gets_it_where_the_program_looks(store, tmp_path):
     stored(store, save(tmp_path / "old", 10), 0)
     assert brought(store, tmp_path / "new", 10)
-    (found,) = all_in(tmp_path / "new")
-    assert (found.step, found.size_bytes) == (10, 7)
+    (saved,) = all_in(tmp_path / "new")
+    assert (saved.step, saved.size_bytes) == (10, 7)
     assert not brought(store, tmp_path / "new", 10), "it is there"
 
 
@@ -143,12 +143,12 @@ def test_a_part_that_its_member_has_not_stored_in_that_attempt_is_not_replaced(s
 
 
 def test_a_share_of_the_optimizer_comes_with_the_model_that_another_rank_has_saved(store, tmp_path):
-    own = "mp_rank_00/layer_wise_optimizer_1.pt"
+    share = "mp_rank_00/layer_wise_optimizer_1.pt"
     stored(store, part(tmp_path / "a", 10, MODEL, "mp_rank_01/model_optim_rng.pt"), 0)
-    stored(store, part(tmp_path / "b", 10, own), 1)
+    stored(store, part(tmp_path / "b", 10, share), 1)
     bring_part(store, "run", 1, Save(10, FIRST), tmp_path / "new" / "iter_0000010")
-    found = files(tmp_path / "new" / "iter_0000010")
-    assert found == {own: f"b {own}", MODEL: f"a {MODEL}"}, "and not that of mp_rank_01"
+    saved = files(tmp_path / "new" / "iter_0000010")
+    assert saved == {share: f"b {share}", MODEL: f"a {MODEL}"}, "and not that of mp_rank_01"
 
 
 @pytest.mark.parametrize("folders", [(), ("mp_rank_01/",)])
@@ -159,10 +159,10 @@ def test_replicas_that_save_nothing_get_the_files_of_the_ranks_that_they_replica
     stored(store, part(tmp_path / "a", 10, *names), 0)
     stored(store, part(tmp_path / "b", 10, *folders), 1)
     bring_part(store, "run", 1, Save(10, FIRST), tmp_path / "new" / "iter_0000010")
-    found = files(tmp_path / "new" / "iter_0000010")
+    saved = files(tmp_path / "new" / "iter_0000010")
     # A distributed optimizer makes the folders of its ranks also where it saves nothing.
     wanted = names[1:] if folders else names
-    assert found == {name: f"a {name}" for name in wanted}
+    assert saved == {name: f"a {name}" for name in wanted}
 
 
 def test_of_a_distributed_checkpoint_every_node_gets_all_files(store, tmp_path):
@@ -187,8 +187,8 @@ def test_a_step_is_whole_when_every_member_has_stored_it_in_the_same_attempt():
 
 def test_the_newest_step_that_all_have_is_never_deleted():
     saves = of_first(at_10=2, at_20=2, at_30=1, at_40=1, at_50=1)
-    gone = surplus(saves, 0, max(saves), keep=2, num_members=2)
-    assert gone == [Save(10, FIRST)], "20 is what all have, and one behind it becomes so next"
+    deleted = surplus(saves, 0, max(saves), keep=2, num_members=2)
+    assert deleted == [Save(10, FIRST)], "20 is what all have, and one behind it becomes so next"
     assert surplus(saves, 0, max(saves), keep=2, num_members=None) == [
         Save(10, FIRST), Save(20, FIRST), Save(30, FIRST),
     ]  # fmt: skip
@@ -206,13 +206,13 @@ def test_a_member_that_is_far_ahead_of_the_others_keeps_a_few():
 def test_later_steps_of_a_dead_attempt_do_not_displace_what_was_just_stored(num_members):
     stale = of_first(at_10=2, at_20=2, **{f"at_{step}": 1 for step in range(60, 120, 10)})
     put = Save(30, SECOND)
-    gone = surplus({**stale, put: [0]}, 0, put, keep=2, num_members=num_members)
-    assert put not in gone
-    assert Save(110, FIRST) not in gone, "there are two"
-    again = Save(40, SECOND)
-    saves = {**stale, put: [0, 1], again: [0]}
-    left = set(saves) - set(surplus(saves, 0, again, keep=2, num_members=num_members))
-    assert left == {put, again}, "those of the current attempt come first"
+    deleted = surplus({**stale, put: [0]}, 0, put, keep=2, num_members=num_members)
+    assert put not in deleted
+    assert Save(110, FIRST) not in deleted, "there are two"
+    second = Save(40, SECOND)
+    saves = {**stale, put: [0, 1], second: [0]}
+    left = set(saves) - set(surplus(saves, 0, second, keep=2, num_members=num_members))
+    assert left == {put, second}, "those of the current attempt come first"
 
 
 def test_what_is_stored_of_parts_is_thinned_out_as_the_others_follow(store, tmp_path):
