@@ -32,14 +32,19 @@ from perdure.training.agent.coordinator_client import (
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
 from perdure.training.agent.launcher import Launcher
-from perdure.training.agent.log_collection import Collector, evidence_of, read_logs, worker_stacks
+from perdure.training.agent.log_collection import (
+    Collector,
+    read_evidence,
+    read_logs,
+    read_worker_stacks,
+)
 from perdure.training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from perdure.training.agent.sampler import Sampling
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.commands.checkpoint_watch import (
+    answer_saved_query,
     fetch_resume_checkpoint,
     path_variables,
-    saved_reply,
 )
 from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
@@ -173,13 +178,13 @@ class Agent:
             case CheckOrder():
                 reply = self._check(epoch, order)
             case SavedQuery():
-                reply = self._refuse(epoch) or saved_reply(
+                reply = self._refuse(epoch) or answer_saved_query(
                     order, self._config.node, self._config.member
                 )
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case NoticeOrder() | RejoinOrder():
-                reply = self._refuse(epoch) or self._about_coordinator(order)
+                reply = self._refuse(epoch) or self._relay_to_coordinator(order)
             case KillOrder():
                 reply = self._refuse(epoch) or kill_in_container(order, self._config, self._marker)
             case _:
@@ -241,7 +246,7 @@ class Agent:
                 reply = self._heal(order)
         return reply
 
-    def _about_coordinator(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
+    def _relay_to_coordinator(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
         """Pass a message on, or go over to another coordinator: not under the lock."""
         with self._lock:
             start, group, client = self._order, self._group, self._coordinator
@@ -524,9 +529,9 @@ class Agent:
             return refused or AgentReply()
         match query:
             case EvidenceQuery():
-                return AgentReply(texts=evidence_of(group, query.tail_bytes))
+                return AgentReply(texts=read_evidence(group, query.tail_bytes))
             case StacksQuery():
-                return AgentReply(texts=worker_stacks(group))
+                return AgentReply(texts=read_worker_stacks(group))
         pieces = read_logs(
             query,
             config=self._config,

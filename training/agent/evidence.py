@@ -56,7 +56,7 @@ def ascend_folder(
     return Path(base, of, log_name) if base else log_folder / f"{log_name}.ascend"
 
 
-def device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeLog]:
+def read_device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeLog]:
     """The ends of the newest device logs of each rank; links are not followed.
 
     Args:
@@ -83,7 +83,7 @@ def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
             yield status.st_mtime, path
 
 
-def device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
+def read_device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
     """What the driver's tools report, where they are installed: the table, then each device.
 
     One that hangs ends the queries, and so does `HEALTH_DEADLINE_S` for all of them together.
@@ -147,7 +147,7 @@ _STATES = {
 }
 
 
-def stacks_of(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
+def read_stacks(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
     """The stacks of each process, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:

@@ -41,7 +41,7 @@ from perdure.training.wire.node import Check, CheckOutcome, HealOrder, HealReply
 _log = logging.getLogger("perdure.agent")
 
 Key = tuple[int, int]  # placement and attempt
-LOOK_AGAIN_S = 1.0  # between two looks at a chip that is ill
+RECHECK_S = 1.0  # between two looks at a chip that is ill
 POLL_S = 0.01
 OUTPUT = "heal"
 # Named, not imported: it needs torch, and only the process that runs it loads that.
@@ -183,7 +183,7 @@ class _Course:
         while True:
             done = self._check_once(devices)
             left_s = until_s - time.monotonic()
-            if done.is_good or left_s <= 0 or self.stop.wait(min(LOOK_AGAIN_S, left_s)):
+            if done.is_good or left_s <= 0 or self.stop.wait(min(RECHECK_S, left_s)):
                 return done
 
     def _check_once(self, devices: Sequence[int]) -> ActDone:

@@ -29,7 +29,12 @@ from pathlib import Path
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
-from perdure.training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
+from perdure.training.agent.evidence import (
+    read_device_health,
+    read_device_logs,
+    read_stacks,
+    without_secrets,
+)
 from perdure.training.agent.workers import STREAMS, WorkerGroup
 from perdure.training.config.job import Job
 from perdure.training.masking import masked, secret_values
@@ -133,7 +138,7 @@ def _read(
     return raw, start + end
 
 
-def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
+def read_evidence(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
     """Device logs, and the output of the driver's tools; asks these one by one.
 
     Args:
@@ -144,14 +149,14 @@ def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
     is_known = not group.order.is_launcher
     folders = {group.device_folder(r): r if is_known else None for r in group.ranks}
     devices = range(group.order.slots_per_node)
-    texts = (*device_logs(folders, tail_bytes), *device_health(devices))
+    texts = (*read_device_logs(folders, tail_bytes), *read_device_health(devices))
     return without_secrets(texts, group.secrets)
 
 
-def worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
+def read_worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
     """The stack of every thread of the workers; runs other programs."""
     # The command lines of the processes are among them.
-    return without_secrets(stacks_of(group.stacks_targets()), group.secrets)
+    return without_secrets(read_stacks(group.stacks_targets()), group.secrets)
 
 
 COLLECTED_FILE = "collected.json"

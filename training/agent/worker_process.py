@@ -33,8 +33,8 @@ class Worker:
         started_s: CLOCK_MONOTONIC.
         ended_s: seconds since the epoch, None while it runs.
         stopped_by_agent: its end is no fault of its own.
-        is_held: its end is the coordinator's to answer.
-        awaited: generation of the process that is to take its place.
+        awaits_answer: its end is the coordinator's to answer.
+        next_generation: generation of the process that is to take its place.
     """
 
     rank: int
@@ -45,8 +45,8 @@ class Worker:
     started_s: float = field(default_factory=time.monotonic)
     ended_s: float | None = None
     stopped_by_agent: bool = False
-    is_held: bool = False
-    awaited: int | None = None
+    awaits_answer: bool = False
+    next_generation: int | None = None
 
     def beat(self) -> Heartbeat | None:
         """Its newest heartbeat; of a new process none that the one before it has left."""
@@ -147,7 +147,7 @@ class SessionActivity:
     io_bytes: int = 0
 
 
-def activity_of(leaders: Collection[int]) -> dict[int, SessionActivity]:
+def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity]:
     """What each session has done so far, by the pid of its leader."""
     activities = dict.fromkeys(leaders, SessionActivity())
     for name in os.listdir("/proc"):  # noqa: PTH208 the names alone, and fast

@@ -31,10 +31,10 @@ from perdure.training.agent.worker_process import (
     read_error,
     status_of_rank,
 )
-from perdure.training.commands.arguments import fill_in, for_arguments
+from perdure.training.commands.arguments import argument_variables, fill_in
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher
-from perdure.training.commands.leftovers import LeftRunning
-from perdure.training.commands.progress import ShownSteps
+from perdure.training.commands.leftovers import Leftovers
+from perdure.training.commands.progress import StepFollower
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.diagnosis.ending import early_end
@@ -98,8 +98,8 @@ class WorkerGroup:
     oom_kills: Callable[[], int] = lambda: 0
     activity: Mapping[int, SessionActivity] = field(default_factory=dict)
     retries: RetryLogs = field(default_factory=RetryLogs)
-    left: LeftRunning = field(default_factory=LeftRunning)
-    shown: ShownSteps | None = None
+    left: Leftovers = field(default_factory=Leftovers)
+    shown: StepFollower | None = None
     saved: CommandCheckpointWatcher | None = None
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
@@ -141,7 +141,7 @@ class WorkerGroup:
         if self.secret_variables:
             self._output = MaskedOutput(self.folder, self.secrets)
         streams = (self.log_path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
-        self.shown = ShownSteps.of(self.order, self.folder, tuple(streams))
+        self.shown = StepFollower.of(self.order, self.folder, tuple(streams))
         self.saved = CommandCheckpointWatcher.of(self.order, self.config.member, self._environment)
         joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
@@ -181,7 +181,9 @@ class WorkerGroup:
         }
         write_whole(address_file(self.folder), address.model_dump_json(), private=True)
         for worker in self._workers:
-            if worker.is_held and not self._hold(worker):  # the one before has not answered it
+            if worker.awaits_answer and not self._hold(
+                worker
+            ):  # the one before has not answered it
                 self._first_failure_s = self._first_failure_s or time.monotonic()
 
     def replace(self, rank: int, generation: int) -> None:
@@ -206,7 +208,7 @@ class WorkerGroup:
             self.release()
             return False
         self._note_end(worker)
-        worker.is_held, worker.awaited = True, generation
+        worker.awaits_answer, worker.next_generation = True, generation
         return True
 
     def fill(self, rank: int, generation: int, *, why_not: str | None = None) -> None:
@@ -219,7 +221,7 @@ class WorkerGroup:
         """
         local_rank = self.ranks.index(rank)
         previous = self._workers[local_rank]
-        if not previous.is_held or previous.awaited != generation:
+        if not previous.awaits_answer or previous.next_generation != generation:
             return  # the attempt ends, or another order came
         try:
             if why_not is None:
@@ -245,8 +247,8 @@ class WorkerGroup:
         if self.coordinator is not None:
             self.coordinator.close()
         for worker in self._workers:
-            if worker.is_held:
-                worker.is_held = False
+            if worker.awaits_answer:
+                worker.awaits_answer = False
                 self._first_failure_s = self._first_failure_s or time.monotonic()
 
     def _hold(self, worker: Worker) -> bool:
@@ -259,7 +261,7 @@ class WorkerGroup:
         # The kernel counts for the whole host, and a program's own error is no kill.
         is_oom = kills > self._oom_kills_before and was_killed(worker.process.returncode, error)
         self._oom_kills_before = kills if is_oom else self._oom_kills_before
-        worker.is_held = self.coordinator.send(
+        worker.awaits_answer = self.coordinator.send(
             WorkerEnded(
                 rank=worker.rank,
                 device=worker.local_rank,
@@ -269,7 +271,7 @@ class WorkerGroup:
                 at_s=time.time(),
             )
         )
-        return worker.is_held
+        return worker.awaits_answer
 
     def _spawn(
         self, rank: int, variables: dict[str, str]
@@ -289,7 +291,7 @@ class WorkerGroup:
         with self._open_log(rank, "stdout") as out, self._open_log(rank, "stderr") as err:
             try:
                 return subprocess.Popen(
-                    fill_in(self.order.command, for_arguments(variables)),
+                    fill_in(self.order.command, argument_variables(variables)),
                     cwd=self.order.cwd,
                     env=variables,
                     stdin=subprocess.DEVNULL,
@@ -373,7 +375,7 @@ class WorkerGroup:
                 if failed and not self._hold(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
         reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
-        running = [w for w in self._workers if w.ended_s is None or w.is_held]
+        running = [w for w in self._workers if w.ended_s is None or w.awaits_answer]
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             well = self._command if self._first_failure_s is None else None
@@ -530,15 +532,15 @@ class WorkerGroup:
             rank=worker.rank,
             local_rank=worker.local_rank,
             pid=worker.process.pid,
-            exit_code=None if worker.is_held else worker.process.returncode,
-            ended_s=None if worker.is_held else worker.ended_s,
+            exit_code=None if worker.awaits_answer else worker.process.returncode,
+            ended_s=None if worker.awaits_answer else worker.ended_s,
             error=error.get("message"),
             error_s=error.get("at_s"),
             step=beat.step if beat is not None else None,
             phase=beat.phase.name.lower() if beat is not None else None,
             stopped_by_agent=worker.stopped_by_agent,
             ended_early=self._ended_early(worker) is not None,
-            is_recovering=worker.is_held,
+            is_recovering=worker.awaits_answer,
             generation=beat.generation if beat is not None else None,
             pulse=worker.pulse(activity, is_command=self.order.is_command),
         )

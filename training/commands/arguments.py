@@ -44,12 +44,12 @@ def fill_in(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     Raises:
         ValueError: it has a name that nothing sets.
     """
-    for name in unknown_names(command, variables):
-        raise ValueError(unknown_text(name, variables))
+    for name in find_unknown_names(command, variables):
+        raise ValueError(explain_unknown_name(name, variables))
     return [string.Template(part).safe_substitute(variables) for part in command]
 
 
-def unknown_names(command: Sequence[str], names: Collection[str]) -> Iterator[str]:
+def find_unknown_names(command: Sequence[str], names: Collection[str]) -> Iterator[str]:
     """The names in a command that nothing sets, but for those in scripts of a shell."""
     for index, part in enumerate(command):
         if index and _is_script(command[:index]):
@@ -58,14 +58,14 @@ def unknown_names(command: Sequence[str], names: Collection[str]) -> Iterator[st
         yield from (name for name in template.get_identifiers() if name not in names)
 
 
-def unknown_text(name: str, names: Collection[str]) -> str:
+def explain_unknown_name(name: str, names: Collection[str]) -> str:
     """What is wrong with a name, and what may have been meant."""
     near = difflib.get_close_matches(name, sorted(names), n=1)
     hint = f"did you mean ${{{near[0]}}}? " if near else ""
     return f"${{{name}}} is set by nothing; {hint}$$ stands for a plain $"
 
 
-def for_arguments(variables: Mapping[str, str]) -> dict[str, str]:
+def argument_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of a command's process, and what only its arguments may name."""
     ranks = int(variables["MA_NUM_HOSTS"]) * int(variables["MA_NUM_GPUS"])
     return {WORLD_SIZE: str(ranks), **variables}

@@ -41,9 +41,9 @@ _LIGHTNING_STEP = re.compile(r"step=(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
-def find_saved(
+def find_checkpoints(
     spec: ProgramCheckpointsSpec, root: Path, *, now_s: float, since_s: float = 0.0
-) -> list[Saved]:
+) -> list[ProgramCheckpoint]:
     """The complete checkpoints that are there, by their steps.
 
     Args:
@@ -61,14 +61,14 @@ def find_saved(
     )
 
 
-def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """Folders up to the iteration of the tracker, which is written behind each of them."""
     newest = tracked_step(root)
     if newest is not None:  # else no save has come to its end, or it is "release", without a step
         yield from (part for part in find_parts(root) if part.step <= newest)
 
 
-def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]:
+def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[ProgramCheckpoint]:
     """Folders with the Trainer's state, which rank 0 writes last; other ranks may be behind it."""
     for path in root.glob("checkpoint-*"):
         step = _HF_STEP.fullmatch(path.name)
@@ -79,43 +79,43 @@ def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]
         except (FileNotFoundError, NotADirectoryError, ValueError):
             continue
         if isinstance(state, dict) and state.get("global_step") == int(step[1]):
-            yield from _settled(measured(int(step[1]), path), OTHER_RANKS_S, now_s)
+            yield from _filter_settled(measure_checkpoint(int(step[1]), path), OTHER_RANKS_S, now_s)
 
 
-def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """Files, or folders of a sharded checkpoint, with the step in their names."""
     for path in root.rglob("*.ckpt"):
         step = _LIGHTNING_STEP.search(path.name)
         is_whole = (path / "meta.pt").exists() if path.is_dir() else is_whole_file(path)
         if step is not None and is_whole:
-            yield from measured(int(step[1]), path)
+            yield from measure_checkpoint(int(step[1]), path)
 
 
-def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """One file, which is written anew each time; the step is in it alone."""
     path = root / NANOGPT_FILE
-    step = number_in(path, "iter_num") if path.exists() else None
+    step = read_number(path, "iter_num") if path.exists() else None
     if step is not None:
-        yield from measured(step, path)
+        yield from measure_checkpoint(step, path)
 
 
-def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """Folders with the sign that is written when all ranks have written their parts."""
     for path in root.glob("step-*"):
         step = _TORCHTITAN_STEP.fullmatch(path.name)
         if step is not None and any((path / sign).is_file() for sign in TORCHTITAN_SIGNS):
-            yield from measured(int(step[1]), path)
+            yield from measure_checkpoint(int(step[1]), path)
 
 
-def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[Saved]:
+def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[ProgramCheckpoint]:
     anchor = Path(pattern.anchor)
     for path in anchor.glob(str(pattern.relative_to(anchor))):
         step = _LAST_NUMBER.search(path.stem if path.is_file() else path.name)
         if step is not None and (path.is_dir() or is_whole_file(path)):
-            yield from _settled(measured(int(step[1]), path), settle_s, now_s)
+            yield from _filter_settled(measure_checkpoint(int(step[1]), path), settle_s, now_s)
 
 
-_LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[Saved]]] = {
+_LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[ProgramCheckpoint]]] = {
     CheckpointKind.MEGATRON: _megatron,
     CheckpointKind.TRANSFORMERS: _transformers,
     CheckpointKind.LIGHTNING: _lightning,
@@ -135,7 +135,9 @@ def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
         set_tracker(root, str(step))
 
 
-def _settled(checkpoints: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:
+def _filter_settled(
+    checkpoints: Iterator[ProgramCheckpoint], settle_s: float, now_s: float
+) -> Iterator[ProgramCheckpoint]:
     return (saved for saved in checkpoints if now_s - saved.written_s >= settle_s)
 
 
@@ -149,7 +151,7 @@ def is_whole_file(path: Path) -> bool:
         return False
 
 
-def number_in(path: Path, key: str) -> int | None:
+def read_number(path: Path, key: str) -> int | None:
     """A number that a file of `torch.save` has under a key; None where it is not whole."""
     try:
         with zipfile.ZipFile(path) as archive:
@@ -179,7 +181,7 @@ def _number_after(pickled: bytes, key: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class ProgramCheckpoint:
     """A complete checkpoint of a program.
 
     Attributes:
@@ -195,7 +197,7 @@ class Saved:
     written_s: float
 
 
-def measured(step: int, path: Path) -> Iterator[Saved]:
+def measure_checkpoint(step: int, path: Path) -> Iterator[ProgramCheckpoint]:
     """What is at a path; nothing, if it goes away meanwhile: programs keep the newest ones only."""
     try:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
@@ -204,21 +206,21 @@ def measured(step: int, path: Path) -> Iterator[Saved]:
         return
     size = sum(status.st_size for status in stats)
     if size:
-        yield Saved(step, path, size, max(status.st_mtime for status in stats))
+        yield ProgramCheckpoint(step, path, size, max(status.st_mtime for status in stats))
 
 
-def is_unchanged(saved: Saved) -> bool:
+def is_unchanged(saved: ProgramCheckpoint) -> bool:
     """Whether a checkpoint is as it was found; one without bytes has none yet."""
-    now = next(measured(saved.step, saved.path), None) if saved.path.exists() else None
+    now = next(measure_checkpoint(saved.step, saved.path), None) if saved.path.exists() else None
     return now == (saved if saved.size_bytes else None)
 
 
-def find_parts(root: Path) -> Iterator[Saved]:
+def find_parts(root: Path) -> Iterator[ProgramCheckpoint]:
     """A node's own folders of steps, whether or not they are complete."""
     for path in root.glob("iter_*"):
         step = _ITERATION.fullmatch(path.name)
         if step is not None:
-            yield from measured(int(step[1]), path)
+            yield from measure_checkpoint(int(step[1]), path)
 
 
 def part_path(root: Path, step: int) -> Path:
@@ -236,7 +238,7 @@ def rank_folders(names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith("mp_rank_")]
 
 
-def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
+def is_self_contained(names: Collection[str], folders: Iterable[str]) -> bool:
     """Whether a part has all that the ranks of its node read.
 
     Where a rank is a replica of one on another node, or has a share of the optimizer, there is a

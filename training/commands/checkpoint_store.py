@@ -34,10 +34,10 @@ from perdure.storage.file_sets import (
 )
 from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_layouts import (
-    Saved,
-    find_saved,
+    ProgramCheckpoint,
+    find_checkpoints,
     is_distributed,
-    is_enough,
+    is_self_contained,
     is_unchanged,
     mark_newest,
     rank_folders,
@@ -63,7 +63,7 @@ class Save:
 Stored = Mapping[Save, Collection[int]]  # by save the members whose checkpoints are in the store
 
 
-def prefix_of(run_id: str, save: Save | None = None, member: int = 0) -> str:
+def save_prefix(run_id: str, save: Save | None = None, member: int = 0) -> str:
     """Where those of a run, or one of them, lie in the store."""
     base = f"runs/{run_id}/program/"
     if save is None:
@@ -72,14 +72,14 @@ def prefix_of(run_id: str, save: Save | None = None, member: int = 0) -> str:
     return f"{base}step-{save.step:08d}/p{placement:04d}-a{attempt:04d}/member-{member}"
 
 
-def stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
+def list_stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
     """By save the members whose checkpoints are in the store.
 
     Raises:
         StorageError: the store does not answer.
     """
     members_by_save: defaultdict[Save, list[int]] = defaultdict(list)
-    for info in store.list(prefix_of(run_id)):
+    for info in store.list(save_prefix(run_id)):
         key = _KEY.fullmatch(info.key)
         if key is not None:
             members_by_save[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
@@ -92,7 +92,7 @@ def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
     Raises:
         StorageError: the store refuses.
     """
-    store.put(prefix_of(run_id) + LAST, json.dumps(attempt).encode())
+    store.put(save_prefix(run_id) + LAST, json.dumps(attempt).encode())
 
 
 def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
@@ -102,19 +102,19 @@ def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
         StorageError: the store does not answer.
     """
     try:
-        placement, number = json.loads(store.get(prefix_of(run_id) + LAST))
+        placement, number = json.loads(store.get(save_prefix(run_id) + LAST))
     except (NotFound, ValueError):
         return False
     return bool((placement, number) >= attempt)
 
 
-def whole(stored: Stored, num_members: int) -> list[Save]:
+def list_whole_saves(stored: Stored, num_members: int) -> list[Save]:
     """Saves of which every member has stored its part, the oldest first."""
     members = set(range(num_members))
     return sorted(save for save, by in stored.items() if members <= set(by))
 
 
-def surplus(
+def find_surplus(
     stored: Stored, member: int, put: Save, *, keep: int, num_members: int | None
 ) -> list[Save]:
     """What a member deletes of its own: all but the newest.
@@ -137,17 +137,17 @@ def surplus(
     saves = sorted((save for save, by in stored.items() if member in by), key=age)
     remaining = {put, *saves[-max(keep, NUM_STORED) :]}
     if num_members is not None:
-        complete = sorted(whole(stored, num_members), key=age)[-1:]
+        complete = sorted(list_whole_saves(stored, num_members), key=age)[-1:]
         ahead = [save for save in saves if not complete or age(save) > age(complete[0])]
         remaining.update(complete, ahead[-NUM_AHEAD:])
     return [save for save in saves if save not in remaining]
 
 
-def store_saved(
+def store_checkpoint(
     store: ObjectStore,
     run_id: str,
     member: int,
-    saved: Saved,
+    saved: ProgramCheckpoint,
     *,
     attempt: tuple[int, int],
     keep: int,
@@ -168,7 +168,7 @@ def store_saved(
         StorageError: the store refuses.
     """
     save = Save(saved.step, attempt)
-    prefix = prefix_of(run_id, save, member)
+    prefix = save_prefix(run_id, save, member)
     try:
         _put(store, prefix, saved)
     except ChangedMeanwhileError as error:
@@ -177,13 +177,13 @@ def store_saved(
     except OSError as error:
         _log.warning(f"step {saved.step} of the command cannot be read: {error}")
         return False
-    stored = stored_saves(store, run_id)
-    for old in surplus(stored, member, save, keep=keep, num_members=num_members):
-        delete_set(store, prefix_of(run_id, old, member))
+    stored = list_stored_saves(store, run_id)
+    for old in find_surplus(stored, member, save, keep=keep, num_members=num_members):
+        delete_set(store, save_prefix(run_id, old, member))
     return True
 
 
-def _put(store: ObjectStore, prefix: str, saved: Saved) -> None:
+def _put(store: ObjectStore, prefix: str, saved: ProgramCheckpoint) -> None:
     if not is_unchanged(saved):
         raise ChangedMeanwhileError(f"{saved.path} is not what it was when it was complete")
     if saved.size_bytes:
@@ -192,7 +192,7 @@ def _put(store: ObjectStore, prefix: str, saved: Saved) -> None:
         put_nothing(store, prefix, saved.path, written_s=saved.written_s)
 
 
-def bring_back(
+def fetch_checkpoint(
     store: ObjectStore,
     run_id: str,
     member: int,
@@ -207,19 +207,19 @@ def bring_back(
         StorageError: the store does not answer, or has it damaged.
         OSError: it cannot be written.
     """
-    if any(saved.step == step for saved in find_saved(spec, root, now_s=time.time())):
+    if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
         return False
     # Of kind glob the last part of the path is the pattern.
     folder = root.parent if spec.kind is CheckpointKind.GLOB else root
-    stored = stored_saves(store, run_id)
+    stored = list_stored_saves(store, run_id)
     for save in sorted((save for save in stored if save.step == step), reverse=True):
         members = stored[save]
         for source in sorted(members, key=lambda other: (other != member, other)):
-            files: FileSet | None = read_set(store, prefix_of(run_id, save, source))
+            files: FileSet | None = read_set(store, save_prefix(run_id, save, source))
             if files is None:
                 continue
             path = folder / Path(files.path).name
-            get_set(store, prefix_of(run_id, save, source), files, path)
+            get_set(store, save_prefix(run_id, save, source), files, path)
             mark_newest(spec, root, step)
             _log.info(
                 f"step {step} of the command is brought to {path}, as member {source} saved it"
@@ -228,7 +228,7 @@ def bring_back(
     return False
 
 
-def bring_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
+def fetch_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
     """Have a member's part of a save at a path, and with it what its ranks read of others' parts.
 
     Raises:
@@ -237,8 +237,8 @@ def bring_part(store: ObjectStore, run_id: str, member: int, save: Save, path: P
     """
     prefix, part = _part(store, run_id, save, member)
     sets = [(prefix, part)]
-    if needs_others(part):
-        donors = sorted(set(stored_saves(store, run_id).get(save, [])) - {member})
+    if needs_other_parts(part):
+        donors = sorted(set(list_stored_saves(store, run_id).get(save, [])) - {member})
         parts = (_part(store, run_id, save, donor) for donor in donors)
         sets += [(prefix, _read_by(part, other)) for prefix, other in parts]
     get_sets(store, sets, path)
@@ -247,9 +247,9 @@ def bring_part(store: ObjectStore, run_id: str, member: int, save: Save, path: P
     _log.info(f"step {save.step} of the command is brought to {path}, {origin}{more}")
 
 
-def needs_others(part: FileSet) -> bool:
+def needs_other_parts(part: FileSet) -> bool:
     """Whether a node with this part reads files of others, too."""
-    return not is_enough({file.name for file in part.files}, part.folders)
+    return not is_self_contained({file.name for file in part.files}, part.folders)
 
 
 def _read_by(part: FileSet, other: FileSet) -> FileSet:
@@ -262,7 +262,7 @@ def _read_by(part: FileSet, other: FileSet) -> FileSet:
 
 
 def _part(store: ObjectStore, run_id: str, save: Save, member: int) -> tuple[str, FileSet]:
-    prefix = prefix_of(run_id, save, member)
+    prefix = save_prefix(run_id, save, member)
     part = read_set(store, prefix)
     if part is None:
         raise NotFound(f"{store.url(prefix)}: the part of member {member} is not there")

@@ -49,7 +49,7 @@ class Group(Protocol):
 
 
 @dataclass(slots=True)
-class LeftRunning:
+class Leftovers:
     """Looks at what the command of a node has left running.
 
     Attributes:

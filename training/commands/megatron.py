@@ -19,15 +19,15 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_layouts import (
     TRACKER,
-    Saved,
+    ProgramCheckpoint,
     find_parts,
-    is_enough,
+    is_self_contained,
     part_path,
     set_tracker,
     tracked_step,
     tracker_text,
 )
-from perdure.training.commands.checkpoint_store import Save, bring_part, prefix_of
+from perdure.training.commands.checkpoint_store import Save, fetch_part, save_prefix
 from perdure.training.files import write_whole
 from perdure.training.wire.agent import StartOrder
 
@@ -78,7 +78,7 @@ class PartsRecord(FrozenModel):
     first_tracker: str | None
     coming: int | None = None
 
-    def part_of(self, saved: Saved) -> Part:
+    def part_of(self, saved: ProgramCheckpoint) -> Part:
         """What is known of a part that is there now."""
         part = _as_part(saved, self.attempt)
         for earlier in self.before:
@@ -125,10 +125,12 @@ def parts_of(record: PartsRecord | None, root: Path, run_id: str, member: int) -
 def can_be_read_alone(path: Path) -> bool:
     """Whether a part is enough for the ranks of its node."""
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    return is_enough(names, [entry.name for entry in path.iterdir() if entry.is_dir()])
+    return is_self_contained(names, [entry.name for entry in path.iterdir() if entry.is_dir()])
 
 
-def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, root: Path) -> None:
+def prepare_parts(
+    store: ObjectStore, order: StartOrder, run_id: str, member: int, root: Path
+) -> None:
     """Have this node's part from which the command goes on, and the program's sign name it.
 
     Megatron takes the largest iteration that any rank's sign names, so that a node with a newer
@@ -155,7 +157,7 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
     # Before anything is brought: an agent that ends meanwhile leaves it on record as nobody's.
     write_whole(root / RECORD, updated.model_dump_json())
     if lacks is not None:
-        bring_part(store, run_id, member, lacks, part_path(root, lacks.step))
+        fetch_part(store, run_id, member, lacks, part_path(root, lacks.step))
         brought = _brought(store, run_id, root, lacks)
         remaining = (part for part in updated.before if part.step != lacks.step)
         updated = updated.model_copy(update={"before": (*remaining, brought), "coming": None})
@@ -228,7 +230,7 @@ def _lead(root: Path, step: int | None, first_tracker: str | None) -> None:
     _log.info(f"{TRACKER} in {root} {change}")
 
 
-def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
+def _as_part(saved: ProgramCheckpoint, saved_in: Attempt | None) -> Part:
     size, written_s = saved.size_bytes, saved.written_s
     return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
 
@@ -236,7 +238,7 @@ def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
 def _brought(store: ObjectStore, run_id: str, root: Path, save: Save) -> Part:
     parts = [part for part in find_parts(root) if part.step == save.step]
     if not parts:
-        where = store.url(prefix_of(run_id, save).rpartition("/")[0])
+        where = store.url(save_prefix(run_id, save).rpartition("/")[0])
         raise NotFound(
             f"run {run_id}: step {save.step} of the command has no files in any member's part "
             f"below {where}, nothing is brought to {part_path(root, save.step)}"

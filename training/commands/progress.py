@@ -124,7 +124,7 @@ def _number(text: str) -> float | None:
 
 
 @dataclass(slots=True)
-class StepsShown:
+class StepTracker:
     """The steps that the output of one attempt has shown on one node.
 
     Attributes:
@@ -294,7 +294,7 @@ class GrowingLog:
 
 
 @dataclass(slots=True)
-class ShownSteps:
+class StepFollower:
     """Follows the output of one attempt on this node.
 
     Attributes:
@@ -304,7 +304,7 @@ class ShownSteps:
         unsaved: records that the store does not have.
     """
 
-    steps: StepsShown
+    steps: StepTracker
     logs: Sequence[GrowingLog]
     file: Path
     unsaved: UnsavedSteps
@@ -316,7 +316,7 @@ class ShownSteps:
     _log: AttemptLog | None = None
 
     @classmethod
-    def of(cls, order: StartOrder, folder: Path, paths: Sequence[Path]) -> ShownSteps | None:
+    def of(cls, order: StartOrder, folder: Path, paths: Sequence[Path]) -> StepFollower | None:
         """Of an attempt that is about to start; None where its job does not ask for it.
 
         Args:
@@ -329,7 +329,7 @@ class ShownSteps:
             return None
         reader = LineReader(job.worker.progress)
         devices = order.num_nodes * order.slots_per_node
-        steps = StepsShown(
+        steps = StepTracker(
             reader.read, order.placement, order.attempt, devices, target=job.target_step
         )
         prefix = metrics_prefix(job.run_id, order.placement, order.attempt)

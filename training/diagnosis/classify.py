@@ -37,7 +37,7 @@ from perdure.training.diagnosis.peers import compare
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
-from perdure.training.liveness.culprit import standstill_of
+from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
@@ -234,7 +234,7 @@ def _slowness(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _silence(evidence: Evidence) -> Iterator[_Cause]:
-    found = standstill_of(evidence.rank_progress) if evidence.silent else None
+    found = find_standstill(evidence.rank_progress) if evidence.silent else None
     if found is not None and found.missing:
         first = found.missing[0]
         why = f"The processes live but make no progress. {'; '.join(found.ranks)}."

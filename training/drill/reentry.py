@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from perdure.training.agent.preparation import platform_variables, rank_variables
-from perdure.training.commands.arguments import fill_in, for_arguments
+from perdure.training.commands.arguments import argument_variables, fill_in
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import values_on_node
 from perdure.training.drill.driver import RunDriver, Secrets
@@ -118,7 +118,7 @@ def _start(
 ) -> tuple[int | None, str]:
     """Run the command for a while. Its exit code, None when it was still running; its last line."""
     assert job.worker.command is not None  # noqa: S101 checked by the caller
-    command = fill_in(job.worker.command, for_arguments(variables))
+    command = fill_in(job.worker.command, argument_variables(variables))
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(

@@ -79,7 +79,7 @@ class Standstill:
     ranks: tuple[str, ...]
 
 
-def standstill_of(ranks: Sequence[RankProgress]) -> Standstill | None:
+def find_standstill(ranks: Sequence[RankProgress]) -> Standstill | None:
     """Find the ranks that the others wait for; None without any rank."""
     if not ranks:
         return None

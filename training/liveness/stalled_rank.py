@@ -63,7 +63,7 @@ class StartingRank:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class StalledRank:
     """A verdict: the others went on without the rank, and it has done nothing for the limit.
 
     Attributes:
@@ -101,7 +101,7 @@ class _Overtaken:
 
 
 @dataclass(slots=True)
-class LeftBehindDetector:
+class StalledRankDetector:
     """Compares the ranks of one attempt, look by look.
 
     Attributes:
@@ -118,7 +118,7 @@ class LeftBehindDetector:
     _first_pids: dict[int, int] = field(default_factory=dict)
     _overtaken: dict[int, _Overtaken] = field(default_factory=dict)
 
-    def judge(self, ranks: Sequence[StartingRank], *, now_s: float) -> LeftBehind | None:
+    def judge(self, ranks: Sequence[StartingRank], *, now_s: float) -> StalledRank | None:
         """Take in a look at all ranks that live; the one that is latest beyond its limit."""
         for rank in ranks:
             self._first_pids.setdefault(rank.rank, rank.pid)
@@ -163,7 +163,7 @@ class LeftBehindDetector:
                 overtaken.note_activity(rank, now_s=now_s)
             self._overtaken[rank.rank] = overtaken
 
-    def _late(self, rank: StartingRank, *, now_s: float) -> LeftBehind | None:
+    def _late(self, rank: StartingRank, *, now_s: float) -> StalledRank | None:
         overtaken = self._overtaken.get(rank.rank)
         if overtaken is None:
             return None
@@ -178,4 +178,4 @@ class LeftBehindDetector:
         if rank.cpu_s - overtaken.cpu_s > IDLE_CORES * idle_s:
             overtaken.note_activity(rank, now_s=now_s)
             return None
-        return LeftBehind(rank.rank, rank.phase, now_s - overtaken.at_s, limit_s, others_s)
+        return StalledRank(rank.rank, rank.phase, now_s - overtaken.at_s, limit_s, others_s)

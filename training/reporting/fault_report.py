@@ -16,7 +16,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.records import AttemptEnded
-from perdure.training.liveness.culprit import RankProgress, standstill_of
+from perdure.training.liveness.culprit import RankProgress, find_standstill
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RUNGS, Decision, Rung
 from perdure.training.reporting.ettr import duration_text
@@ -377,7 +377,7 @@ def save_hang_report(
 
 
 def _text(stacks: Stacks, progress: Sequence[RankProgress]) -> str:
-    cause = standstill_of(tuple(progress))
+    cause = find_standstill(tuple(progress))
     lines = [cause.line, *cause.ranks] if cause is not None else []
     printed = [f"{one.name} on {node}\n{one.text.rstrip()}" for node, one in stacks]
     return "\n\n".join(["\n".join(lines), *printed]) + "\n"

@@ -28,13 +28,13 @@ from perdure.storage.file_sets import read_set
 from perdure.storage.local import LocalStore
 from perdure.storage.objects import ObjectStore
 from perdure.storage.share import SaveId
-from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.agent.checkpoint_server import HELD_FILE, MemoryInventory
 from perdure.training.commands.checkpoint_store import (
     Save,
     Stored,
-    needs_others,
-    prefix_of,
-    stored_saves,
+    list_stored_saves,
+    needs_other_parts,
+    save_prefix,
 )
 from perdure.training.config.job import Job
 from perdure.training.engines.fleet import Fleet
@@ -140,7 +140,7 @@ def _whole(held: Iterable[tuple[SaveId, int]]) -> set[int]:
 def _in_memory(nodes: Path) -> Iterator[tuple[SaveId, int]]:
     for path in nodes.glob(f"*/*/{HELD_FILE}"):
         try:
-            held = HeldInMemory.model_validate_json(path.read_text(encoding="utf-8"))
+            held = MemoryInventory.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError):
             continue  # its container is just going away
         if is_alive(held.pid, held.process_started_s):
@@ -268,12 +268,12 @@ class NewestSave:
 
     def _stored(self) -> list[SavedCheckpoint]:
         """What the store has; the path is where it lay."""
-        saves = stored_saves(self.store, self.job.run_id)
+        saves = list_stored_saves(self.store, self.job.run_id)
         found = (self._stored_one(save, members[0]) for save, members in saves.items())
         return [one for one in found if one is not None]
 
     def _stored_one(self, save: Save, member: int) -> SavedCheckpoint | None:
-        made = read_set(self.store, prefix_of(self.job.run_id, save, member))
+        made = read_set(self.store, save_prefix(self.job.run_id, save, member))
         if made is None:
             return None
         return SavedCheckpoint(
@@ -287,13 +287,13 @@ class NewestSave:
     def _newest_in_parts(self, found: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """The newest save of which each node has its part, or can get it, as member 0 has it."""
         num_members, run_id = self.job.engine.nodes, self.job.run_id
-        stored = stored_saves(self.store, run_id)
+        stored = list_stored_saves(self.store, run_id)
         for save in reversed(within_reach(found, stored, num_members)):
             by = stored.get(save, [])
-            parts = (read_set(self.store, prefix_of(run_id, save, one)) for one in by)
+            parts = (read_set(self.store, save_prefix(run_id, save, one)) for one in by)
             lacks = set(range(num_members)) - set(by)
             # Of parts of which the others read, too, those that nodes alone have are no use.
-            if lacks and any(one is None or needs_others(one) for one in parts):
+            if lacks and any(one is None or needs_other_parts(one) for one in parts):
                 continue
             here = (one for one in found if _save_of(one) == save and one.member == 0)
             one = next(here, None) or self._stored_one(save, 0)

@@ -16,10 +16,10 @@ from perdure.training.config.job import Job
 from perdure.training.config.watch import HangAction
 from perdure.training.diagnosis.evidence import SilentRank
 from perdure.training.journal.events import AlertKind
-from perdure.training.liveness.culprit import standstill_of
+from perdure.training.liveness.culprit import find_standstill
 from perdure.training.liveness.hang_limits import MIN_LIMIT_S, SilentOutputDetector
 from perdure.training.liveness.heartbeat import Phase
-from perdure.training.liveness.stalled_rank import LeftBehindDetector, StartingRank
+from perdure.training.liveness.stalled_rank import StalledRankDetector, StartingRank
 from perdure.training.supervisor.evidence import progress_of, silent_of
 from perdure.training.telemetry.alerts import AlertCondition
 from perdure.training.wire.agent import AgentState, AgentStatus
@@ -68,7 +68,7 @@ class StallCheck:
 
     job: Job
     began_s: float
-    _detector: LeftBehindDetector = field(init=False)
+    _detector: StalledRankDetector = field(init=False)
     _output: SilentOutputCheck = field(init=False)
     _looked_s: float = 0.0
 
@@ -76,7 +76,7 @@ class StallCheck:
         """Have detectors with the limits of the job."""
         self._output = SilentOutputCheck(self.job)
         restore_s = self.job.watch.restore_timeout_s
-        self._detector = LeftBehindDetector(
+        self._detector = StalledRankDetector(
             least_s=self.job.restart.hang_timeout_s or MIN_LIMIT_S,
             began_s=self.began_s,
             phases_s={Phase.RESTORE: restore_s} if restore_s is not None else {},
@@ -96,7 +96,7 @@ class StallCheck:
         if one is None:
             return None
         # What reports a hang may wait for another rank, which the progress of all shows.
-        standstill = standstill_of(tuple(progress_of(statuses)))
+        standstill = find_standstill(tuple(progress_of(statuses)))
         missing = standstill.missing if standstill is not None else ()
         line = f"{one.line}; {standstill.line}" if standstill is not None and missing else one.line
         culprit = missing[0] if len(missing) == 1 else None

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from perdure.storage.local import LocalStore
-from perdure.training.commands.checkpoint_store import Save, stored_saves
+from perdure.training.commands.checkpoint_store import Save, list_stored_saves
 from perdure.training.commands.checkpoint_watch import (
     CommandCheckpointWatcher,
+    answer_saved_query,
     fetch_resume_checkpoint,
-    saved_reply,
 )
 from perdure.training.config.job import parse_job
 from perdure.training.wire.agent import SavedQuery
@@ -110,9 +110,9 @@ def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
     with watched._looking:
         uploading.start()
         uploading.join(0.2)
-        assert stored_saves(store, watched.run_id) == {}
+        assert list_stored_saves(store, watched.run_id) == {}
     uploading.join(240)
-    assert stored_saves(store, watched.run_id) == {Save(10, (1, 1)): [0]}
+    assert list_stored_saves(store, watched.run_id) == {Save(10, (1, 1)): [0]}
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "mp_rank_00/model_optim_rng.pt"])
@@ -131,7 +131,7 @@ def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, nam
         spec=spec, cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
         is_in_parts=job.saves_in_parts,
     )  # fmt: skip
-    assert [checkpoint.step for checkpoint in saved_reply(query, "node-0", 0).saved] == [10]
+    assert [checkpoint.step for checkpoint in answer_saved_query(query, "node-0", 0).saved] == [10]
     order = start_order(
         tmp_path, "true", is_command=True, job=json.dumps(document), num_nodes=1, attempt=2,
         resume_step=10, resume_attempt=(1, 1),

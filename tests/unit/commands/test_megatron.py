@@ -19,10 +19,10 @@ from perdure.storage.local import LocalStore
 from perdure.storage.objects import ObjectInfo
 from perdure.training.commands import checkpoint_watch as saved_checkpoints
 from perdure.training.commands import megatron as saved_parts
-from perdure.training.commands.checkpoint_layouts import Saved, find_parts
-from perdure.training.commands.checkpoint_store import Save, store_saved, stored_saves
-from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, saved_reply
-from perdure.training.commands.megatron import make_ready
+from perdure.training.commands.checkpoint_layouts import ProgramCheckpoint, find_parts
+from perdure.training.commands.checkpoint_store import Save, list_stored_saves, store_checkpoint
+from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, answer_saved_query
+from perdure.training.commands.megatron import prepare_parts
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import SavedQuery, StartOrder
 from tests.jobs import job_document
@@ -57,7 +57,7 @@ class Node:
         order = start_order(
             self.root, "true", is_command=True, placement=placement, attempt=number, **resume
         )
-        make_ready(self.store, order, "run", self.member, self.root)
+        prepare_parts(self.store, order, "run", self.member, self.root)
 
     def save(self, step: int, data: str, *, signed: bool = True) -> None:
         path = self.root / f"iter_{step:07d}" / self.file
@@ -68,7 +68,7 @@ class Node:
 
     def put(self, step: int, attempt: tuple[int, int]) -> None:
         (saved,) = (part for part in find_parts(self.root) if part.step == step)
-        assert store_saved(
+        assert store_checkpoint(
             self.store, "run", self.member, saved, attempt=attempt, keep=9, num_members=2
         )
 
@@ -78,7 +78,7 @@ class Node:
             cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
             is_in_parts=True,
         )  # fmt: skip
-        reply = saved_reply(query, "node-0", self.member if member is None else member)
+        reply = answer_saved_query(query, "node-0", self.member if member is None else member)
         assert reply.error is None
         return {Save(checkpoint.step, not_none(checkpoint.saved_in)) for checkpoint in reply.saved}
 
@@ -262,8 +262,10 @@ def test_a_step_of_which_nobody_has_stored_a_file_is_named_with_its_run_and_plac
 ):
     for node in (first, second):
         node.start(FIRST)
-        nothing = Saved(10, node.root / "iter_0000010", 0, time.time())
-        assert store_saved(store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2)
+        nothing = ProgramCheckpoint(10, node.root / "iter_0000010", 0, time.time())
+        assert store_checkpoint(
+            store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2
+        )
     with pytest.raises(NotFound) as caught:
         second.start(SECOND, Save(10, FIRST))
     where = store.url("runs/run/program/step-00000010/p0001-a0001")
@@ -357,15 +359,15 @@ def test_a_part_is_stored_once_the_first_member_has_stored_its_own(store, first,
     for watcher in (watches[1], watches[0]):
         watcher.look()
         watcher.upload(store)
-    assert stored_saves(store, "run") == {}, "nothing says yet that all are done"
+    assert list_stored_saves(store, "run") == {}, "nothing says yet that all are done"
     second.save(10, "10, whole now")
     first.save(10, "10")
     watches[1].upload(store)
-    assert stored_saves(store, "run") == {}
+    assert list_stored_saves(store, "run") == {}
     for watcher in (watches[0], watches[1]):
         watcher.look()
         watcher.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
     second.start(SECOND, Save(10, FIRST))
     assert second.at(10) == "10, whole now"
     assert [checkpoint.step for checkpoint in watches[0].newest] == [10]
@@ -380,7 +382,7 @@ def test_what_an_earlier_attempt_has_stored_is_no_sign_for_this_one(store, first
     following = watch(second, SECOND)
     second.save(10, "half of it")
     following.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
 
 
 def test_a_node_that_saves_nothing_stores_that(store, first, second):
@@ -391,7 +393,7 @@ def test_a_node_that_saves_nothing_stores_that(store, first, second):
     for watcher in watches:
         watcher.look()
         watcher.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
     second.file = "mp_rank_00/model_optim_rng.pt"
     second.start(SECOND, Save(10, FIRST))
     assert second.at(10) == "10", "a replica of the first one"
@@ -405,7 +407,7 @@ def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
     for watcher in watches:
         watcher.look()
         watcher.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
 def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
@@ -423,10 +425,10 @@ def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
     watched = watch(second)
     watched.start(lambda: store)
     wait_for(lambda: "a checkpoint is put into the store later" in caplog.text)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
     record.rmdir()
     record.write_bytes(text)
-    wait_for(lambda: stored_saves(store, "run") == {Save(10, FIRST): [0, 1]})
+    wait_for(lambda: list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]})
     watched.finish()
 
 
@@ -447,7 +449,7 @@ def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first,
     (second.root / "iter_0000010" / second.file).unlink()
     for watcher in watches:
         watcher.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
 def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones(
@@ -462,7 +464,7 @@ def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones
     second.save(10, "by the next attempt")
     for watcher in watches:
         watcher.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
 class CountedStore(LocalStore):
@@ -487,7 +489,7 @@ def test_a_node_asks_the_store_only_while_it_has_a_part_to_store(tmp_path, first
         store.num_lists = 0
         watches[1].upload(store)
         assert store.num_lists == 0, "all that it has is stored"
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1], Save(20, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1], Save(20, FIRST): [0, 1]}
 
 
 def test_a_node_without_files_asks_the_store_rarely(tmp_path, first, second, monkeypatch):
@@ -512,7 +514,7 @@ def test_a_part_that_was_never_seen_is_not_none_where_others_of_the_attempt_were
     for watcher in watches:
         watcher.look()
         watcher.upload(store)
-    assert stored_saves(store, "run") == {Save(20, FIRST): [0]}
+    assert list_stored_saves(store, "run") == {Save(20, FIRST): [0]}
 
 
 def at_the_end(watched: CommandCheckpointWatcher, store: LocalStore) -> threading.Thread:
@@ -533,10 +535,10 @@ def test_at_the_end_a_node_waits_for_the_first_ones_last_save(store, first, seco
     ending = at_the_end(watches[1], store)
     ending.join(0.5)
     assert ending.is_alive(), "the first member has stored nothing yet"
-    assert stored_saves(store, "run") == {}
+    assert list_stored_saves(store, "run") == {}
     at_the_end(watches[0], store).join(240)
     ending.join(240)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
 
 
 def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
@@ -553,7 +555,7 @@ def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
     ending = at_the_end(watches[1], store)
     ending.join(240)
     assert not ending.is_alive()
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
 
 
 def test_a_save_that_was_broken_off_is_not_waited_for_once_the_first_member_is_done(
@@ -567,7 +569,7 @@ def test_a_save_that_was_broken_off_is_not_waited_for_once_the_first_member_is_d
     ending = at_the_end(watches[1], store)
     ending.join(240)
     assert not ending.is_alive()
-    assert stored_saves(store, "run") == {}
+    assert list_stored_saves(store, "run") == {}
 
 
 def test_a_first_member_that_is_gone_is_not_waited_for_without_end(

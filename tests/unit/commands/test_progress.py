@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perdure.training.commands.progress import LineReader, ProgressFormat, StepsShown, formats
+from perdure.training.commands.progress import LineReader, ProgressFormat, StepTracker, formats
 from perdure.training.config.command import ProgressKind, ProgressSpec
 from perdure.training.journal.events import StepRecord
 
@@ -19,11 +19,11 @@ def reader(*patterns: str, **fields: Any) -> LineReader:
 OWN = r"^step (?P<step>\d+) loss (?P<loss>\S+)"
 
 
-def shown(*patterns: str, **fields: Any) -> StepsShown:
-    return StepsShown(reader(*(patterns or (OWN,)), **fields).read, 1, 2, num_devices=8)
+def shown(*patterns: str, **fields: Any) -> StepTracker:
+    return StepTracker(reader(*(patterns or (OWN,)), **fields).read, 1, 2, num_devices=8)
 
 
-def take(steps: StepsShown, *lines: str, since_s: float = 0.0, at_s: float = 1.0):
+def take(steps: StepTracker, *lines: str, since_s: float = 0.0, at_s: float = 1.0):
     return steps.take(lines, since_s=since_s, at_s=at_s)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from perdure.training.agent.evidence import stacks_of
+from perdure.training.agent.evidence import read_stacks
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.liveness.heartbeat import ANY_RANK
 from tests.waiting import wait_for
@@ -70,7 +70,7 @@ def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(c
         f"stacks of process {helper.pid} (sleep) of rank 5",
     )
     assert len(running) == 4, "the whole tree"
-    (text,) = stacks_of([first])
+    (text,) = read_stacks([first])
     assert text.text.startswith(f"process {helper.pid} is stopped")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from perdure.storage.local import LocalStore
 from perdure.training.agent.hang_check import HangCheck
-from perdure.training.commands.progress import GrowingLog, ShownSteps
+from perdure.training.commands.progress import GrowingLog, StepFollower
 from perdure.training.journal.steps import kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from tests.jobs import job_document
@@ -39,9 +39,9 @@ def job_of(folder: Path) -> str:
 
 
 @pytest.fixture
-def shown(tmp_path, log) -> ShownSteps:
+def shown(tmp_path, log) -> StepFollower:
     order = start_order(tmp_path, "true", is_command=True, job=job_of(tmp_path))
-    return not_none(ShownSteps.of(order, tmp_path, [log]))
+    return not_none(StepFollower.of(order, tmp_path, [log]))
 
 
 def test_only_whole_lines_count(log):
@@ -80,7 +80,7 @@ def test_of_a_flood_of_output_the_newest_is_read(log, monkeypatch):
 def test_a_job_that_does_not_say_how_to_read_steps_has_none(tmp_path, log):
     job = json.dumps(job_document(worker={"command": ["true"]}))
     order = start_order(tmp_path, "true", is_command=True, job=job)
-    assert ShownSteps.of(order, tmp_path, [log]) is None
+    assert StepFollower.of(order, tmp_path, [log]) is None
 
 
 def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):

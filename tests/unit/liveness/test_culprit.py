@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, SilentRank
-from perdure.training.liveness.culprit import RankProgress, standstill_of
+from perdure.training.liveness.culprit import RankProgress, find_standstill
 from perdure.training.recovery.faults import FaultClass
 from tests.values import not_none
 
@@ -38,7 +38,7 @@ OUTSIDE = {"entered": 0, "left": 0}
 
 
 def missing(*ranks: RankProgress) -> list[int]:
-    return [rank.rank for rank in not_none(standstill_of(ranks)).missing]
+    return [rank.rank for rank in not_none(find_standstill(ranks)).missing]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_rank_that_holds_the_others_up_is_missing(changes, ranks):
 
 
 def test_when_all_wait_in_the_same_collective_none_is_named():
-    standstill = not_none(standstill_of([rank_at(rank) for rank in range(4)]))
+    standstill = not_none(find_standstill([rank_at(rank) for rank in range(4)]))
     assert standstill.missing == ()
     assert standstill.line == (
         "all 4 ranks wait in allreduce in world: a link or a device between them"
@@ -71,7 +71,7 @@ def test_when_all_wait_in_the_same_collective_none_is_named():
 
 def test_the_line_names_who_waits_for_whom():
     standstill = not_none(
-        standstill_of([rank_at(0), rank_at(1), rank_at(2, entered=1, left=1), rank_at(3)])
+        find_standstill([rank_at(0), rank_at(1), rank_at(2, entered=1, left=1), rank_at(3)])
     )
     assert standstill.line == (
         "rank 2 on node-1: in no collective, phase step, 1 entered after step 12; "
@@ -81,7 +81,7 @@ def test_the_line_names_who_waits_for_whom():
 
 def test_thousands_of_ranks_fit_into_a_few_lines():
     standstill = not_none(
-        standstill_of([rank_at(rank, entered=2 - (rank == 777)) for rank in range(4096)])
+        find_standstill([rank_at(rank, entered=2 - (rank == 777)) for rank in range(4096)])
     )
     assert [rank.rank for rank in standstill.missing] == [777]
     assert len(standstill.ranks) == 2
@@ -155,6 +155,6 @@ def test_the_silence_of_a_command_names_its_node_and_what_a_signal_has_stopped_b
     )
 )
 def test_some_but_never_all_of_several_ranks_are_missing(ranks):
-    standstill = not_none(standstill_of(ranks))
+    standstill = not_none(find_standstill(ranks))
     assert len(standstill.missing) < len(ranks) or len(ranks) == 1
     assert standstill.line

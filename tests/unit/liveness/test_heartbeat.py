@@ -50,12 +50,12 @@ def test_what_is_written_is_read(path):
     before_ns = time.monotonic_ns()
     writer = HeartbeatWriter(path)
     writer.beat(phase=Phase.DATA, step=40)
-    writer.waited_for_data(500)
+    writer.record_data_wait(500)
     writer.beat(phase=Phase.STEP, step=41)
     writer.enter_collective("broadcast in world")
     writer.enter_collective("allreduce in world")
     writer.leave_collective()
-    writer.voted(9_000)
+    writer.record_vote(9_000)
     writer.enter_collective("barrier in world")
     beat = read(path)
     assert (beat.pid, beat.phase, beat.step) == (os.getpid(), Phase.STEP, 41)
@@ -98,7 +98,7 @@ def test_collectives_that_overlap_are_waited_for_once(path, writer):
 
 
 def test_a_name_that_is_too_long_or_no_ascii_is_cut_and_replaced(path):
-    HeartbeatWriter(path).transfer("send in gr\u00fcn" + "x" * 100)
+    HeartbeatWriter(path).begin_transfer("send in gr\u00fcn" + "x" * 100)
     beat = read(path)
     assert beat.operation.startswith("send in gr?n")
     assert len(beat.operation) == 48

@@ -9,8 +9,8 @@ import pytest
 from perdure.training.liveness.heartbeat import Phase
 from perdure.training.liveness.stalled_rank import (
     FACTOR,
-    LeftBehind,
-    LeftBehindDetector,
+    StalledRank,
+    StalledRankDetector,
     StartingRank,
 )
 from tests.values import not_none
@@ -34,13 +34,13 @@ WAITING = replace(AWAY, entered=1, waits=True)
 TRAINING = replace(AWAY, phase=Phase.STEP, step=4, has_stepped=True, silent_s=0.1)
 
 
-def detector(**changes) -> LeftBehindDetector:
-    return LeftBehindDetector(**{"least_s": LEAST_S, "began_s": BEGAN_S, **changes})
+def detector(**changes) -> StalledRankDetector:
+    return StalledRankDetector(**{"least_s": LEAST_S, "began_s": BEGAN_S, **changes})
 
 
 def look(
-    watch: LeftBehindDetector, late: StartingRank, peers: StartingRank, at_s: float
-) -> LeftBehind | None:
+    watch: StalledRankDetector, late: StartingRank, peers: StartingRank, at_s: float
+) -> StalledRank | None:
     """One look at four ranks, of which one is late."""
     ranks = [late if n == late.rank else replace(peers, rank=n, pid=100 + n) for n in range(4)]
     return watch.judge(ranks, now_s=BEGAN_S + at_s)
