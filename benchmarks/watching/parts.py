@@ -54,12 +54,12 @@ def _heartbeats_s() -> float:
         began_s = time.perf_counter()
         for step in range(STEPS):
             writer.beat(phase=Phase.DATA)
-            writer.waited_for_data(1000)
+            writer.record_data_wait(1000)
             writer.beat(phase=Phase.STEP)
             for _ in range(COLLECTIVES):
                 writer.enter_collective("allreduce in world")
                 writer.leave_collective()
-            writer.voted(1000)
+            writer.record_vote(1000)
             writer.beat(step=step)
         return (time.perf_counter() - began_s) / STEPS
 

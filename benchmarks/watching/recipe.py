@@ -37,7 +37,14 @@ ORDER = (True, False, False, True)
 # About 50 ms for a step on one core of the year 2024.
 WIDTH, LAYERS, BATCH = 768, 4, 128
 PARTS = (Victim.AGENT, Victim.COORDINATOR)
-WRITES = ("beat", "enter_collective", "leave_collective", "transfer", "voted", "waited_for_data")
+WRITES = (
+    "beat",
+    "enter_collective",
+    "leave_collective",
+    "begin_transfer",
+    "record_vote",
+    "record_data_wait",
+)
 
 
 class Workload(BaseModel):

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.commands.checkpoint_store import stored_saves
+from perdure.training.commands.checkpoint_store import list_stored_saves
 from perdure.training.drill.driver import RunDriver
 from perdure.training.processes import free_port
 from perdure.training.recovery.faults import FaultClass
@@ -171,7 +171,7 @@ def test_a_checkpoint_that_is_lost_with_its_node_comes_back_from_the_store(home)
     store = open_store(job.storage)
 
     def lose(local: LocalRun) -> list[int]:
-        if not stored_saves(store, job.run_id):
+        if not list_stored_saves(store, job.run_id):
             return []
         killed = local.kill_node("node-0")
         shutil.rmtree(disks / "node-0")
@@ -193,6 +193,6 @@ def test_a_checkpoint_that_is_lost_with_its_node_comes_back_from_the_store(home)
     lines = output_of(home, job)
     assert len(lines_with(lines, "Resuming training from")) == 1
     assert list(printed(lines)) == list(range(STEPS))
-    assert STEPS in {one.step for one in stored_saves(store, job.run_id)}, (
+    assert STEPS in {one.step for one in list_stored_saves(store, job.run_id)}, (
         "the last one is stored, too"
     )

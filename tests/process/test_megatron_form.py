@@ -11,7 +11,7 @@ import boto3
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.commands.checkpoint_store import stored_saves, whole
+from perdure.training.commands.checkpoint_store import list_stored_saves, list_whole_saves
 from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.recovery.faults import FaultClass
@@ -138,7 +138,7 @@ def lose_disk(home: Path, job: Job, local: LocalRun, node: str) -> list[int]:
 
 def steps_stored(job: Job, num_members: int = 2) -> list[int]:
     """The steps of which every member has stored its part."""
-    found = whole(stored_saves(open_store(job.storage), job.run_id), num_members)
+    found = list_whole_saves(list_stored_saves(open_store(job.storage), job.run_id), num_members)
     return [one.step for one in found]
 
 
@@ -170,7 +170,7 @@ def test_a_node_whose_part_is_lost_with_it_gets_it_from_the_store(home, undistur
         if not steps_stored(job):
             return []
         killed = lose_disk(home, job, local, node)
-        saves = stored_saves(open_store(job.storage), job.run_id).items()
+        saves = list_stored_saves(open_store(job.storage), job.run_id).items()
         stored.extend(save.step for save, members in saves if member in members)
         return killed
 

@@ -12,7 +12,7 @@ import pytest
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.local import LocalStore
 from perdure.storage.share import SaveId
-from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.agent.checkpoint_server import HELD_FILE, MemoryInventory
 from perdure.training.config.job import Job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
@@ -111,7 +111,7 @@ class Course:
         notes = (self.home / "runs" / "lossy" / "nodes" / node).glob(f"*/{HELD_FILE}")
         saves: list[tuple[SaveId, int]] = []
         for path in notes:
-            saves += HeldInMemory.model_validate_json(path.read_text()).saves
+            saves += MemoryInventory.model_validate_json(path.read_text()).saves
         return {(save.step, rank) for save, rank in saves}
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from perdure.training.agent.agent import CONFIG_FILE, Agent
-from perdure.training.agent.preparation import forget_other_lives
+from perdure.training.agent.preparation import delete_other_lives
 from perdure.training.environment import worker_path
 from perdure.training.injection.outside import lose_node_on_signal
 from perdure.training.log import start_logging
@@ -29,18 +29,20 @@ def main() -> None:
     os.environ["PATH"] = worker_path()
     folder = Path(sys.argv[1])
     file = Path(sys.argv[2]) if len(sys.argv) > 2 else folder / CONFIG_FILE
-    config = placed(AgentConfig.model_validate_json(file.read_text(encoding="utf-8")), os.environ)
+    config = with_place(
+        AgentConfig.model_validate_json(file.read_text(encoding="utf-8")), os.environ
+    )
     if config.node_folder is not None:
-        forget_other_lives(Path(config.node_folder))
+        delete_other_lives(Path(config.node_folder))
     if config.is_drill:
         lose_node_on_signal(os.environ[MARKER])
     Agent(config, folder).run()
 
 
-def placed(config: AgentConfig, environment: Mapping[str, str]) -> AgentConfig:
+def with_place(config: AgentConfig, environment: Mapping[str, str]) -> AgentConfig:
     """The configuration with the node and the address of the container that it runs in."""
-    found = {"node": environment.get(NODE_ENV), "host": environment.get(HOST_ENV)}
-    return config.model_copy(update={name: value for name, value in found.items() if value})
+    variables = {"node": environment.get(NODE_ENV), "host": environment.get(HOST_ENV)}
+    return config.model_copy(update={name: value for name, value in variables.items() if value})
 
 
 if __name__ == "__main__":

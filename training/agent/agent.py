@@ -32,14 +32,19 @@ from perdure.training.agent.coordinator_client import (
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
 from perdure.training.agent.launcher import Launcher
-from perdure.training.agent.log_collection import Collector, evidence_of, read_logs, worker_stacks
+from perdure.training.agent.log_collection import (
+    Collector,
+    read_evidence,
+    read_logs,
+    read_worker_stacks,
+)
 from perdure.training.agent.preparation import DATA_FOLDER, NodeChecks, stage_data
 from perdure.training.agent.sampler import Sampling
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.commands.checkpoint_watch import (
+    answer_saved_query,
     fetch_resume_checkpoint,
     path_variables,
-    saved_reply,
 )
 from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
@@ -169,13 +174,13 @@ class Agent:
             case CheckOrder():
                 reply = self._check(epoch, order)
             case SavedQuery():
-                reply = self._refuse(epoch) or saved_reply(
+                reply = self._refuse(epoch) or answer_saved_query(
                     order, self._config.node, self._config.member
                 )
             case DevicesQuery():
                 reply = self._refuse(epoch) or devices_reply(order, self._config.node)
             case NoticeOrder() | RejoinOrder():
-                reply = self._refuse(epoch) or self._about_coordinator(order)
+                reply = self._refuse(epoch) or self._relay_to_coordinator(order)
             case KillOrder():
                 reply = self._refuse(epoch) or kill_in_container(order, self._config, self._marker)
             case _:
@@ -203,7 +208,7 @@ class Agent:
             output_bytes=self._group.log_bytes() if self._group else 0,
             saved=self._group.saved.newest if self._group and self._group.saved else (),
             shown=self._group.shown.newest if self._group and self._group.shown else None,
-            left_running=self._group.left.found if self._group else (),
+            left_running=self._group.left.processes if self._group else (),
             mended_retries=self._group.mended_retries() if self._group else {},
             sample=self._sampling.newest,
             metrics_url=metrics_url(self._attempt_folder(self._order)) if self._order else None,
@@ -237,12 +242,17 @@ class Agent:
                 reply = self._heal(order)
         return reply
 
-    def _about_coordinator(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
+    def _relay_to_coordinator(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
         """Pass a message on, or go over to another coordinator: not under the lock."""
         with self._lock:
-            own, group, client = self._order, self._group, self._coordinator
+            start, group, client = self._order, self._group, self._coordinator
         key = (order.placement, order.attempt)
-        if own is None or (own.placement, own.attempt) != key or group is None or client is None:
+        if (
+            start is None
+            or (start.placement, start.attempt) != key
+            or group is None
+            or client is None
+        ):
             return AgentReply(error="the attempt has no coordinator here")
         if isinstance(order, NoticeOrder):
             sent = client.send(order.message)
@@ -254,7 +264,7 @@ class Agent:
         with self._lock:  # nothing that was silent without a coordinator hangs
             group.rejoin(order.coordinator)
             self._hang = None
-            self._hang_check = HangCheck(self._config, own.is_command, self._marker)
+            self._hang_check = HangCheck(self._config, start.is_command, self._marker)
         return AgentReply()
 
     def _read_log(self, offset: int) -> AgentReply:
@@ -302,8 +312,8 @@ class Agent:
         """Bring the token shards here, then start the workers; runs in a thread of its own."""
         try:
             stage_data(order, self._folder)
-            known = path_variables(self._config.node, order.variables)
-            fetch_resume_checkpoint(order, self._config.member, known)
+            variables = path_variables(self._config.node, order.variables)
+            fetch_resume_checkpoint(order, self._config.member, variables)
             if not order.is_command:
                 self._launcher.prepare(order.variables)
             secrets = values_on_node(
@@ -424,8 +434,8 @@ class Agent:
             elif is_free:
                 group.fill(order.rank, order.generation)
 
-    def _on_checked(self, group: WorkerGroup, order: ReplaceWorker, found: ChipsHealed) -> None:
-        why_not = None if found.succeeded else found.text
+    def _on_checked(self, group: WorkerGroup, order: ReplaceWorker, healing: ChipsHealed) -> None:
+        why_not = None if healing.succeeded else healing.text
         with self._lock:
             group.fill(order.rank, order.generation, why_not=why_not)
 
@@ -516,9 +526,9 @@ class Agent:
             return refused or AgentReply()
         match query:
             case EvidenceQuery():
-                return AgentReply(texts=evidence_of(group, query.tail_bytes))
+                return AgentReply(texts=read_evidence(group, query.tail_bytes))
             case StacksQuery():
-                return AgentReply(texts=worker_stacks(group))
+                return AgentReply(texts=read_worker_stacks(group))
         pieces = read_logs(
             query,
             config=self._config,

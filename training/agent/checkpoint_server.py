@@ -125,7 +125,7 @@ def log_commit(log: Path, step: int) -> None:
         attempt_log.append(CheckpointCommitted(step=step))
 
 
-class HeldInMemory(FrozenModel):
+class MemoryInventory(FrozenModel):
     """What a checkpoint server's memory holds, as a file in its container's folder has it.
 
     Attributes:
@@ -141,7 +141,7 @@ class HeldInMemory(FrozenModel):
 
 def _note(folder: Path, saves: Sequence[tuple[SaveId, int]]) -> None:
     started_s = psutil.Process().create_time()
-    held = HeldInMemory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
+    held = MemoryInventory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
     write_whole(folder / HELD_FILE, held.model_dump_json())
 
 

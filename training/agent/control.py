@@ -44,15 +44,15 @@ class WakeupSignal:
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
             end.setblocking(False)
-        self._before = -1
+        self._previous_fd = -1
 
     def __enter__(self) -> Self:
         signal.signal(signal.SIGCHLD, _noticed)
-        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._before)
+        signal.set_wakeup_fd(self._previous_fd)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._reader.close()
         self._writer.close()
@@ -93,13 +93,13 @@ class ControlServer:
 
     def start(self) -> None:
         """Begin to answer."""
-        for one in self.listeners:
-            one.start()
+        for listener in self.listeners:
+            listener.start()
 
     def close(self) -> None:
         """Stop answering and free the port."""
-        for one in self.listeners:
-            one.close()
+        for listener in self.listeners:
+            listener.close()
 
 
 def control_server(

@@ -182,8 +182,8 @@ class AgentCoordinatorClient(Connection):
         match TO_MEMBER.validate_json(line):
             case ReplaceWorker() as order:
                 self._on_replace(order)
-            case GiveUp() as given:
-                self._on_give_up(given.why)
+            case GiveUp() as order:
+                self._on_give_up(order.why)
 
     def lost(self, why: str) -> None:
         """Nothing is recovered inside processes without a coordinator; another one may come."""

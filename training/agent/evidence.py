@@ -39,22 +39,24 @@ NO_ANSWER = "the driver's tool gives no answer"
 
 def without_secrets(texts: Iterable[NodeLog], secrets: Collection[str]) -> tuple[NodeLog, ...]:
     """The same texts, with every occurrence of a secret replaced."""
-    return tuple(one.model_copy(update={"text": mask_text(one.text, secrets)}) for one in texts)
+    return tuple(log.model_copy(update={"text": mask_text(log.text, secrets)}) for log in texts)
 
 
-def ascend_folder(log_folder: Path, log_name: str, *, own: str | None = None, of: str = "") -> Path:
+def ascend_folder(
+    log_folder: Path, log_name: str, *, base: str | None = None, of: str = ""
+) -> Path:
     """Where CANN writes the logs of a rank or command (ASCEND_PROCESS_LOG_PATH).
 
     Args:
         log_folder: of the attempt.
         log_name: how the logs of the rank begin.
-        own: what the job or the container sets instead; the logs lie below it.
+        base: what the job or the container sets instead; the logs lie below it.
         of: run, node and attempt, so that below it no rank's logs are taken for another's.
     """
-    return Path(own, of, log_name) if own else log_folder / f"{log_name}.ascend"
+    return Path(base, of, log_name) if base else log_folder / f"{log_name}.ascend"
 
 
-def device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeLog]:
+def read_device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeLog]:
     """The ends of the newest device logs of each rank; links are not followed.
 
     Args:
@@ -81,7 +83,7 @@ def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
             yield status.st_mtime, path
 
 
-def device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
+def read_device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
     """What the driver's tools report, where they are installed: the table, then each device.
 
     One that hangs ends the queries, and so does `HEALTH_DEADLINE_S` for all of them together.
@@ -145,11 +147,11 @@ _STATES = {
 }
 
 
-def stacks_of(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
+def read_stacks(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
     """The stacks of each process, as far as there is an answer before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        return list(pool.map(lambda one: _stacks(one, deadline_s), targets))
+        return list(pool.map(lambda target: _stacks(target, deadline_s), targets))
 
 
 def _stacks(target: StacksTarget, deadline_s: float) -> NodeLog:
@@ -196,15 +198,15 @@ def _own(worker: StacksTarget) -> str | None:
     file = worker.own_file
     if file is None or not file.exists():
         return None
-    before = file.stat().st_size
+    size_before = file.stat().st_size
     try:
         os.kill(worker.pid, signal.SIGUSR2)
     except ProcessLookupError:
         return None
-    until_s, size = time.monotonic() + SIGNAL_WAIT_S, before
+    until_s, size = time.monotonic() + SIGNAL_WAIT_S, size_before
     while time.monotonic() < until_s:
         time.sleep(0.05)
         size, last = file.stat().st_size, size
-        if size > before and size == last:
+        if size > size_before and size == last:
             break
-    return file.read_text(encoding="utf-8", errors="replace")[before:] or None
+    return file.read_text(encoding="utf-8", errors="replace")[size_before:] or None

@@ -281,13 +281,13 @@ def _become(wanted: Fork) -> None:
     Path("/proc/self/comm").write_text(wanted.name[:_COMM_BYTES], encoding="utf-8")
 
 
-def _exit_code(given: Any) -> int:
+def _exit_code(argument: Any) -> int:
     """What the interpreter makes of sys.exit's argument."""
-    if given is None:
+    if argument is None:
         return 0
-    if isinstance(given, int):
-        return given & 0xFF
-    sys.stderr.write(f"{given}\n")  # as the interpreter does
+    if isinstance(argument, int):
+        return argument & 0xFF
+    sys.stderr.write(f"{argument}\n")  # as the interpreter does
     return 1
 
 

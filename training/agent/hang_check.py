@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import psutil
 
-from perdure.training.agent.worker_process import SessionActivity, activity_of
+from perdure.training.agent.worker_process import SessionActivity, read_session_activity
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.liveness.culprit import STOPPED
 from perdure.training.liveness.hang_limits import (
@@ -89,7 +89,7 @@ class HangCheck:
         now_s = time.monotonic()
         self._awaits_coordinator = any(beat.phase in _AWAITING for beat in beats.values())
         if not self.is_command:
-            group.activity = _activity_before_steps(group, beats)
+            group.activity = _read_activity_before_steps(group, beats)
         verdict = self._detector.judge(
             beats,
             mute=group.mute_ranks(),
@@ -101,7 +101,7 @@ class HangCheck:
             look = self.is_command and not beats
             if not look:
                 return None
-            return self._look_at_steps(group, now_s) or self._look_at_command(group, sample)
+            return self._judge_steps(group, now_s) or self._judge_command(group, sample)
         return HangReport(
             rank=group.rank_of(verdict.local_rank),
             silent_s=verdict.silent_s,
@@ -118,14 +118,14 @@ class HangCheck:
             return {}  # it may stop what it likes
         pids = group.pids()
         if self.is_command:
-            beating = _beating(group)
-            found = (beating.get(local_rank, pid) for local_rank, pid in pids.items())
-            pids = {pid: pid for pid in found}
-        stopped = [one for one in pids.items() if process_state(one[1]) in STOPPED]
-        self._stopped = {one: self._stopped.get(one, now_s) for one in stopped}
+            beating = _working_pids(group)
+            processes = (beating.get(local_rank, pid) for local_rank, pid in pids.items())
+            pids = {pid: pid for pid in processes}
+        stopped = [item for item in pids.items() if process_state(item[1]) in STOPPED]
+        self._stopped = {item: self._stopped.get(item, now_s) for item in stopped}
         return {key: since_s for (key, _), since_s in self._stopped.items()}
 
-    def _look_at_steps(self, group: WorkerGroup, now_s: float) -> HangReport | None:
+    def _judge_steps(self, group: WorkerGroup, now_s: float) -> HangReport | None:
         """Whether a command has shown no further step for too long, where it shows them."""
         beat = group.shown.beat() if group.shown is not None else None
         if beat is None:
@@ -144,39 +144,39 @@ class HangCheck:
             ends_attempt=self.config.hangs_end_attempt,
         )
 
-    def _look_at_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
+    def _judge_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
         quiet_s = self.config.command_quiet_s
         period_s = min(MAX_PERIOD_S, quiet_s / READINGS_IN_QUIET_TIME)
         if time.monotonic() - self._read_s < period_s:
             return self._of_command
         self._read_s = time.monotonic()
-        found = self._activity.judge(_activity(group, self.marker, sample))
-        self._of_command = self._report_of(found, group) if found is not None else None
+        inactivity = self._activity.judge(_activity(group, self.marker, sample))
+        self._of_command = self._report_of(inactivity, group) if inactivity is not None else None
         return self._of_command
 
-    def _report_of(self, found: Inactivity, group: WorkerGroup) -> HangReport:
+    def _report_of(self, inactivity: Inactivity, group: WorkerGroup) -> HangReport:
         return HangReport(
             rank=None,
-            silent_s=found.silent_s,
+            silent_s=inactivity.silent_s,
             limit_s=self.config.command_quiet_s,
             phase=COMMAND,
             step=-1,
-            why=f"neither output nor I/O, {found.cores:.2f} cores in use all the while",
+            why=f"neither output nor I/O, {inactivity.cores:.2f} cores in use all the while",
             stopped=tuple(group.stopped_processes()),
             ends_attempt=self.config.hangs_end_attempt,
         )
 
 
-def _beating(group: WorkerGroup) -> Mapping[int, int]:
+def _working_pids(group: WorkerGroup) -> Mapping[int, int]:
     """Of each local rank of a command the process that does its work, which may be below a shell.
 
     That is the one that writes its heartbeat; without one, that which was started.
     """
     ranks = group.command_statuses()
-    return {one.local_rank: one.pid for one in ranks if one.local_rank is not None}
+    return {rank.local_rank: rank.pid for rank in ranks if rank.local_rank is not None}
 
 
-def _activity_before_steps(
+def _read_activity_before_steps(
     group: WorkerGroup, beats: Mapping[int, Heartbeat]
 ) -> Mapping[int, SessionActivity]:
     """Of the processes that the supervisor compares with their peers, by pid."""
@@ -185,7 +185,7 @@ def _activity_before_steps(
         beat = beats.get(local_rank)
         if beat is None or beat.stepped_ns == 0 or beat.phase is Phase.RECOVER:
             pids.append(pid)
-    return activity_of(pids) if pids else {}
+    return read_session_activity(pids) if pids else {}
 
 
 def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> ProgramActivity:
@@ -197,11 +197,11 @@ def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> Pro
             cpu_s += times.user + times.system
             io_bytes += counters.read_chars + counters.write_chars
     uses = [d.utilisation_percent for d in sample.devices] if sample is not None else []
-    known = [use for use in uses if use is not None]
+    utilisations = [use for use in uses if use is not None]
     return ProgramActivity(
         at_s=time.monotonic(),
         log_bytes=group.log_bytes(),
         io_bytes=io_bytes,
         cpu_s=cpu_s,
-        utilisation_percent=sum(known) / len(known) if known else None,
+        utilisation_percent=sum(utilisations) / len(utilisations) if utilisations else None,
     )

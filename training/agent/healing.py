@@ -41,7 +41,7 @@ from perdure.training.wire.node import Check, CheckOutcome, HealOrder, HealReply
 _log = logging.getLogger("perdure.agent")
 
 Key = tuple[int, int]  # placement and attempt
-LOOK_AGAIN_S = 1.0  # between two looks at a chip that is ill
+RECHECK_S = 1.0  # between two looks at a chip that is ill
 POLL_S = 0.01
 OUTPUT = "heal"
 # Named, not imported: it needs torch, and only the process that runs it loads that.
@@ -96,7 +96,7 @@ class NodeHealing:
             cwd=start.cwd,
         )
         with self._lock:
-            going_on = [one for one in self._checks if one.done is None]
+            going_on = [course for course in self._checks if course.done is None]
             self._checks = [*going_on, self._begin(order, then)]
 
     def _begin(self, order: HealOrder, then: Callable[[ChipsHealed], None]) -> _Course:
@@ -167,8 +167,8 @@ class _Course:
         # Some servers reset all chips at once.
         devices = self._every if was_reset else self._order.plan.devices or self._every
         if act.act is Act.RESET:
-            is_good, seen = reset_chips(self._order.plan.devices or self._every)
-            done = ActDone(Act.RESET, is_good, seen)
+            is_good, finding = reset_chips(self._order.plan.devices or self._every)
+            done = ActDone(Act.RESET, is_good, finding)
         else:
             done = self._check(devices, until_s=began_s + act.wait_s)
         took_s = time.monotonic() - began_s
@@ -183,7 +183,7 @@ class _Course:
         while True:
             done = self._check_once(devices)
             left_s = until_s - time.monotonic()
-            if done.is_good or left_s <= 0 or self.stop.wait(min(LOOK_AGAIN_S, left_s)):
+            if done.is_good or left_s <= 0 or self.stop.wait(min(RECHECK_S, left_s)):
                 return done
 
     def _check_once(self, devices: Sequence[int]) -> ActDone:
@@ -195,8 +195,8 @@ class _Course:
         if not look.is_good:
             return ActDone(Act.CHECK, is_good=False, seen=look.text, codes=look.codes)
         wrong = self._compute(devices)
-        seen = "; ".join(wrong) or f"{look.text}, and computes right"
-        return ActDone(Act.CHECK, is_good=not wrong, seen=seen, codes=look.codes)
+        finding = "; ".join(wrong) or f"{look.text}, and computes right"
+        return ActDone(Act.CHECK, is_good=not wrong, seen=finding, codes=look.codes)
 
     def _compute(self, devices: Sequence[int]) -> list[str]:
         """Have the devices compute, all at once. What is wrong with them."""
@@ -205,8 +205,8 @@ class _Course:
             started = [(device, *self._start(device)) for device in devices]
         except OSError as error:
             return [f"the computation does not start: {error}"]
-        found = [self._await(*one, until_s=until_s) for one in started]
-        return [text for text in found if text]
+        results = [self._await(*computation, until_s=until_s) for computation in started]
+        return [text for text in results if text]
 
     def _start(self, device: int) -> tuple[ForkedProcess | subprocess.Popen[bytes], Path]:
         order = self._order

@@ -60,9 +60,9 @@ class Launcher:
         """Begin with the fork server before an attempt needs it: its imports take seconds."""
         threading.Thread(target=self._warm, args=(variables,), daemon=True).start()
 
-    def _warm(self, given: Mapping[str, str]) -> None:
+    def _warm(self, variables: Mapping[str, str]) -> None:
         try:
-            self.prepare(given)
+            self.prepare(variables)
         except OSError as error:  # the attempt that needs it tries again, and fails
             _log.warning(str(error))
 
@@ -155,7 +155,7 @@ class Launcher:
             self._fork_server.close()
 
 
-def _variables(environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+def _variables(environment: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
     # The supervisor may itself run as a rank of another program.
     inherited = {k: v for k, v in environment.items() if k not in RESERVED_NAMES}
-    return {**inherited, **given}
+    return {**inherited, **variables}

@@ -29,7 +29,12 @@ from pathlib import Path
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
-from perdure.training.agent.evidence import device_health, device_logs, stacks_of, without_secrets
+from perdure.training.agent.evidence import (
+    read_device_health,
+    read_device_logs,
+    read_stacks,
+    without_secrets,
+)
 from perdure.training.agent.workers import STREAMS, WorkerGroup
 from perdure.training.config.job import Job
 from perdure.training.masking import mask_stream, secret_values
@@ -106,10 +111,10 @@ def _all(folder: Path, group: WorkerGroup) -> Iterator[tuple[Log, int | None]]:
     for rank in group.ranks:
         of = None if group.order.is_launcher else rank
         for stream in STREAMS:
-            yield from ((one, of) for one in logs_at(group.log_path(rank, stream)))
+            yield from ((log, of) for log in logs_at(group.log_path(rank, stream)))
     names = (group.folder / "coordinator.log", *(folder / name for name in OF_CONTAINER))
     for path in names:
-        yield from ((one, None) for one in logs_at(path))
+        yield from ((log, None) for log in logs_at(path))
 
 
 def _read(
@@ -133,7 +138,7 @@ def _read(
     return raw, start + end
 
 
-def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
+def read_evidence(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
     """Device logs, and the output of the driver's tools; asks these one by one.
 
     Args:
@@ -144,14 +149,14 @@ def evidence_of(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
     is_known = not group.order.is_launcher
     folders = {group.device_folder(r): r if is_known else None for r in group.ranks}
     devices = range(group.order.slots_per_node)
-    texts = (*device_logs(folders, tail_bytes), *device_health(devices))
+    texts = (*read_device_logs(folders, tail_bytes), *read_device_health(devices))
     return without_secrets(texts, group.secrets)
 
 
-def worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
+def read_worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
     """The stack of every thread of the workers; runs other programs."""
     # The command lines of the processes are among them.
-    return without_secrets(stacks_of(group.stacks_targets()), group.secrets)
+    return without_secrets(read_stacks(group.stacks_targets()), group.secrets)
 
 
 COLLECTED_FILE = "collected.json"
@@ -218,7 +223,7 @@ class Collector:
         self._config = config
         self._folder = folder
         self._states: dict[Key, Collected] = {}
-        self._seen: dict[Path, int] = {}  # of logs that go on: what attempts before had
+        self._collected_ends: dict[Path, int] = {}  # of logs that go on: what attempts before had
         self._began_s = time.time()
         self._one_by_one = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -271,17 +276,17 @@ class Collector:
             path = self._folder / name
             yield from map(self._unseen, logs_at(path))
         if group is not None:
-            others = [rank for rank in group.planned_ranks if rank not in failed]
+            healthy = [rank for rank in group.planned_ranks if rank not in failed]
             yield from _device_logs(group, failed)
-            yield from _rank_logs(group, others)
-            yield from _device_logs(group, others)
+            yield from _rank_logs(group, healthy)
+            yield from _device_logs(group, healthy)
         for log in _newest_first(map(Path, job.watch.system_logs), since_s=self._began_s):
             if (unseen := self._unseen(log)).size_bytes:
                 yield unseen
 
     def _unseen(self, log: Log) -> Log:
-        start = self._seen.get(log.path, 0)
-        self._seen[log.path] = log.end
+        start = self._collected_ends.get(log.path, 0)
+        self._collected_ends[log.path] = log.end
         # One that is shorter than it was has been rotated, and all of it is new.
         return replace(log, start=start if start <= log.end else 0)
 
@@ -397,9 +402,9 @@ def _pieces(log: Log, start: int) -> Iterator[bytes]:
 def _whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Without the first line: its begin is missing, and with it the begin of a secret maybe."""
     for piece in pieces:
-        _, newline, rest = piece.partition(b"\n")
+        _, newline, remainder = piece.partition(b"\n")
         if newline:
-            yield rest
+            yield remainder
             yield from pieces
             return
 
@@ -427,15 +432,15 @@ def _newest_first(
     folders: Iterable[Path], name: str | None = None, *, since_s: float = 0.0
 ) -> Iterator[Log]:
     """The logs below folders, under `name` or the folder's own, if written since then."""
-    found: list[tuple[float, Log]] = []
+    dated: list[tuple[float, Log]] = []
     for folder in folders:
         # What is rotated away meanwhile, or is another user's, must not cost the other logs.
         with suppress(OSError):
             for path in folder.rglob("*.log"):
                 with suppress(OSError):
                     logs = logs_at(path, f"{name or folder.name}/{path.relative_to(folder)}")
-                    found += [(path.stat().st_mtime, log) for log in logs]
-    for written_s, log in sorted(found, key=lambda pair: pair[0], reverse=True):
+                    dated += [(path.stat().st_mtime, log) for log in logs]
+    for written_s, log in sorted(dated, key=lambda pair: pair[0], reverse=True):
         if written_s >= since_s:
             yield log
 

@@ -40,18 +40,18 @@ class LiteralMask:
         self._literals = literal_forms(secrets)
         self._pattern = re.compile(b"|".join(map(re.escape, self._literals)) or rb"(?!)")
         self._longest = max(map(len, self._literals), default=0)
-        self._rest = b""
+        self._held_back = b""
 
     def feed(self, piece: bytes) -> bytes:
         """What is certain after one more piece."""
-        text = self._rest + piece
+        text = self._held_back + piece
         cut = self._cut(text)
-        self._rest = text[cut:]
+        self._held_back = text[cut:]
         return self._pattern.sub(MASK, text[:cut])
 
     def end(self) -> bytes:
         """The rest."""
-        text, self._rest = self._rest, b""
+        text, self._held_back = self._held_back, b""
         return self._pattern.sub(MASK, text)
 
     def _cut(self, text: bytes) -> int:
@@ -59,7 +59,7 @@ class LiteralMask:
         cut = len(text)
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             end = text[start:]
-            if any(one.startswith(end) and one != end for one in self._literals):
+            if any(literal.startswith(end) and literal != end for literal in self._literals):
                 cut = start
                 break
         for match in self._pattern.finditer(text):

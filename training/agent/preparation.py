@@ -102,7 +102,7 @@ def node_folder(base: Path, created_s: float) -> Path:
     return base / f"{LIFE_PREFIX}{created_s:.0f}"
 
 
-def forget_other_lives(folder: Path) -> None:
+def delete_other_lives(folder: Path) -> None:
     """Free the node's disk of a run of the same name that is no more."""
     for other in folder.parent.glob(f"{LIFE_PREFIX}*"):
         if other.name != folder.name:

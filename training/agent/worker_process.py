@@ -33,8 +33,8 @@ class Worker:
         started_s: CLOCK_MONOTONIC.
         ended_s: seconds since the epoch, None while it runs.
         stopped_by_agent: its end is no fault of its own.
-        is_held: its end is the coordinator's to answer.
-        awaited: generation of the process that is to take its place.
+        awaits_answer: its end is the coordinator's to answer.
+        next_generation: generation of the process that is to take its place.
     """
 
     rank: int
@@ -45,8 +45,8 @@ class Worker:
     started_s: float = field(default_factory=time.monotonic)
     ended_s: float | None = None
     stopped_by_agent: bool = False
-    is_held: bool = False
-    awaited: int | None = None
+    awaits_answer: bool = False
+    next_generation: int | None = None
 
     def beat(self) -> Heartbeat | None:
         """Its newest heartbeat; of a new process none that the one before it has left."""
@@ -112,18 +112,18 @@ def mute_pulse(started_s: float, state: str, *, activity: SessionActivity) -> Pu
     )
 
 
-def status_of_rank(one: RankReading) -> RankStatus:
+def status_of_rank(reading: RankReading) -> RankStatus:
     """Of a rank that a command has started."""
-    beat = one.beat
-    idle = Pulse(entered=0, left=0, process_state=one.state)
+    beat = reading.beat
+    idle = Pulse(entered=0, left=0, process_state=reading.state)
     return RankStatus(
-        rank=one.rank,
-        local_rank=one.local_rank,
-        pid=one.pid,
+        rank=reading.rank,
+        local_rank=reading.local_rank,
+        pid=reading.pid,
         step=beat.step if beat is not None else None,
         phase=beat.phase.name.lower() if beat is not None else None,
         generation=beat.generation if beat is not None else None,
-        pulse=pulse_of(beat, one.state) if beat is not None else idle,
+        pulse=pulse_of(beat, reading.state) if beat is not None else idle,
     )
 
 
@@ -147,19 +147,19 @@ class SessionActivity:
     io_bytes: int = 0
 
 
-def activity_of(leaders: Collection[int]) -> dict[int, SessionActivity]:
+def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity]:
     """What each session has done so far, by the pid of its leader."""
-    found = dict.fromkeys(leaders, SessionActivity())
+    activities = dict.fromkeys(leaders, SessionActivity())
     for name in os.listdir("/proc"):  # noqa: PTH208 the names alone, and fast
         fields = _stat(name) if name.isdigit() else None
         leader = int(fields[_SESSION]) if fields is not None else 0
-        if fields is None or leader not in found:
+        if fields is None or leader not in activities:
             continue
-        ticks = sum(int(one) for one in fields[_TIMES])
-        before = found[leader]
-        cpu_s, io_bytes = before.cpu_s + ticks / _TICKS_PER_S, before.io_bytes + _io(name)
-        found[leader] = SessionActivity(cpu_s, io_bytes)
-    return found
+        ticks = sum(int(text) for text in fields[_TIMES])
+        previous = activities[leader]
+        cpu_s, io_bytes = previous.cpu_s + ticks / _TICKS_PER_S, previous.io_bytes + _io(name)
+        activities[leader] = SessionActivity(cpu_s, io_bytes)
+    return activities
 
 
 def _stat(pid: str) -> list[str] | None:

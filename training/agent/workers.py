@@ -30,10 +30,10 @@ from perdure.training.agent.worker_process import (
     read_error,
     status_of_rank,
 )
-from perdure.training.commands.arguments import fill_in, for_arguments
+from perdure.training.commands.arguments import argument_variables, fill_in
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher
-from perdure.training.commands.leftovers import LeftRunning
-from perdure.training.commands.progress import ShownSteps
+from perdure.training.commands.leftovers import Leftovers
+from perdure.training.commands.progress import StepFollower
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.diagnosis.ending import explain_early_end
@@ -98,8 +98,8 @@ class WorkerGroup:
     oom_kills: Callable[[], int] = lambda: 0
     activity: Mapping[int, SessionActivity] = field(default_factory=dict)
     retries: RetryLogs = field(default_factory=RetryLogs)
-    left: LeftRunning = field(default_factory=LeftRunning)
-    shown: ShownSteps | None = None
+    left: Leftovers = field(default_factory=Leftovers)
+    shown: StepFollower | None = None
     saved: CommandCheckpointWatcher | None = None
     _environment: dict[str, str] = field(default_factory=dict)
     _output: MaskedOutput | None = None
@@ -141,7 +141,7 @@ class WorkerGroup:
         if self.secret_variables:
             self._output = MaskedOutput(self.folder, self.secrets)
         streams = (self.log_path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
-        self.shown = ShownSteps.of(self.order, self.folder, tuple(streams))
+        self.shown = StepFollower.of(self.order, self.folder, tuple(streams))
         self.saved = CommandCheckpointWatcher.of(self.order, self.config.member, self._environment)
         joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
@@ -181,7 +181,9 @@ class WorkerGroup:
         }
         write_whole(address_file(self.folder), address.model_dump_json(), private=True)
         for worker in self._workers:
-            if worker.is_held and not self._hold(worker):  # the one before has not answered it
+            if worker.awaits_answer and not self._hold(
+                worker
+            ):  # the one before has not answered it
                 self._first_failure_s = self._first_failure_s or time.monotonic()
 
     def replace(self, rank: int, generation: int) -> None:
@@ -196,17 +198,17 @@ class WorkerGroup:
         """
         if self._kill_at_s is not None:
             return False
-        before = self._workers[self.ranks.index(rank)]
+        worker = self._workers[self.ranks.index(rank)]
         # One that lives is no cause of anything, should no other take its place.
-        before.stopped_by_agent = before.stopped_by_agent or before.process.poll() is None
-        end_now(before.process)
-        if before.process.poll() is None:
+        worker.stopped_by_agent = worker.stopped_by_agent or worker.process.poll() is None
+        end_now(worker.process)
+        if worker.process.poll() is None:
             _log.error(f"rank {rank} is not replaced: its process does not end")
             self._first_failure_s = self._first_failure_s or time.monotonic()
             self.release()
             return False
-        self._note_end(before)
-        before.is_held, before.awaited = True, generation
+        self._note_end(worker)
+        worker.awaits_answer, worker.next_generation = True, generation
         return True
 
     def fill(self, rank: int, generation: int, *, why_not: str | None = None) -> None:
@@ -218,12 +220,12 @@ class WorkerGroup:
             why_not: why it cannot be started; None: it is.
         """
         local_rank = self.ranks.index(rank)
-        before = self._workers[local_rank]
-        if not before.is_held or before.awaited != generation:
+        previous = self._workers[local_rank]
+        if not previous.awaits_answer or previous.next_generation != generation:
             return  # the attempt ends, or another order came
         try:
             if why_not is None:
-                before.error_file.unlink(missing_ok=True)
+                previous.error_file.unlink(missing_ok=True)
                 process = self._start(local_rank, **{GENERATION: str(generation)})
                 self._workers[local_rank] = process
         except OSError as error:
@@ -245,8 +247,8 @@ class WorkerGroup:
         if self.coordinator is not None:
             self.coordinator.close()
         for worker in self._workers:
-            if worker.is_held:
-                worker.is_held = False
+            if worker.awaits_answer:
+                worker.awaits_answer = False
                 self._first_failure_s = self._first_failure_s or time.monotonic()
 
     def _hold(self, worker: Worker) -> bool:
@@ -259,7 +261,7 @@ class WorkerGroup:
         # The kernel counts for the whole host, and a program's own error is no kill.
         is_oom = kills > self._oom_kills_before and was_killed(worker.process.returncode, error)
         self._oom_kills_before = kills if is_oom else self._oom_kills_before
-        worker.is_held = self.coordinator.send(
+        worker.awaits_answer = self.coordinator.send(
             WorkerEnded(
                 rank=worker.rank,
                 device=worker.local_rank,
@@ -269,7 +271,7 @@ class WorkerGroup:
                 at_s=time.time(),
             )
         )
-        return worker.is_held
+        return worker.awaits_answer
 
     def _spawn(
         self, rank: int, variables: dict[str, str]
@@ -289,7 +291,7 @@ class WorkerGroup:
         with self._open_log(rank, "stdout") as out, self._open_log(rank, "stderr") as err:
             try:
                 return subprocess.Popen(
-                    fill_in(self.order.command, for_arguments(variables)),
+                    fill_in(self.order.command, argument_variables(variables)),
                     cwd=self.order.cwd,
                     env=variables,
                     stdin=subprocess.DEVNULL,
@@ -321,14 +323,14 @@ class WorkerGroup:
 
     def device_folder(self, rank: int) -> Path:
         """Where CANN writes the logs of a rank (ASCEND_PROCESS_LOG_PATH)."""
-        order, own = self.order, self._environment.get(ASCEND_PATH)
+        order, base = self.order, self._environment.get(ASCEND_PATH)
         of = f"{self.config.run_id}/{self.config.node}/p{order.placement:04d}-a{order.attempt:04d}"
-        return ascend_folder(self.log_folder, self.log_name(rank), own=own, of=of)
+        return ascend_folder(self.log_folder, self.log_name(rank), base=base, of=of)
 
     def mended_retries(self) -> dict[int, int]:
         """How often HCCL sent again and succeeded, by rank."""
-        found = {rank: self.retries.count_mended(self.device_folder(rank)) for rank in self.ranks}
-        return {rank: count for rank, count in found.items() if count}
+        counts = {rank: self.retries.count_mended(self.device_folder(rank)) for rank in self.ranks}
+        return {rank: count for rank, count in counts.items() if count}
 
     def logs(self, tail_bytes: int) -> tuple[WorkerLog, ...]:
         """The end of each worker's output, without secrets."""
@@ -358,7 +360,9 @@ class WorkerGroup:
     def rank_of(self, key: int) -> int | None:
         """Global rank of a heartbeat, by its key in `heartbeats()`."""
         if self._command is not None:
-            return next((one.rank for one in self._command.ranks() if one.pid == key), None)
+            return next(
+                (reading.rank for reading in self._command.ranks() if reading.pid == key), None
+            )
         return self._workers[key].rank
 
     def poll(self) -> bool:
@@ -371,7 +375,7 @@ class WorkerGroup:
                 if failed and not self._hold(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
         reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
-        running = [w for w in self._workers if w.ended_s is None or w.is_held]
+        running = [w for w in self._workers if w.ended_s is None or w.awaits_answer]
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             well = self._command if self._first_failure_s is None else None
@@ -444,8 +448,8 @@ class WorkerGroup:
         """
         if self._command is not None:
             return self._command.heartbeats()
-        found = ((w.local_rank, w.beat()) for w in self._workers if w.ended_s is None)
-        return {local_rank: beat for local_rank, beat in found if beat is not None}
+        beats = ((w.local_rank, w.beat()) for w in self._workers if w.ended_s is None)
+        return {local_rank: beat for local_rank, beat in beats if beat is not None}
 
     def mute_ranks(self) -> dict[int, float]:
         """Local ranks that run but have written no heartbeat yet, and since when they run.
@@ -493,12 +497,12 @@ class WorkerGroup:
     def command_statuses(self) -> tuple[RankStatus, ...]:
         """Of a command the status of each rank that is known; its `workers` are its launchers."""
         ranks = self._command.ranks() if self._command is not None else []
-        return tuple(status_of_rank(one) for one in ranks)
+        return tuple(status_of_rank(reading) for reading in ranks)
 
     def stopped_processes(self) -> list[str]:
         """Processes of a command that a signal has stopped and that no rank stands for."""
-        found = self._command.stopped() if self._command is not None else []
-        return [one.text for one in found if one.rank is None]
+        processes = self._command.stopped() if self._command is not None else []
+        return [process.text for process in processes if process.rank is None]
 
     def _ended_early(self, worker: Worker) -> str | None:
         """What is wrong with a session program that exited with 0, such as by `os._exit(0)`.
@@ -528,15 +532,15 @@ class WorkerGroup:
             rank=worker.rank,
             local_rank=worker.local_rank,
             pid=worker.process.pid,
-            exit_code=None if worker.is_held else worker.process.returncode,
-            ended_s=None if worker.is_held else worker.ended_s,
+            exit_code=None if worker.awaits_answer else worker.process.returncode,
+            ended_s=None if worker.awaits_answer else worker.ended_s,
             error=error.get("message"),
             error_s=error.get("at_s"),
             step=beat.step if beat is not None else None,
             phase=beat.phase.name.lower() if beat is not None else None,
             stopped_by_agent=worker.stopped_by_agent,
             ended_early=self._ended_early(worker) is not None,
-            is_recovering=worker.is_held,
+            is_recovering=worker.awaits_answer,
             generation=beat.generation if beat is not None else None,
             pulse=worker.pulse(activity, is_command=self.order.is_command),
         )

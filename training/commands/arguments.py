@@ -44,49 +44,49 @@ def fill_in(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     Raises:
         ValueError: it has a name that nothing sets.
     """
-    for name in unknown_names(command, variables):
-        raise ValueError(unknown_text(name, variables))
+    for name in find_unknown_names(command, variables):
+        raise ValueError(explain_unknown_name(name, variables))
     return [string.Template(part).safe_substitute(variables) for part in command]
 
 
-def unknown_names(command: Sequence[str], known: Collection[str]) -> Iterator[str]:
+def find_unknown_names(command: Sequence[str], names: Collection[str]) -> Iterator[str]:
     """The names in a command that nothing sets, but for those in scripts of a shell."""
     for index, part in enumerate(command):
         if index and _is_script(command[:index]):
             continue
         template = string.Template(part)
-        yield from (name for name in template.get_identifiers() if name not in known)
+        yield from (name for name in template.get_identifiers() if name not in names)
 
 
-def unknown_text(name: str, known: Collection[str]) -> str:
+def explain_unknown_name(name: str, names: Collection[str]) -> str:
     """What is wrong with a name, and what may have been meant."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
+    near = difflib.get_close_matches(name, sorted(names), n=1)
     hint = f"did you mean ${{{near[0]}}}? " if near else ""
     return f"${{{name}}} is set by nothing; {hint}$$ stands for a plain $"
 
 
-def for_arguments(variables: Mapping[str, str]) -> dict[str, str]:
+def argument_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of a command's process, and what only its arguments may name."""
     ranks = int(variables["MA_NUM_HOSTS"]) * int(variables["MA_NUM_GPUS"])
     return {WORLD_SIZE: str(ranks), **variables}
 
 
-def of_node(member: int, num_nodes: int, own: Collection[str]) -> dict[str, str]:
+def of_node(member: int, num_nodes: int, job_names: Collection[str]) -> dict[str, str]:
     """Names that scripts of launchers read; the job's own are left alone.
 
     Args:
         member: index of the node.
         num_nodes: of the job.
-        own: names that the job sets.
+        job_names: names that the job sets.
     """
-    count = {} if NNODES in own else {NNODES: str(num_nodes)}
+    count = {} if NNODES in job_names else {NNODES: str(num_nodes)}
     return {NODE_RANK: str(member), **count}
 
 
-def _is_script(before: Sequence[str]) -> bool:
+def _is_script(arguments: Sequence[str]) -> bool:
     """Whether what follows these arguments is a shell's `-c` script, or an argument of it."""
-    shells = [index for index, part in enumerate(before) if Path(part).name in _SHELLS]
-    options = iter(before[shells[0] + 1 :] if shells else ())
+    shells = [index for index, part in enumerate(arguments) if Path(part).name in _SHELLS]
+    options = iter(arguments[shells[0] + 1 :] if shells else ())
     for option in options:
         if not option.startswith(("-", "+")):
             return False  # a file, whose arguments follow

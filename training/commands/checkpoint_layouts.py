@@ -41,9 +41,9 @@ _LIGHTNING_STEP = re.compile(r"step=(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
-def find_saved(
+def find_checkpoints(
     spec: ProgramCheckpointsSpec, root: Path, *, now_s: float, since_s: float = 0.0
-) -> list[Saved]:
+) -> list[ProgramCheckpoint]:
     """The complete checkpoints that are there, by their steps.
 
     Args:
@@ -55,18 +55,20 @@ def find_saved(
     Raises:
         OSError: the folder cannot be read; one that is not there has none.
     """
-    found = _LAYOUTS[spec.kind](root, spec.settle_s, now_s)
-    return sorted((one for one in found if one.written_s >= since_s), key=lambda one: one.step)
+    checkpoints = _LAYOUTS[spec.kind](root, spec.settle_s, now_s)
+    return sorted(
+        (saved for saved in checkpoints if saved.written_s >= since_s), key=lambda saved: saved.step
+    )
 
 
-def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """Folders up to the iteration of the tracker, which is written behind each of them."""
     newest = tracked_step(root)
     if newest is not None:  # else no save has come to its end, or it is "release", without a step
-        yield from (one for one in find_parts(root) if one.step <= newest)
+        yield from (part for part in find_parts(root) if part.step <= newest)
 
 
-def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]:
+def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[ProgramCheckpoint]:
     """Folders with the Trainer's state, which rank 0 writes last; other ranks may be behind it."""
     for path in root.glob("checkpoint-*"):
         step = _HF_STEP.fullmatch(path.name)
@@ -77,43 +79,43 @@ def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Saved]
         except (FileNotFoundError, NotADirectoryError, ValueError):
             continue
         if isinstance(state, dict) and state.get("global_step") == int(step[1]):
-            yield from _settled(measured(int(step[1]), path), OTHER_RANKS_S, now_s)
+            yield from _filter_settled(measure_checkpoint(int(step[1]), path), OTHER_RANKS_S, now_s)
 
 
-def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """Files, or folders of a sharded checkpoint, with the step in their names."""
     for path in root.rglob("*.ckpt"):
         step = _LIGHTNING_STEP.search(path.name)
         is_whole = (path / "meta.pt").exists() if path.is_dir() else is_whole_file(path)
         if step is not None and is_whole:
-            yield from measured(int(step[1]), path)
+            yield from measure_checkpoint(int(step[1]), path)
 
 
-def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """One file, which is written anew each time; the step is in it alone."""
     path = root / NANOGPT_FILE
-    step = number_in(path, "iter_num") if path.exists() else None
+    step = read_number(path, "iter_num") if path.exists() else None
     if step is not None:
-        yield from measured(step, path)
+        yield from measure_checkpoint(step, path)
 
 
-def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[Saved]:
+def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
     """Folders with the sign that is written when all ranks have written their parts."""
     for path in root.glob("step-*"):
         step = _TORCHTITAN_STEP.fullmatch(path.name)
         if step is not None and any((path / sign).is_file() for sign in TORCHTITAN_SIGNS):
-            yield from measured(int(step[1]), path)
+            yield from measure_checkpoint(int(step[1]), path)
 
 
-def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[Saved]:
+def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[ProgramCheckpoint]:
     anchor = Path(pattern.anchor)
     for path in anchor.glob(str(pattern.relative_to(anchor))):
         step = _LAST_NUMBER.search(path.stem if path.is_file() else path.name)
         if step is not None and (path.is_dir() or is_whole_file(path)):
-            yield from _settled(measured(int(step[1]), path), settle_s, now_s)
+            yield from _filter_settled(measure_checkpoint(int(step[1]), path), settle_s, now_s)
 
 
-_LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[Saved]]] = {
+_LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[ProgramCheckpoint]]] = {
     CheckpointKind.MEGATRON: _megatron,
     CheckpointKind.TRANSFORMERS: _transformers,
     CheckpointKind.LIGHTNING: _lightning,
@@ -133,8 +135,10 @@ def mark_newest(spec: ProgramCheckpointsSpec, root: Path, step: int) -> None:
         set_tracker(root, str(step))
 
 
-def _settled(found: Iterator[Saved], settle_s: float, now_s: float) -> Iterator[Saved]:
-    return (one for one in found if now_s - one.written_s >= settle_s)
+def _filter_settled(
+    checkpoints: Iterator[ProgramCheckpoint], settle_s: float, now_s: float
+) -> Iterator[ProgramCheckpoint]:
+    return (saved for saved in checkpoints if now_s - saved.written_s >= settle_s)
 
 
 def is_whole_file(path: Path) -> bool:
@@ -147,11 +151,11 @@ def is_whole_file(path: Path) -> bool:
         return False
 
 
-def number_in(path: Path, key: str) -> int | None:
+def read_number(path: Path, key: str) -> int | None:
     """A number that a file of `torch.save` has under a key; None where it is not whole."""
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+            names = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
             if not names or names[0].file_size > MAX_PICKLE_BYTES:
                 return None
             pickled = archive.read(names[0])
@@ -177,7 +181,7 @@ def _number_after(pickled: bytes, key: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class ProgramCheckpoint:
     """A complete checkpoint of a program.
 
     Attributes:
@@ -193,30 +197,30 @@ class Saved:
     written_s: float
 
 
-def measured(step: int, path: Path) -> Iterator[Saved]:
+def measure_checkpoint(step: int, path: Path) -> Iterator[ProgramCheckpoint]:
     """What is at a path; nothing, if it goes away meanwhile: programs keep the newest ones only."""
     try:
-        files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-        stats = [one.stat() for one in files]
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        stats = [file.stat() for file in files]
     except FileNotFoundError:
         return
-    size = sum(one.st_size for one in stats)
+    size = sum(status.st_size for status in stats)
     if size:
-        yield Saved(step, path, size, max(one.st_mtime for one in stats))
+        yield ProgramCheckpoint(step, path, size, max(status.st_mtime for status in stats))
 
 
-def is_unchanged(saved: Saved) -> bool:
+def is_unchanged(saved: ProgramCheckpoint) -> bool:
     """Whether a checkpoint is as it was found; one without bytes has none yet."""
-    now = next(measured(saved.step, saved.path), None) if saved.path.exists() else None
+    now = next(measure_checkpoint(saved.step, saved.path), None) if saved.path.exists() else None
     return now == (saved if saved.size_bytes else None)
 
 
-def find_parts(root: Path) -> Iterator[Saved]:
+def find_parts(root: Path) -> Iterator[ProgramCheckpoint]:
     """A node's own folders of steps, whether or not they are complete."""
     for path in root.glob("iter_*"):
         step = _ITERATION.fullmatch(path.name)
         if step is not None:
-            yield from measured(int(step[1]), path)
+            yield from measure_checkpoint(int(step[1]), path)
 
 
 def part_path(root: Path, step: int) -> Path:
@@ -231,10 +235,10 @@ def is_distributed(names: Iterable[str]) -> bool:
 
 def rank_folders(names: Iterable[str]) -> list[str]:
     """Those of ranks of tensor and pipeline parallelism."""
-    return [one for one in names if one.startswith("mp_rank_")]
+    return [name for name in names if name.startswith("mp_rank_")]
 
 
-def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
+def is_self_contained(names: Collection[str], folders: Iterable[str]) -> bool:
     """Whether a part has all that the ranks of its node read.
 
     Where a rank is a replica of one on another node, or has a share of the optimizer, there is a
@@ -245,7 +249,7 @@ def is_enough(names: Collection[str], folders: Iterable[str]) -> bool:
         folders: those directly in that, also empty ones.
     """
     ranks = rank_folders(folders)
-    has_all = all(f"{one}/{RANK_FILE}" in names for one in ranks)
+    has_all = all(f"{folder}/{RANK_FILE}" in names for folder in ranks)
     return bool(ranks) and has_all and not is_distributed(names)
 
 

@@ -34,10 +34,10 @@ from perdure.storage.file_sets import (
 )
 from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_layouts import (
-    Saved,
-    find_saved,
+    ProgramCheckpoint,
+    find_checkpoints,
     is_distributed,
-    is_enough,
+    is_self_contained,
     is_unchanged,
     mark_newest,
     rank_folders,
@@ -63,7 +63,7 @@ class Save:
 Stored = Mapping[Save, Collection[int]]  # by save the members whose checkpoints are in the store
 
 
-def prefix_of(run_id: str, save: Save | None = None, member: int = 0) -> str:
+def save_prefix(run_id: str, save: Save | None = None, member: int = 0) -> str:
     """Where those of a run, or one of them, lie in the store."""
     base = f"runs/{run_id}/program/"
     if save is None:
@@ -72,18 +72,18 @@ def prefix_of(run_id: str, save: Save | None = None, member: int = 0) -> str:
     return f"{base}step-{save.step:08d}/p{placement:04d}-a{attempt:04d}/member-{member}"
 
 
-def stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
+def list_stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
     """By save the members whose checkpoints are in the store.
 
     Raises:
         StorageError: the store does not answer.
     """
-    found: defaultdict[Save, list[int]] = defaultdict(list)
-    for info in store.list(prefix_of(run_id)):
+    members_by_save: defaultdict[Save, list[int]] = defaultdict(list)
+    for info in store.list(save_prefix(run_id)):
         key = _KEY.fullmatch(info.key)
         if key is not None:
-            found[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
-    return {save: sorted(members) for save, members in sorted(found.items())}
+            members_by_save[Save(int(key[1]), (int(key[2]), int(key[3])))].append(int(key[4]))
+    return {save: sorted(members) for save, members in sorted(members_by_save.items())}
 
 
 def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
@@ -92,7 +92,7 @@ def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
     Raises:
         StorageError: the store refuses.
     """
-    store.put(prefix_of(run_id) + LAST, json.dumps(attempt).encode())
+    store.put(save_prefix(run_id) + LAST, json.dumps(attempt).encode())
 
 
 def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
@@ -102,19 +102,19 @@ def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
         StorageError: the store does not answer.
     """
     try:
-        placement, number = json.loads(store.get(prefix_of(run_id) + LAST))
+        placement, number = json.loads(store.get(save_prefix(run_id) + LAST))
     except (NotFound, ValueError):
         return False
     return bool((placement, number) >= attempt)
 
 
-def whole(stored: Stored, num_members: int) -> list[Save]:
+def list_whole_saves(stored: Stored, num_members: int) -> list[Save]:
     """Saves of which every member has stored its part, the oldest first."""
     members = set(range(num_members))
     return sorted(save for save, by in stored.items() if members <= set(by))
 
 
-def surplus(
+def find_surplus(
     stored: Stored, member: int, put: Save, *, keep: int, num_members: int | None
 ) -> list[Save]:
     """What a member deletes of its own: all but the newest.
@@ -134,20 +134,20 @@ def surplus(
     def age(save: Save) -> tuple[bool, Save]:
         return save.attempt == put.attempt, save
 
-    own = sorted((save for save, by in stored.items() if member in by), key=age)
-    kept = {put, *own[-max(keep, NUM_STORED) :]}
+    saves = sorted((save for save, by in stored.items() if member in by), key=age)
+    remaining = {put, *saves[-max(keep, NUM_STORED) :]}
     if num_members is not None:
-        complete = sorted(whole(stored, num_members), key=age)[-1:]
-        ahead = [save for save in own if not complete or age(save) > age(complete[0])]
-        kept.update(complete, ahead[-NUM_AHEAD:])
-    return [save for save in own if save not in kept]
+        complete = sorted(list_whole_saves(stored, num_members), key=age)[-1:]
+        ahead = [save for save in saves if not complete or age(save) > age(complete[0])]
+        remaining.update(complete, ahead[-NUM_AHEAD:])
+    return [save for save in saves if save not in remaining]
 
 
-def store_saved(
+def store_checkpoint(
     store: ObjectStore,
     run_id: str,
     member: int,
-    saved: Saved,
+    saved: ProgramCheckpoint,
     *,
     attempt: tuple[int, int],
     keep: int,
@@ -168,7 +168,7 @@ def store_saved(
         StorageError: the store refuses.
     """
     save = Save(saved.step, attempt)
-    prefix = prefix_of(run_id, save, member)
+    prefix = save_prefix(run_id, save, member)
     try:
         _put(store, prefix, saved)
     except ChangedMeanwhileError as error:
@@ -177,13 +177,13 @@ def store_saved(
     except OSError as error:
         _log.warning(f"step {saved.step} of the command cannot be read: {error}")
         return False
-    stored = stored_saves(store, run_id)
-    for one in surplus(stored, member, save, keep=keep, num_members=num_members):
-        delete_set(store, prefix_of(run_id, one, member))
+    stored = list_stored_saves(store, run_id)
+    for old in find_surplus(stored, member, save, keep=keep, num_members=num_members):
+        delete_set(store, save_prefix(run_id, old, member))
     return True
 
 
-def _put(store: ObjectStore, prefix: str, saved: Saved) -> None:
+def _put(store: ObjectStore, prefix: str, saved: ProgramCheckpoint) -> None:
     if not is_unchanged(saved):
         raise ChangedMeanwhileError(f"{saved.path} is not what it was when it was complete")
     if saved.size_bytes:
@@ -192,7 +192,7 @@ def _put(store: ObjectStore, prefix: str, saved: Saved) -> None:
         put_nothing(store, prefix, saved.path, written_s=saved.written_s)
 
 
-def bring_back(
+def fetch_checkpoint(
     store: ObjectStore,
     run_id: str,
     member: int,
@@ -207,61 +207,63 @@ def bring_back(
         StorageError: the store does not answer, or has it damaged.
         OSError: it cannot be written.
     """
-    if any(one.step == step for one in find_saved(spec, root, now_s=time.time())):
+    if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
         return False
     # Of kind glob the last part of the path is the pattern.
     folder = root.parent if spec.kind is CheckpointKind.GLOB else root
-    stored = stored_saves(store, run_id)
-    for save in sorted((one for one in stored if one.step == step), reverse=True):
+    stored = list_stored_saves(store, run_id)
+    for save in sorted((save for save in stored if save.step == step), reverse=True):
         members = stored[save]
-        for one in sorted(members, key=lambda other: (other != member, other)):
-            made: FileSet | None = read_set(store, prefix_of(run_id, save, one))
-            if made is None:
+        for source in sorted(members, key=lambda other: (other != member, other)):
+            files: FileSet | None = read_set(store, save_prefix(run_id, save, source))
+            if files is None:
                 continue
-            path = folder / Path(made.path).name
-            get_set(store, prefix_of(run_id, save, one), made, path)
+            path = folder / Path(files.path).name
+            get_set(store, save_prefix(run_id, save, source), files, path)
             mark_newest(spec, root, step)
-            _log.info(f"step {step} of the command is brought to {path}, as member {one} saved it")
+            _log.info(
+                f"step {step} of the command is brought to {path}, as member {source} saved it"
+            )
             return True
     return False
 
 
-def bring_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
+def fetch_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
     """Have a member's part of a save at a path, and with it what its ranks read of others' parts.
 
     Raises:
         StorageError: the store does not answer, or lacks it, or has it damaged.
         OSError: it cannot be written.
     """
-    prefix, own = _part(store, run_id, save, member)
-    sets = [(prefix, own)]
-    if needs_others(own):
-        others = sorted(set(stored_saves(store, run_id).get(save, [])) - {member})
-        found = (_part(store, run_id, save, one) for one in others)
-        sets += [(prefix, _read_by(own, one)) for prefix, one in found]
+    prefix, part = _part(store, run_id, save, member)
+    sets = [(prefix, part)]
+    if needs_other_parts(part):
+        donors = sorted(set(list_stored_saves(store, run_id).get(save, [])) - {member})
+        parts = (_part(store, run_id, save, donor) for donor in donors)
+        sets += [(prefix, _read_by(part, other)) for prefix, other in parts]
     get_sets(store, sets, path)
-    whose = f"as member {member} saved it"
+    origin = f"as member {member} saved it"
     more = ", with files of others" if len(sets) > 1 else ""
-    _log.info(f"step {save.step} of the command is brought to {path}, {whose}{more}")
+    _log.info(f"step {save.step} of the command is brought to {path}, {origin}{more}")
 
 
-def needs_others(part: FileSet) -> bool:
+def needs_other_parts(part: FileSet) -> bool:
     """Whether a node with this part reads files of others, too."""
-    return not is_enough({one.name for one in part.files}, part.folders)
+    return not is_self_contained({file.name for file in part.files}, part.folders)
 
 
-def _read_by(own: FileSet, other: FileSet) -> FileSet:
+def _read_by(part: FileSet, other: FileSet) -> FileSet:
     """What a node with one part reads of another: by the folders of its ranks, or else all."""
-    ranks = rank_folders(own.folders)
-    if not ranks or is_distributed(one.name for one in (*own.files, *other.files)):
+    ranks = rank_folders(part.folders)
+    if not ranks or is_distributed(file.name for file in (*part.files, *other.files)):
         return other
-    files = tuple(one for one in other.files if Path(one.name).parts[0] in ranks)
+    files = tuple(file for file in other.files if Path(file.name).parts[0] in ranks)
     return other.model_copy(update={"files": files})
 
 
 def _part(store: ObjectStore, run_id: str, save: Save, member: int) -> tuple[str, FileSet]:
-    prefix = prefix_of(run_id, save, member)
-    found = read_set(store, prefix)
-    if found is None:
+    prefix = save_prefix(run_id, save, member)
+    part = read_set(store, prefix)
+    if part is None:
         raise NotFound(f"{store.url(prefix)}: the part of member {member} is not there")
-    return prefix, found
+    return prefix, part

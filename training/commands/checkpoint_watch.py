@@ -22,15 +22,25 @@ from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
 from perdure.training.commands.arguments import fill_in
-from perdure.training.commands.checkpoint_layouts import Saved, find_parts, find_saved, part_path
-from perdure.training.commands.checkpoint_store import (
-    bring_back,
-    is_ended,
-    note_end,
-    store_saved,
-    stored_saves,
+from perdure.training.commands.checkpoint_layouts import (
+    ProgramCheckpoint,
+    find_checkpoints,
+    find_parts,
+    part_path,
 )
-from perdure.training.commands.megatron import can_be_read_alone, make_ready, parts_of, read_record
+from perdure.training.commands.checkpoint_store import (
+    fetch_checkpoint,
+    is_ended,
+    list_stored_saves,
+    note_end,
+    store_checkpoint,
+)
+from perdure.training.commands.megatron import (
+    can_be_read_alone,
+    parts_of,
+    prepare_parts,
+    read_record,
+)
 from perdure.training.config.command import ProgramCheckpointsSpec
 from perdure.training.wire.agent import AgentReply, SavedQuery, StartOrder
 from perdure.training.wire.agent_status import SavedCheckpoint
@@ -38,7 +48,7 @@ from perdure.training.wire.agent_status import SavedCheckpoint
 LOOK_S = 5.0
 # A look at many files on a slow file system takes its time, and is taken more rarely.
 LOOK_SHARE = 0.02
-NUM_TOLD = 5
+NUM_REPORTED = 5
 EMPTY_ASK_S = 60.0  # how often a node without files asks whether the others have saved
 SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
 _log = logging.getLogger("perdure.agent")
@@ -67,12 +77,12 @@ class CommandCheckpointWatcher:
     attempt: tuple[int, int]
     num_parts: int | None
     newest: tuple[SavedCheckpoint, ...] = ()
-    _before: frozenset[Saved] | None = None
-    _known: set[Saved] = field(default_factory=set)
+    _earlier: frozenset[ProgramCheckpoint] | None = None
+    _saves: set[ProgramCheckpoint] = field(default_factory=set)
     _is_over: threading.Event = field(default_factory=threading.Event)
     _looking: threading.Lock = field(default_factory=threading.Lock)
     _uploading: threading.Lock = field(default_factory=threading.Lock)
-    _uploaded: Saved | None = None
+    _uploaded: ProgramCheckpoint | None = None
     _signed_step: int = 0
     _asked_s: float = -math.inf
 
@@ -92,7 +102,7 @@ class CommandCheckpointWatcher:
         spec = job.worker.checkpoints
         if spec is None:
             return None
-        root = root_of(spec, order.cwd, variables)
+        root = checkpoint_root(spec, order.cwd, variables)
         attempt = (order.placement, order.attempt)
         num_parts = order.num_nodes if job.saves_in_parts else None
         return cls(spec, root, order.created_s, job.run_id, member, attempt, num_parts)
@@ -103,7 +113,7 @@ class CommandCheckpointWatcher:
         if self.spec.upload:
             upload_periodically(
                 self.upload, open_store,
-                what="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
+                subject="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
             )  # fmt: skip
 
     def finish(self) -> None:
@@ -116,20 +126,20 @@ class CommandCheckpointWatcher:
         """See what is new; the first look finds what was there before the attempt."""
         with self._looking:
             try:
-                found = self._find()
+                checkpoints = self._find()
             except OSError as error:
                 _log.warning(f"worker.checkpoints: {error}")
                 return
-            if self._before is None:
-                self._before = frozenset(found)
-            self._known |= {one for one in found if one not in self._before}
+            if self._earlier is None:
+                self._earlier = frozenset(checkpoints)
+            self._saves |= {saved for saved in checkpoints if saved not in self._earlier}
             if self._waits_for_sign:
-                found = [one for one in found if one.step <= self._signed_step]
+                checkpoints = [saved for saved in checkpoints if saved.step <= self._signed_step]
             else:
-                newest = sorted(self._known, key=_age)[-NUM_TOLD:]
-                self.newest = tuple(map(told, newest))
+                newest = sorted(self._saves, key=_age)[-NUM_REPORTED:]
+                self.newest = tuple(map(to_message, newest))
             if self.spec.keep is not None:
-                delete_oldest(found, keep=self.spec.keep)
+                delete_oldest(checkpoints, keep=self.spec.keep)
 
     def upload(self, store: ObjectStore) -> None:
         """Put the newest checkpoint into the store, if that is asked for and it lacks it.
@@ -142,7 +152,7 @@ class CommandCheckpointWatcher:
             newest = self._to_upload(store) if self.spec.upload else None
             if newest is None or newest == self._uploaded:
                 return
-            if store_saved(
+            if store_checkpoint(
                 store, self.run_id, self.member, newest,
                 attempt=self.attempt, keep=self.spec.keep or 0, num_members=self.num_parts,
             ):  # fmt: skip
@@ -181,21 +191,21 @@ class CommandCheckpointWatcher:
             return False
         with self._looking:
             # A node whose ranks save nothing does not see that others have saved.
-            return not self._known or any(one.step > self._signed_step for one in self._known)
+            return not self._saves or any(saved.step > self._signed_step for saved in self._saves)
 
-    def _find(self) -> list[Saved]:
+    def _find(self) -> list[ProgramCheckpoint]:
         if self._waits_for_sign:
-            found = (one for one in find_parts(self.root) if one.written_s >= self.since_s)
-            return sorted(found, key=lambda one: one.step)
-        return find_saved(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
+            parts = (part for part in find_parts(self.root) if part.written_s >= self.since_s)
+            return sorted(parts, key=lambda part: part.step)
+        return find_checkpoints(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
 
-    def _to_upload(self, store: ObjectStore) -> Saved | None:
+    def _to_upload(self, store: ObjectStore) -> ProgramCheckpoint | None:
         if self._waits_for_sign:
             return self._signed_part(store)
         with self._looking:  # which adds to them
-            return max(self._known, key=_age, default=None)
+            return max(self._saves, key=_age, default=None)
 
-    def _signed_part(self, store: ObjectStore) -> Saved | None:
+    def _signed_part(self, store: ObjectStore) -> ProgramCheckpoint | None:
         """This node's part of the newest save that member 0 has stored.
 
         Megatron's sign is written when all ranks are done, and member 0 stores nothing before it.
@@ -204,9 +214,9 @@ class CommandCheckpointWatcher:
         if not self._may_be_signed():
             return None
         saves = [
-            one.step
-            for one, members in stored_saves(store, self.run_id).items()
-            if one.attempt == self.attempt and 0 in members
+            save.step
+            for save, members in list_stored_saves(store, self.run_id).items()
+            if save.attempt == self.attempt and 0 in members
         ]
         step = max(saves, default=0)
         if step <= self._uploaded_step:
@@ -215,18 +225,18 @@ class CommandCheckpointWatcher:
             self.look()  # what was seen before may have been half of it
         with self._looking:
             self._signed_step = step
-            is_empty = not self._known
-            known = [one for one in self._known if one.step == step]
+            is_empty = not self._saves
+            parts = [saved for saved in self._saves if saved.step == step]
         if not is_empty:
-            return max(known, key=_age, default=None)
+            return max(parts, key=_age, default=None)
         if read_record(self.root) is None:
             return None  # its disk is gone, and what it had is not known
-        return Saved(step, part_path(self.root, step), 0, time.time())
+        return ProgramCheckpoint(step, part_path(self.root, step), 0, time.time())
 
     def _may_be_signed(self) -> bool:
         """Whether to ask the store, which lists what all members have there."""
         with self._looking:
-            newest = max((one.step for one in self._known), default=None)
+            newest = max((saved.step for saved in self._saves), default=None)
         if newest is not None:
             return newest > self._uploaded_step
         # A node whose ranks save nothing does not see when the others do.
@@ -265,55 +275,55 @@ def fetch_resume_checkpoint(order: StartOrder, member: int, variables: Mapping[s
     spec = job.worker.checkpoints
     if spec is None or not spec.upload:
         return
-    root = root_of(spec, order.cwd, variables)
+    root = checkpoint_root(spec, order.cwd, variables)
     store = open_store(job.storage)
     if job.saves_in_parts:
-        make_ready(store, order, job.run_id, member, root)
+        prepare_parts(store, order, job.run_id, member, root)
     elif step is not None:
-        bring_back(store, job.run_id, member, step, spec=spec, root=root)
+        fetch_checkpoint(store, job.run_id, member, step, spec=spec, root=root)
 
 
-def delete_oldest(found: Sequence[Saved], *, keep: int) -> None:
+def delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> None:
     """Delete all but the newest; another node may do the same.
 
     Args:
-        found: the complete ones, oldest first.
+        checkpoints: the complete ones, oldest first.
         keep: how many remain.
     """
-    for one in found[:-keep]:
+    for saved in checkpoints[:-keep]:
         try:
-            if one.path.is_dir():
-                shutil.rmtree(one.path)
+            if saved.path.is_dir():
+                shutil.rmtree(saved.path)
             else:
-                one.path.unlink()
+                saved.path.unlink()
         except FileNotFoundError:
             continue
         except OSError as error:
-            _log.warning(f"step {one.step} of the command is not deleted: {error}")
+            _log.warning(f"step {saved.step} of the command is not deleted: {error}")
             continue
-        _log.info(f"step {one.step} of the command is deleted: {keep} newer ones are kept")
+        _log.info(f"step {saved.step} of the command is deleted: {keep} newer ones are kept")
 
 
-def saved_reply(query: SavedQuery, node: str, member: int) -> AgentReply:
+def answer_saved_query(query: SavedQuery, node: str, member: int) -> AgentReply:
     """What a supervisor is told that asks this node for them."""
     try:
-        root = root_of(query.spec, query.cwd, path_variables(node, query.variables))
+        root = checkpoint_root(query.spec, query.cwd, path_variables(node, query.variables))
         if query.is_in_parts:
-            return AgentReply(saved=tuple(_told_parts(root, query.run_id, member)))
-        found = find_saved(query.spec, root, now_s=query.until_s, since_s=query.since_s)
+            return AgentReply(saved=tuple(_part_messages(root, query.run_id, member)))
+        checkpoints = find_checkpoints(query.spec, root, now_s=query.until_s, since_s=query.since_s)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
-    return AgentReply(saved=tuple(map(told, found)))
+    return AgentReply(saved=tuple(map(to_message, checkpoints)))
 
 
-def _told_parts(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
-    for one in parts_of(read_record(root), root, run_id, member).values():
-        path = part_path(root, one.step)
+def _part_messages(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
+    for part in parts_of(read_record(root), root, run_id, member).values():
+        path = part_path(root, part.step)
         # Of a distributed one a node needs the parts of others, too, which are in the store.
-        if one.saved_in is not None and can_be_read_alone(path):
+        if part.saved_in is not None and can_be_read_alone(path):
             yield SavedCheckpoint(
-                step=one.step, path=str(path), size_bytes=one.size_bytes,
-                written_s=one.written_s, saved_in=one.saved_in, member=member,
+                step=part.step, path=str(path), size_bytes=part.size_bytes,
+                written_s=part.written_s, saved_in=part.saved_in, member=member,
             )  # fmt: skip
 
 
@@ -322,7 +332,7 @@ def path_variables(node: str, variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PERDURE_NODE": node, **variables}
 
 
-def root_of(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]) -> Path:
+def checkpoint_root(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]) -> Path:
     """Where a command saves.
 
     Raises:
@@ -332,12 +342,12 @@ def root_of(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]
     return Path(cwd).absolute() / path
 
 
-def _age(saved: Saved) -> tuple[int, float, int]:
+def _age(saved: ProgramCheckpoint) -> tuple[int, float, int]:
     # By size, too: two files of one step may have the same time, and have been seen one by one.
     return saved.step, saved.written_s, saved.size_bytes
 
 
-def told(saved: Saved) -> SavedCheckpoint:
+def to_message(saved: ProgramCheckpoint) -> SavedCheckpoint:
     """A checkpoint in the words of the wire."""
     return SavedCheckpoint(
         step=saved.step,
@@ -351,7 +361,7 @@ def upload_periodically(
     put: Callable[[ObjectStore], None],
     open_store: Callable[[], ObjectStore],
     *,
-    what: str,
+    subject: str,
     every_s: float,
     is_over: threading.Event,
 ) -> None:
@@ -360,7 +370,7 @@ def upload_periodically(
     Args:
         put: puts what the store does not have; what fails is tried again the next time.
         open_store: the run's store.
-        what: subject and verb of a warning.
+        subject: subject and verb of a warning.
         every_s: how often.
         is_over: ends it.
     """
@@ -370,6 +380,6 @@ def upload_periodically(
             try:
                 put(open_store())
             except (StorageError, OSError) as error:  # the node's own disk may be away, too
-                _log.warning(f"{what} put into the store later: {error}")
+                _log.warning(f"{subject} put into the store later: {error}")
 
     threading.Thread(target=keep_on, daemon=True).start()

@@ -49,14 +49,14 @@ class Group(Protocol):
 
 
 @dataclass(slots=True)
-class LeftRunning:
+class Leftovers:
     """Looks at what the command of a node has left running.
 
     Attributes:
-        found: what did not end by itself.
+        processes: what did not end by itself.
     """
 
-    found: tuple[LeftProcess, ...] = ()
+    processes: tuple[LeftProcess, ...] = ()
     _since_s: float | None = None
     _looked_s: float = float("-inf")
 
@@ -78,27 +78,27 @@ class LeftRunning:
         if left and now_s - self._since_s < LEFT_S:
             return True
         beating = command.heartbeats().keys()
-        self.found = tuple(
+        self.processes = tuple(
             LeftProcess(
-                pid=one.pid,
-                name=mask_text(_name(one), group.secrets)[:MAX_NAME_CHARS],
-                trains=one.pid in beating or _trains(one, command.helpers),
+                pid=process.pid,
+                name=mask_text(_name(process), group.secrets)[:MAX_NAME_CHARS],
+                trains=process.pid in beating or _trains(process, command.helpers),
             )
-            for one in left
+            for process in left
         )
         return False
 
 
 def _of_command(marker: str, spare: Collection[int]) -> Iterator[psutil.Process]:
     """What a command has started and left, without what ends by itself after all others."""
-    for one in container_processes(marker, spare=spare):
+    for process in container_processes(marker, spare=spare):
         try:
             # The agent's own tools are in its session; a command begins one of its own.
-            is_agents = os.getsid(one.pid) == os.getsid(0)
+            is_agents = os.getsid(process.pid) == os.getsid(0)
         except ProcessLookupError:
             continue
-        if not is_agents and not is_tracker(one):
-            yield one
+        if not is_agents and not is_tracker(process):
+            yield process
 
 
 def _trains(process: psutil.Process, helpers: Collection[int]) -> bool:

@@ -19,15 +19,15 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_layouts import (
     TRACKER,
-    Saved,
+    ProgramCheckpoint,
     find_parts,
-    is_enough,
+    is_self_contained,
     part_path,
     set_tracker,
     tracked_step,
     tracker_text,
 )
-from perdure.training.commands.checkpoint_store import Save, bring_part, prefix_of
+from perdure.training.commands.checkpoint_store import Save, fetch_part, save_prefix
 from perdure.training.files import write_whole
 from perdure.training.wire.agent import StartOrder
 
@@ -78,14 +78,14 @@ class PartsRecord(FrozenModel):
     first_tracker: str | None
     coming: int | None = None
 
-    def part_of(self, saved: Saved) -> Part:
+    def part_of(self, saved: ProgramCheckpoint) -> Part:
         """What is known of a part that is there now."""
-        found = _as_part(saved, self.attempt)
-        for one in self.before:
-            same = {"saved_in": one.saved_in, "is_brought": one.is_brought}
-            if one == found.model_copy(update=same):
-                return one
-        return found if saved.step != self.coming else _as_part(saved, None)
+        part = _as_part(saved, self.attempt)
+        for earlier in self.before:
+            origin = {"saved_in": earlier.saved_in, "is_brought": earlier.is_brought}
+            if earlier == part.model_copy(update=origin):
+                return earlier
+        return part if saved.step != self.coming else _as_part(saved, None)
 
 
 def read_record(root: Path) -> PartsRecord | None:
@@ -112,23 +112,25 @@ def parts_of(record: PartsRecord | None, root: Path, run_id: str, member: int) -
     if record is None or (record.run_id, record.member) != (run_id, member):
         return {}
     signed = tracked_step(root)
-    found = {}
+    parts = {}
     for saved in find_parts(root):
         part = record.part_of(saved)
         is_new = part.saved_in == record.attempt
         if member == 0 and is_new and (signed is None or saved.step > signed):
             part = _as_part(saved, None)
-        found[saved.step] = part
-    return found
+        parts[saved.step] = part
+    return parts
 
 
 def can_be_read_alone(path: Path) -> bool:
     """Whether a part is enough for the ranks of its node."""
-    names = {str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()}
-    return is_enough(names, [one.name for one in path.iterdir() if one.is_dir()])
+    names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    return is_self_contained(names, [entry.name for entry in path.iterdir() if entry.is_dir()])
 
 
-def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, root: Path) -> None:
+def prepare_parts(
+    store: ObjectStore, order: StartOrder, run_id: str, member: int, root: Path
+) -> None:
     """Have this node's part from which the command goes on, and the program's sign name it.
 
     Megatron takes the largest iteration that any rank's sign names, so that a node with a newer
@@ -144,22 +146,22 @@ def make_ready(store: ObjectStore, order: StartOrder, run_id: str, member: int, 
     record = _record_of(root, run_id)
     first_tracker = record.first_tracker if record is not None else tracker_text(root)
     parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
-    unknown = {one.step: _as_part(one, None) for one in find_parts(root)}
+    unknown = {saved.step: _as_part(saved, None) for saved in find_parts(root)}
     wanted = _wanted(order)
     lacks = wanted if wanted is not None and not _has(root, parts, wanted) else None
-    made = PartsRecord(
+    updated = PartsRecord(
         run_id=run_id, member=member, attempt=attempt, first_tracker=first_tracker,
         before=tuple((unknown | parts).values()),
         coming=lacks.step if lacks is not None else None,
     )  # fmt: skip
     # Before anything is brought: an agent that ends meanwhile leaves it on record as nobody's.
-    write_whole(root / RECORD, made.model_dump_json())
+    write_whole(root / RECORD, updated.model_dump_json())
     if lacks is not None:
-        bring_part(store, run_id, member, lacks, part_path(root, lacks.step))
+        fetch_part(store, run_id, member, lacks, part_path(root, lacks.step))
         brought = _brought(store, run_id, root, lacks)
-        others = (one for one in made.before if one.step != lacks.step)
-        made = made.model_copy(update={"before": (*others, brought), "coming": None})
-        write_whole(root / RECORD, made.model_dump_json())
+        remaining = (part for part in updated.before if part.step != lacks.step)
+        updated = updated.model_copy(update={"before": (*remaining, brought), "coming": None})
+        write_whole(root / RECORD, updated.model_dump_json())
     if wanted is not None:
         _lead(root, wanted.step, first_tracker)
     elif record is not None:
@@ -179,18 +181,18 @@ def _has(root: Path, parts: dict[int, Part], wanted: Save) -> bool:
     return is_same and can_be_read_alone(part_path(root, wanted.step))
 
 
-def _claim(root: Path, own: Claim) -> None:
+def _claim(root: Path, claim: Claim) -> None:
     """Have a folder for one member alone: of two that come at once, one at least sees the other."""
     root.mkdir(parents=True, exist_ok=True)
-    write_whole(root / CLAIM.format(member=own.member), own.model_dump_json())
+    write_whole(root / CLAIM.format(member=claim.member), claim.model_dump_json())
     for path in root.glob(CLAIM.format(member="*")):
         try:
             other = Claim.model_validate_json(path.read_bytes())
         except (FileNotFoundError, ValidationError):
             continue
-        is_same = (other.run_id, other.attempt) == (own.run_id, own.attempt)
-        if is_same and other.member != own.member:
-            first, second = sorted((other.member, own.member))
+        is_same = (other.run_id, other.attempt) == (claim.run_id, claim.attempt)
+        if is_same and other.member != claim.member:
+            first, second = sorted((other.member, claim.member))
             raise ValueError(
                 f"worker.checkpoints.path={root} is the same folder for members {first} and "
                 f"{second}; with upload each node needs its own, as ${{PERDURE_NODE}} gives it"
@@ -199,10 +201,10 @@ def _claim(root: Path, own: Claim) -> None:
 
 def _without_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:
     """Delete what was brought of later steps: saved anew, files of others would stay in between."""
-    gone = {one.step for one in parts.values() if one.is_brought and one.step > (step or 0)}
-    for later in gone:
+    deleted = {part.step for part in parts.values() if part.is_brought and part.step > (step or 0)}
+    for later in deleted:
         shutil.rmtree(part_path(root, later))
-    return {step: one for step, one in parts.items() if step not in gone}
+    return {step: part for step, part in parts.items() if step not in deleted}
 
 
 def _record_of(root: Path, run_id: str) -> PartsRecord | None:
@@ -213,32 +215,32 @@ def _record_of(root: Path, run_id: str) -> PartsRecord | None:
 def _lead(root: Path, step: int | None, first_tracker: str | None) -> None:
     """Have the sign name a step, as on all other nodes, or else say what it first did."""
     text = str(step) if step is not None else first_tracker
-    before = tracker_text(root)
-    if before == text:
+    previous = tracker_text(root)
+    if previous == text:
         return
     set_tracker(root, text)
-    if before is None:
+    if previous is None:
         return
     if step is not None:
-        what = f"names step {step} now, {before} before: all nodes go on from step {step}"
+        change = f"names step {step} now, {previous} before: all nodes go on from step {step}"
     elif text is not None:
-        what = f"says {text} now, {before} before: all nodes begin anew"
+        change = f"says {text} now, {previous} before: all nodes begin anew"
     else:
-        what = f"is deleted, it named step {before}: all nodes begin anew"
-    _log.info(f"{TRACKER} in {root} {what}")
+        change = f"is deleted, it named step {previous}: all nodes begin anew"
+    _log.info(f"{TRACKER} in {root} {change}")
 
 
-def _as_part(saved: Saved, saved_in: Attempt | None) -> Part:
+def _as_part(saved: ProgramCheckpoint, saved_in: Attempt | None) -> Part:
     size, written_s = saved.size_bytes, saved.written_s
     return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
 
 
 def _brought(store: ObjectStore, run_id: str, root: Path, save: Save) -> Part:
-    found = [one for one in find_parts(root) if one.step == save.step]
-    if not found:
-        where = store.url(prefix_of(run_id, save).rpartition("/")[0])
+    parts = [part for part in find_parts(root) if part.step == save.step]
+    if not parts:
+        where = store.url(save_prefix(run_id, save).rpartition("/")[0])
         raise NotFound(
             f"run {run_id}: step {save.step} of the command has no files in any member's part "
             f"below {where}, nothing is brought to {part_path(root, save.step)}"
         )
-    return _as_part(found[0], save.attempt).model_copy(update={"is_brought": True})
+    return _as_part(parts[0], save.attempt).model_copy(update={"is_brought": True})

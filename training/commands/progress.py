@@ -70,8 +70,8 @@ class ProgressFormat(FrozenModel):
 def formats() -> Mapping[ProgressKind, ProgressFormat]:
     """The formats that are known."""
     text = (resources.files("perdure.training.commands") / FORMATS_FILE).read_text("utf-8")
-    found = map(ProgressFormat.model_validate, tomllib.loads(text)["format"])
-    return {one.kind: one for one in found}
+    entries = map(ProgressFormat.model_validate, tomllib.loads(text)["format"])
+    return {entry.kind: entry for entry in entries}
 
 
 class LineReader:
@@ -82,10 +82,10 @@ class LineReader:
     """
 
     def __init__(self, spec: ProgressSpec) -> None:
-        known = formats()[spec.kind] if spec.kind is not None else None
-        patterns = known.patterns if known is not None else spec.patterns
+        program = formats()[spec.kind] if spec.kind is not None else None
+        patterns = program.patterns if program is not None else spec.patterns
         self._patterns = [re.compile(pattern) for pattern in patterns]
-        counts_from = known.counts_from if known is not None else spec.counts_from
+        counts_from = program.counts_from if program is not None else spec.counts_from
         self._offset = 1 - (1 if counts_from is None else counts_from)
 
     def read(self, line: str) -> dict[str, float]:
@@ -96,25 +96,25 @@ class LineReader:
         if len(line) > MAX_LINE:
             return {}
         line = _COLOURS.sub("", line)
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for pattern in self._patterns:
             match = pattern.search(line)
             for name, text in match.groupdict().items() if match is not None else ():
                 value = _number(text) if text is not None else None
                 if value is not None:
-                    found[name] = value
-        return self._in_units(found) if found else found
+                    numbers[name] = value
+        return self._in_units(numbers) if numbers else numbers
 
-    def _in_units(self, found: dict[str, float]) -> dict[str, float]:
-        if {"batch", "batches", "epoch"} <= found.keys():
-            found["step"] = found["epoch"] * found.pop("batches") + found.pop("batch")
-        if "step" in found:
-            found["step"] += self._offset
-        if "step_ms" in found:
-            found["step_s"] = found.pop("step_ms") / 1000.0
-        if "mfu_percent" in found:
-            found["mfu"] = found.pop("mfu_percent") / 100.0
-        return found
+    def _in_units(self, numbers: dict[str, float]) -> dict[str, float]:
+        if {"batch", "batches", "epoch"} <= numbers.keys():
+            numbers["step"] = numbers["epoch"] * numbers.pop("batches") + numbers.pop("batch")
+        if "step" in numbers:
+            numbers["step"] += self._offset
+        if "step_ms" in numbers:
+            numbers["step_s"] = numbers.pop("step_ms") / 1000.0
+        if "mfu_percent" in numbers:
+            numbers["mfu"] = numbers.pop("mfu_percent") / 100.0
+        return numbers
 
 
 def _number(text: str) -> float | None:
@@ -125,7 +125,7 @@ def _number(text: str) -> float | None:
 
 
 @dataclass(slots=True)
-class StepsShown:
+class StepTracker:
     """The steps that the output of one attempt has shown on one node.
 
     Attributes:
@@ -163,12 +163,12 @@ class StepsShown:
             since_s: when that was; steps of one call lie evenly between then and now.
             at_s: the time.
         """
-        found = [shown for line in lines if (shown := self.read(line))]
-        self._shows_loss = self._shows_loss or any("loss" in shown for shown in found)
-        steps = [one for one in found if _step(one) is not None]
+        readings = [shown for line in lines if (shown := self.read(line))]
+        self._shows_loss = self._shows_loss or any("loss" in shown for shown in readings)
+        steps = [reading for reading in readings if _step(reading) is not None]
         # A line without a step was printed beside those with one, and its order among them is not
         # known: only the newest can be told to be of the newest step.
-        apart = [one for one in found if _step(one) is None]
+        apart = [reading for reading in readings if _step(reading) is None]
         records = []
         for number, shown in enumerate(steps, start=1):
             shown_s = since_s + (at_s - since_s) * number / len(steps)
@@ -257,8 +257,8 @@ class GrowingLog:
 
     path: Path
     offset: int
-    _rest: str = ""
-    _given: str = ""
+    _unfinished: str = ""
+    _bar: str = ""
 
     @classmethod
     def from_its_end(cls, path: Path) -> GrowingLog:
@@ -269,15 +269,15 @@ class GrowingLog:
         """What is new."""
         text = self._read()
         if not text:
-            if self._rest.startswith("\r") and self._rest != self._given:
-                self._given = self._rest
-                yield self._rest.lstrip("\r")
+            if self._unfinished.startswith("\r") and self._unfinished != self._bar:
+                self._bar = self._unfinished
+                yield self._unfinished.lstrip("\r")
             return
         # The separators stay in front of what follows them.
-        *whole, self._rest = re.split(r"(?=[\r\n])", self._rest + text)
-        self._rest = self._rest[-MAX_REST_CHARS:]
+        *whole, self._unfinished = re.split(r"(?=[\r\n])", self._unfinished + text)
+        self._unfinished = self._unfinished[-MAX_REST_CHARS:]
         for line in whole:
-            if line != self._given and line.strip():
+            if line != self._bar and line.strip():
                 yield line.strip("\r\n")
 
     def _read(self) -> str:
@@ -285,7 +285,7 @@ class GrowingLog:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 if size - self.offset > MAX_READ_BYTES:
-                    self.offset, self._rest = size - MAX_READ_BYTES, ""
+                    self.offset, self._unfinished = size - MAX_READ_BYTES, ""
                 file.seek(self.offset)
                 data = file.read(MAX_READ_BYTES)
         except OSError:
@@ -295,7 +295,7 @@ class GrowingLog:
 
 
 @dataclass(slots=True)
-class ShownSteps:
+class StepFollower:
     """Follows the output of one attempt on this node.
 
     Attributes:
@@ -305,7 +305,7 @@ class ShownSteps:
         unsaved: records that the store does not have.
     """
 
-    steps: StepsShown
+    steps: StepTracker
     logs: Sequence[GrowingLog]
     file: Path
     unsaved: UnsavedSteps
@@ -317,7 +317,7 @@ class ShownSteps:
     _log: AttemptLog | None = None
 
     @classmethod
-    def of(cls, order: StartOrder, folder: Path, paths: Sequence[Path]) -> ShownSteps | None:
+    def of(cls, order: StartOrder, folder: Path, paths: Sequence[Path]) -> StepFollower | None:
         """Of an attempt that is about to start; None where its job does not ask for it.
 
         Args:
@@ -330,7 +330,7 @@ class ShownSteps:
             return None
         reader = LineReader(job.worker.progress)
         devices = order.num_nodes * order.slots_per_node
-        steps = StepsShown(
+        steps = StepTracker(
             reader.read, order.placement, order.attempt, devices, target=job.target_step
         )
         prefix = metrics_prefix(job.run_id, order.placement, order.attempt)
@@ -342,7 +342,7 @@ class ShownSteps:
         threading.Thread(target=self._follow, daemon=True).start()
         upload_periodically(
             self.keep, open_store,
-            what="step records are", every_s=KEEP_S, is_over=self._is_over,
+            subject="step records are", every_s=KEEP_S, is_over=self._is_over,
         )  # fmt: skip
 
     def finish(self) -> None:

@@ -79,22 +79,22 @@ class CommandRanks:
     folder: Path
     helpers: frozenset[int] = frozenset()
     _looked_s: float = float("-inf")
-    _found: list[CommandProcess] = field(default_factory=list)
+    _processes: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
     _elsewhere: set[int] = field(default_factory=set)
 
     def processes(self, *, age_s: float = LOOK_S) -> list[CommandProcess]:
         """The command's processes that live, parents first, as of a look at most this old."""
         if time.monotonic() - self._looked_s > age_s:
-            self._found = [one for pid in self.pids for one in _below(pid)]
+            self._processes = [process for pid in self.pids for process in _below(pid)]
             self._looked_s = time.monotonic()
-            self.helpers = _helpers(self._found) if self._found else self.helpers
-        now = (replace(one, state=process_state(one.pid)) for one in self._found)
-        return [one for one in now if one.state != ENDED]
+            self.helpers = _helpers(self._processes) if self._processes else self.helpers
+        now = (replace(process, state=process_state(process.pid)) for process in self._processes)
+        return [process for process in now if process.state != ENDED]
 
     def stopped(self) -> list[CommandProcess]:
         """Those that a signal has stopped, by now."""
-        return [one for one in self.processes(age_s=0.0) if one.state in STOPPED]
+        return [process for process in self.processes(age_s=0.0) if process.state in STOPPED]
 
     def heartbeats(self) -> dict[int, Heartbeat]:
         """The newest heartbeat of every process that lives and writes one, by its pid."""
@@ -108,45 +108,54 @@ class CommandRanks:
         """Every rank that is known, by its number; one that has ended as its heartbeat has it."""
         beats = list(self._beats())
         processes = self._processes_of(beats)
-        by_pid = {one.pid: one for one in processes}
-        leading = {one.rank: one for one in processes if one.is_rank}
-        found: dict[int | str, RankReading] = {}
-        for one in leading.values():
-            found[one.rank if one.rank is not None else f"p{one.pid}"] = RankReading(
-                one.pid, one.rank, one.local_rank, _worst(one, processes), None
+        by_pid = {process.pid: process for process in processes}
+        leading = {process.rank: process for process in processes if process.is_rank}
+        readings: dict[int | str, RankReading] = {}
+        for process in leading.values():
+            readings[process.rank if process.rank is not None else f"p{process.pid}"] = RankReading(
+                process.pid, process.rank, process.local_rank, _worst(process, processes), None
             )
         for named, beat in beats:
-            own = by_pid.get(beat.pid)
-            rank = own.rank if own is not None and own.rank is not None else named
+            writer = by_pid.get(beat.pid)
+            rank = writer.rank if writer is not None and writer.rank is not None else named
             led = leading.get(rank) if rank is not None else None
             state = process_state(beat.pid)
-            if own is None and led is not None:
+            if writer is None and led is not None:
                 continue  # of a program that the rank ran before
-            found[rank if rank is not None else f"p{beat.pid}"] = RankReading(
+            readings[rank if rank is not None else f"p{beat.pid}"] = RankReading(
                 beat.pid,
                 rank,
                 led.local_rank if led is not None else None,
                 _worst(led, processes) if led is not None else state,
                 beat,
             )
-        return sorted(found.values(), key=lambda one: (one.rank is None, one.rank, one.pid))
+        return sorted(
+            readings.values(), key=lambda reading: (reading.rank is None, reading.rank, reading.pid)
+        )
 
     def _processes_of(self, beats: Sequence[tuple[int | None, Heartbeat]]) -> list[CommandProcess]:
         """Those that live; a process may have written its first heartbeat since the last look."""
         processes = self.processes()
-        new = {beat.pid for _, beat in beats} - {one.pid for one in processes} - self._elsewhere
+        new = (
+            {beat.pid for _, beat in beats}
+            - {process.pid for process in processes}
+            - self._elsewhere
+        )
         if new:
             processes = self.processes(age_s=0.0)
             # Those that have ended, or have left the command's tree, are not looked for again.
-            self._elsewhere |= new - {one.pid for one in processes}
+            self._elsewhere |= new - {process.pid for process in processes}
         return processes
 
     def stacks_targets(self) -> list[StacksTarget]:
         """All of its processes, those that are stopped first, then the ranks."""
         processes = self.processes(age_s=0.0)
-        first = sorted(processes, key=lambda one: (one.state not in STOPPED, not one.is_rank))
+        first = sorted(
+            processes, key=lambda process: (process.state not in STOPPED, not process.is_rank)
+        )
         return [
-            StacksTarget(one.rank, one.local_rank, one.pid, None, name=_title(one)) for one in first
+            StacksTarget(process.rank, process.local_rank, process.pid, None, name=_title(process))
+            for process in first
         ]
 
     def _beats(self) -> Iterator[tuple[int | None, Heartbeat]]:
@@ -157,10 +166,12 @@ class CommandRanks:
                     yield rank_of_file(path), beat
 
 
-def _helpers(found: Sequence[CommandProcess]) -> frozenset[int]:
+def _helpers(processes: Sequence[CommandProcess]) -> frozenset[int]:
     """What belongs to a rank; the program that a shell with a rank's variables runs is the rank."""
-    led = {one.rank for one in found if one.is_rank and one.name not in SHELLS}
-    return frozenset(one.pid for one in found if one.rank in led and not one.is_rank)
+    led = {process.rank for process in processes if process.is_rank and process.name not in SHELLS}
+    return frozenset(
+        process.pid for process in processes if process.rank in led and not process.is_rank
+    )
 
 
 def _title(process: CommandProcess) -> str:
@@ -171,7 +182,7 @@ def _title(process: CommandProcess) -> str:
 
 def _worst(rank: CommandProcess, processes: Sequence[CommandProcess]) -> str:
     """The state of a rank: stopped, when one of its helpers is."""
-    states = [rank.state, *(one.state for one in processes if one.rank == rank.rank)]
+    states = [rank.state, *(process.state for process in processes if process.rank == rank.rank)]
     return next((state for state in states if state in STOPPED), rank.state)
 
 
@@ -182,12 +193,12 @@ def _below(pid: int) -> Iterator[CommandProcess]:
         below = first.children(recursive=True)
     except psutil.NoSuchProcess:
         return
-    known: dict[int, tuple[int | None, int | None]] = {}
+    places: dict[int, tuple[int | None, int | None]] = {}
     for process in (first, *sort_by_start(below)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            before = known.get(process.ppid(), (None, None))
-            own = read_rank(environment_of(process.pid))
-            rank, local_rank = known[process.pid] = own if own[0] is not None else before
-            is_rank = rank is not None and rank != before[0]
+            parent = places.get(process.ppid(), (None, None))
+            place = read_rank(environment_of(process.pid))
+            rank, local_rank = places[process.pid] = place if place[0] is not None else parent
+            is_rank = rank is not None and rank != parent[0]
             state = process_state(process.pid)
             yield CommandProcess(process.pid, process.name(), rank, local_rank, is_rank, state)

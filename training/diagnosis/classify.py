@@ -44,7 +44,7 @@ from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
-from perdure.training.liveness.culprit import standstill_of
+from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
 MAX_EVIDENCE_CHARS = 500
@@ -247,7 +247,7 @@ def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
-    standstill = standstill_of(evidence.rank_progress) if evidence.silent else None
+    standstill = find_standstill(evidence.rank_progress) if evidence.silent else None
     if standstill is not None and standstill.missing:
         first = standstill.missing[0]
         why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."

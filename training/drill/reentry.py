@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from perdure.training.agent.preparation import platform_variables, rank_variables
-from perdure.training.commands.arguments import fill_in, for_arguments
+from perdure.training.commands.arguments import argument_variables, fill_in
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import values_on_node
 from perdure.training.drill.driver import RunDriver, Secrets
@@ -117,7 +117,7 @@ def _start(
     job: Job, variables: Mapping[str, str], log: Path, lasting_s: float
 ) -> tuple[int | None, str]:
     """Run the command for a while. Returns its exit code, None: it still ran, and its last line."""
-    command = fill_in(job.worker.command or (), for_arguments(variables))
+    command = fill_in(job.worker.command or (), argument_variables(variables))
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(

@@ -79,7 +79,7 @@ class Standstill:
     ranks: tuple[str, ...]
 
 
-def standstill_of(ranks: Sequence[RankProgress]) -> Standstill | None:
+def find_standstill(ranks: Sequence[RankProgress]) -> Standstill | None:
     """Find the ranks that the others wait for; None without any rank."""
     if not ranks:
         return None
@@ -88,54 +88,58 @@ def standstill_of(ranks: Sequence[RankProgress]) -> Standstill | None:
 
 
 def _missing(ranks: Sequence[RankProgress]) -> tuple[RankProgress, ...]:
-    stopped = [one for one in ranks if one.process_state in STOPPED]
-    if stopped and not all(one.counts_collectives for one in ranks):
+    stopped = [rank for rank in ranks if rank.process_state in STOPPED]
+    if stopped and not all(rank.counts_collectives for rank in ranks):
         return tuple(stopped)
-    ranks = [one for one in ranks if one.phase]
-    waiting = [one for one in ranks if one.waits]
-    absent = [one for one in ranks if not one.waits]
+    ranks = [rank for rank in ranks if rank.phase]
+    waiting = [rank for rank in ranks if rank.waits]
+    absent = [rank for rank in ranks if not rank.waits]
     if stopped:
-        found: Sequence[RankProgress] = stopped
+        missing: Sequence[RankProgress] = stopped
     elif not ranks:
         return ()
-    elif not waiting and not all(one.counts_collectives for one in ranks):
-        first_step = min(one.step for one in ranks)
-        found = [one for one in ranks if one.step == first_step]
+    elif not waiting and not all(rank.counts_collectives for rank in ranks):
+        first_step = min(rank.step for rank in ranks)
+        missing = [rank for rank in ranks if rank.step == first_step]
     elif waiting and absent:
-        found = absent
+        missing = absent
     elif waiting:
-        first = min((one.step, one.entered) for one in ranks)
-        found = [one for one in ranks if (one.step, one.entered) == first]
+        first = min((rank.step, rank.entered) for rank in ranks)
+        missing = [rank for rank in ranks if (rank.step, rank.entered) == first]
     else:
         # No rank is in a collective: the one that stopped first may hold the others up elsewhere.
-        longest_s = max(one.silent_s for one in ranks)
-        found = [one for one in ranks if one.silent_s == longest_s]
-    return tuple(found) if len(found) < len(ranks) or len(ranks) == 1 else ()
+        longest_s = max(rank.silent_s for rank in ranks)
+        missing = [rank for rank in ranks if rank.silent_s == longest_s]
+    return tuple(missing) if len(missing) < len(ranks) or len(ranks) == 1 else ()
 
 
 def _line(ranks: Sequence[RankProgress], missing: Sequence[RankProgress]) -> str:
     if not missing:
-        inside = [one for one in ranks if one.waits]
+        inside = [rank for rank in ranks if rank.waits]
         if len(inside) == len(ranks):
-            what = inside[0].operation or "a collective"
-            return f"all {len(ranks)} ranks wait in {what}: a link or a device between them"
-        phases = ", ".join(sorted({one.phase for one in ranks if one.phase}))
+            operation = inside[0].operation or "a collective"
+            return f"all {len(ranks)} ranks wait in {operation}: a link or a device between them"
+        phases = ", ".join(sorted({rank.phase for rank in ranks if rank.phase}))
         if not phases:
             return "no rank writes a heartbeat"
         return f"all {len(ranks)} ranks are in phase {phases}"
-    who = ", ".join(f"rank {one.rank} on {one.node}: {one.text}" for one in missing[:MAX_NAMED])
-    names = {one.rank for one in missing}
-    others = [one for one in ranks if one.waits and one.rank not in names]
-    if not others:
-        return who
-    return f"{who}; {_names([one.rank for one in others])}: waiting in {others[0].operation}"
+    culprits = ", ".join(
+        f"rank {rank.rank} on {rank.node}: {rank.text}" for rank in missing[:MAX_NAMED]
+    )
+    names = {rank.rank for rank in missing}
+    waiting = [rank for rank in ranks if rank.waits and rank.rank not in names]
+    if not waiting:
+        return culprits
+    return (
+        f"{culprits}; {_names([rank.rank for rank in waiting])}: waiting in {waiting[0].operation}"
+    )
 
 
 def _grouped(ranks: Sequence[RankProgress]) -> Iterator[str]:
     """One line for each different text, so that thousands of ranks stay readable."""
     groups: dict[str, list[int]] = {}
-    for one in ranks:
-        groups.setdefault(one.text, []).append(one.rank)
+    for rank in ranks:
+        groups.setdefault(rank.text, []).append(rank.rank)
     for text, members in groups.items():
         yield f"{_names(members)}: {text}"
 

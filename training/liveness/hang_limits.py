@@ -60,16 +60,16 @@ class SilenceLimits:
         if phase in _ENDING:
             # What a program does after its loop is not known here; an evaluation may be of it.
             return max(self.start_s, self.save_s or 0.0, self.evaluate_s or 0.0)
-        own = {
+        limit_s = {
             Phase.START: self.start_s,
             Phase.RECOVER: self.start_s,
             Phase.RESTORE: self.restore_s or self.start_s,
             Phase.SAVE: self.save_s or self.start_s,
             Phase.EVALUATE: self.evaluate_s or self.start_s,
         }.get(phase)
-        if own is None:
-            own = 0.0 if has_stepped else self.start_s
-        return max(own, step_s)
+        if limit_s is None:
+            limit_s = 0.0 if has_stepped else self.start_s
+        return max(limit_s, step_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +236,8 @@ class ActivityDetector:
         return Inactivity(silent_s, sum(cores) / len(cores))
 
 
-def _moved(before: ProgramActivity, now: ProgramActivity) -> bool:
-    return (before.log_bytes, before.io_bytes) != (now.log_bytes, now.io_bytes)
+def _moved(previous: ProgramActivity, now: ProgramActivity) -> bool:
+    return (previous.log_bytes, previous.io_bytes) != (now.log_bytes, now.io_bytes)
 
 
 def _cores(readings: deque[ProgramActivity]) -> list[float]:
@@ -259,7 +259,7 @@ class SilentOutputDetector:
     """
 
     limit_s: float
-    _seen: dict[str, int] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)
     _grew_s: float | None = None
 
     def judge(self, output_bytes: Mapping[str, int], *, now_s: float) -> float | None:
@@ -269,8 +269,8 @@ class SilentOutputDetector:
             output_bytes: length of the output so far, by node; of nodes that gave no answer none.
             now_s: the time.
         """
-        has_grown = any(self._seen.get(node) != size for node, size in output_bytes.items())
-        self._seen.update(output_bytes)
+        has_grown = any(self._sizes.get(node) != size for node, size in output_bytes.items())
+        self._sizes.update(output_bytes)
         if has_grown or self._grew_s is None:
             self._grew_s = now_s
         silent_s = now_s - self._grew_s

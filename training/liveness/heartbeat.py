@@ -92,7 +92,7 @@ class HeartbeatWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path = path.with_name(path.name.replace(ANY_RANK, _own_name()))
+        path = path.with_name(path.name.replace(ANY_RANK, _rank_name()))
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -148,13 +148,13 @@ class HeartbeatWriter:
                     self._waited_ns += time.monotonic_ns() - self._waits_from_ns
             self._write(is_beat=False)
 
-    def transfer(self, operation: str) -> None:
+    def begin_transfer(self, operation: str) -> None:
         """Record that a transfer between two ranks begins, which the others do not have."""
         with self._lock:
             self._operation = operation.encode("ascii", "replace")[:_OPERATION_BYTES]
             self._write()
 
-    def voted(self, took_ns: int) -> None:
+    def record_vote(self, took_ns: int) -> None:
         """Record that the vote of a step is taken, and with it every collective before it."""
         with self._lock:
             if self._left < self._entered:
@@ -163,7 +163,7 @@ class HeartbeatWriter:
             self._latency_ns = took_ns
             self._write()
 
-    def waited_for_data(self, took_ns: int) -> None:
+    def record_data_wait(self, took_ns: int) -> None:
         """Record how long the loader took for a batch."""
         with self._lock:
             self._data_ns += took_ns
@@ -206,11 +206,11 @@ class HeartbeatReader:
     def read(self) -> Heartbeat | None:
         """The newest whole record that was ever read, None before there is one."""
         try:
-            data, again = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
+            data, second = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
         except FileNotFoundError:
             return self._last
         # The writer may have begun between the sequence and what follows it.
-        if len(data) < _RECORD.size or data != again:
+        if len(data) < _RECORD.size or data != second:
             return self._last
         sequence, pid, phase, *numbers, operation = _RECORD.unpack(data)
         if sequence and sequence % 2 == 0:
@@ -225,7 +225,7 @@ class HeartbeatReader:
         return cls(folder / f"heartbeat-{local_rank}")
 
 
-def _own_name() -> str:
+def _rank_name() -> str:
     rank, _ = read_rank(os.environ)
     return str(rank) if rank is not None else f"pid{os.getpid()}"
 

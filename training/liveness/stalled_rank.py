@@ -63,7 +63,7 @@ class StartingRank:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class StalledRank:
     """A verdict: the others went on without the rank, and it has done nothing for the limit.
 
     Attributes:
@@ -95,13 +95,13 @@ class _Overtaken:
     cpu_s: float
     io_bytes: int
 
-    def note_activity(self, one: StartingRank, *, now_s: float) -> None:
+    def note_activity(self, rank: StartingRank, *, now_s: float) -> None:
         """Count from now on: it has done something."""
-        self.idle_since_s, self.cpu_s, self.io_bytes = now_s, one.cpu_s, one.io_bytes
+        self.idle_since_s, self.cpu_s, self.io_bytes = now_s, rank.cpu_s, rank.io_bytes
 
 
 @dataclass(slots=True)
-class LeftBehindDetector:
+class StalledRankDetector:
     """Compares the ranks of one attempt, look by look.
 
     Attributes:
@@ -118,23 +118,25 @@ class LeftBehindDetector:
     _first_pids: dict[int, int] = field(default_factory=dict)
     _overtaken: dict[int, _Overtaken] = field(default_factory=dict)
 
-    def judge(self, ranks: Sequence[StartingRank], *, now_s: float) -> LeftBehind | None:
+    def judge(self, ranks: Sequence[StartingRank], *, now_s: float) -> StalledRank | None:
         """Take in a look at all ranks that live; the one that is latest beyond its limit."""
-        for one in ranks:
-            self._first_pids.setdefault(one.rank, one.pid)
-        under_way = [one for one in ranks if one.is_under_way]
+        for rank in ranks:
+            self._first_pids.setdefault(rank.rank, rank.pid)
+        under_way = [rank for rank in ranks if rank.is_under_way]
         if not under_way:
             self._way_began_s = None
             self._overtaken.clear()
             return None
         if self._way_began_s is None:
-            is_first = self._start_s is None and not any(one.has_stepped for one in ranks)
+            is_first = self._start_s is None and not any(rank.has_stepped for rank in ranks)
             self._way_began_s = self.began_s if is_first else now_s
         if self._start_s is None and 2 * len(under_way) < len(ranks):
             self._start_s = now_s - self.began_s
         self._note_overtaken(ranks, under_way, now_s=now_s)
-        found = [late for one in under_way if (late := self._late(one, now_s=now_s)) is not None]
-        return max(found, key=lambda late: late.late_s - late.limit_s, default=None)
+        verdicts = [
+            late for rank in under_way if (late := self._late(rank, now_s=now_s)) is not None
+        ]
+        return max(verdicts, key=lambda late: late.late_s - late.limit_s, default=None)
 
     def _note_overtaken(
         self,
@@ -143,32 +145,37 @@ class LeftBehindDetector:
         *,
         now_s: float,
     ) -> None:
-        positions = sorted(one.position for one in ranks)
+        positions = sorted(rank.position for rank in ranks)
         middle = positions[len(positions) // 2]
-        before, self._overtaken = self._overtaken, {}
-        for one in under_way:
-            if one.position >= middle or one.waits:
+        previous, self._overtaken = self._overtaken, {}
+        for rank in under_way:
+            if rank.position >= middle or rank.waits:
                 continue  # at least half of all are no further
-            known = before.get(one.rank)
-            if known is None or (known.position, known.pid) != (one.position, one.pid):
-                known = _Overtaken(one.position, one.pid, now_s, now_s, one.cpu_s, one.io_bytes)
-            elif one.io_bytes != known.io_bytes:
-                known.note_activity(one, now_s=now_s)
-            self._overtaken[one.rank] = known
+            overtaken = previous.get(rank.rank)
+            if overtaken is None or (overtaken.position, overtaken.pid) != (
+                rank.position,
+                rank.pid,
+            ):
+                overtaken = _Overtaken(
+                    rank.position, rank.pid, now_s, now_s, rank.cpu_s, rank.io_bytes
+                )
+            elif rank.io_bytes != overtaken.io_bytes:
+                overtaken.note_activity(rank, now_s=now_s)
+            self._overtaken[rank.rank] = overtaken
 
-    def _late(self, one: StartingRank, *, now_s: float) -> LeftBehind | None:
-        overtaken = self._overtaken.get(one.rank)
+    def _late(self, rank: StartingRank, *, now_s: float) -> StalledRank | None:
+        overtaken = self._overtaken.get(rank.rank)
         if overtaken is None:
             return None
         assert self._way_began_s is not None  # noqa: S101 some rank is on its way
         idle_s, others_s = now_s - overtaken.idle_since_s, overtaken.at_s - self._way_began_s
-        if one.pid != self._first_pids[one.rank]:
+        if rank.pid != self._first_pids[rank.rank]:
             # The others were there already: a new process takes what theirs took to start.
             others_s = max(others_s, self._start_s or 0.0)
-        limit_s = max(self.phases_s.get(one.phase, self.least_s), FACTOR * others_s)
-        if min(idle_s, one.silent_s) <= limit_s:
+        limit_s = max(self.phases_s.get(rank.phase, self.least_s), FACTOR * others_s)
+        if min(idle_s, rank.silent_s) <= limit_s:
             return None
-        if one.cpu_s - overtaken.cpu_s > IDLE_CORES * idle_s:
-            overtaken.note_activity(one, now_s=now_s)
+        if rank.cpu_s - overtaken.cpu_s > IDLE_CORES * idle_s:
+            overtaken.note_activity(rank, now_s=now_s)
             return None
-        return LeftBehind(one.rank, one.phase, now_s - overtaken.at_s, limit_s, others_s)
+        return StalledRank(rank.rank, rank.phase, now_s - overtaken.at_s, limit_s, others_s)

@@ -24,7 +24,11 @@ from perdure.storage.address import (
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
-from perdure.training.commands.arguments import NAMES_IN_ARGUMENTS, unknown_names, unknown_text
+from perdure.training.commands.arguments import (
+    NAMES_IN_ARGUMENTS,
+    explain_unknown_name,
+    find_unknown_names,
+)
 from perdure.training.config.job import RESERVED_NAMES, Job
 from perdure.training.engines.registry import make_engine
 from perdure.training.environment import check_environment, variables_of, worker_path
@@ -265,8 +269,8 @@ def _check_names(field: str, command: Sequence[str], job: Job) -> None:
     defined = {*inherited, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
     if not job.worker.is_launcher:
         defined |= RESERVED_NAMES
-    for name in unknown_names(command, defined):
-        raise InputError(field, unknown_text(name, defined))
+    for name in find_unknown_names(command, defined):
+        raise InputError(field, explain_unknown_name(name, defined))
 
 
 def _check_data(job: Job) -> None:

@@ -14,7 +14,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.records import AttemptEnded
-from perdure.training.liveness.culprit import RankProgress, standstill_of
+from perdure.training.liveness.culprit import RankProgress
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RUNGS, Decision, Rung
 from perdure.training.reporting.ettr import duration_text
@@ -370,7 +370,7 @@ def save_hang_report(
         StorageError: they could not be saved.
     """
     key = f"{logs_prefix(run_id, *attempt)}{HANG_REPORT}"
-    cause = standstill_of(tuple(progress))
+    cause = find_standstill(tuple(progress))
     lines = [cause.line, *cause.ranks] if cause is not None else []
     printed = [f"{log.name} on {node}\n{log.text.rstrip()}" for node, log in stacks]
     report = "\n\n".join(["\n".join(lines), *printed]) + "\n"

@@ -20,7 +20,7 @@ from perdure.storage.collect import InUse, Listing, Removal, Rules, decide, take
 from perdure.storage.errors import PermanentError
 from perdure.storage.local import LocalStore
 from perdure.storage.share import SaveId
-from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.agent.checkpoint_server import HELD_FILE, MemoryInventory
 from perdure.training.config.job import Job
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
@@ -122,7 +122,7 @@ def _whole(held: Iterable[tuple[SaveId, int]]) -> set[int]:
 def _in_memory(nodes: Path) -> Iterator[tuple[SaveId, int]]:
     for path in nodes.glob(f"*/*/{HELD_FILE}"):
         try:
-            held = HeldInMemory.model_validate_json(path.read_text(encoding="utf-8"))
+            held = MemoryInventory.model_validate_json(path.read_text(encoding="utf-8"))
         except (OSError, ValidationError):
             continue  # its container is just going away
         if is_alive(held.pid, held.process_started_s):

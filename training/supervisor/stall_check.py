@@ -14,10 +14,10 @@ from perdure.training.config.job import Job
 from perdure.training.config.watch import HangAction
 from perdure.training.diagnosis.evidence import SilentRank
 from perdure.training.journal.events import AlertKind
-from perdure.training.liveness.culprit import standstill_of
+from perdure.training.liveness.culprit import find_standstill
 from perdure.training.liveness.hang_limits import MIN_LIMIT_S, SilentOutputDetector
 from perdure.training.liveness.heartbeat import Phase
-from perdure.training.liveness.stalled_rank import LeftBehindDetector, StartingRank
+from perdure.training.liveness.stalled_rank import StalledRankDetector, StartingRank
 from perdure.training.supervisor.evidence import progress_of, silent_of
 from perdure.training.supervisor.watch import Progress, WatchResult
 from perdure.training.telemetry.alerts import AlertCondition
@@ -37,7 +37,7 @@ class StallCheck:
 
     job: Job
     began_s: float
-    _left_behind: LeftBehindDetector = field(init=False)
+    _left_behind: StalledRankDetector = field(init=False)
     _silent_output: SilentOutputDetector | None = field(init=False)
     _compared_s: float = 0.0
 
@@ -46,7 +46,7 @@ class StallCheck:
         limit_s = self.job.watch.output_quiet_s
         self._silent_output = SilentOutputDetector(limit_s) if limit_s is not None else None
         restore_s = self.job.watch.restore_timeout_s
-        self._left_behind = LeftBehindDetector(
+        self._left_behind = StalledRankDetector(
             least_s=self.job.restart.hang_timeout_s or MIN_LIMIT_S,
             began_s=self.began_s,
             phases_s={Phase.RESTORE: restore_s} if restore_s is not None else {},
@@ -69,7 +69,7 @@ class StallCheck:
         if silent is None:
             return None
         # The rank that reports a hang may wait for another, which the progress of all shows.
-        standstill = standstill_of(tuple(progress_of(statuses)))
+        standstill = find_standstill(tuple(progress_of(statuses)))
         missing = standstill.missing if standstill is not None else ()
         lines = [silent.line, *([standstill.line] if standstill is not None and missing else [])]
         culprit = missing[0] if len(missing) == 1 else None

@@ -19,9 +19,9 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_store import (
     Save,
     Stored,
-    needs_others,
-    prefix_of,
-    stored_saves,
+    list_stored_saves,
+    needs_other_parts,
+    save_prefix,
 )
 from perdure.training.config.job import Job
 from perdure.training.engines.base import Placement
@@ -225,12 +225,12 @@ class CheckpointFinder:
 
     def _stored(self) -> list[SavedCheckpoint]:
         """List the checkpoints of the store; the path is that on the node that uploaded it."""
-        saves = stored_saves(self.store, self.job.run_id)
+        saves = list_stored_saves(self.store, self.job.run_id)
         checkpoints = (self._read_stored(save, members[0]) for save, members in saves.items())
         return [checkpoint for checkpoint in checkpoints if checkpoint is not None]
 
     def _read_stored(self, save: Save, member: int) -> SavedCheckpoint | None:
-        file_set = read_set(self.store, prefix_of(self.job.run_id, save, member))
+        file_set = read_set(self.store, save_prefix(self.job.run_id, save, member))
         if file_set is None:
             return None
         return SavedCheckpoint(
@@ -244,13 +244,13 @@ class CheckpointFinder:
     def _newest_in_parts(self, on_nodes: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """Find the newest save whose parts all nodes have or can get; return member 0's part."""
         num_members, run_id = self.job.engine.nodes, self.job.run_id
-        stored = stored_saves(self.store, run_id)
+        stored = list_stored_saves(self.store, run_id)
         for save in reversed(_within_reach(on_nodes, stored, num_members)):
             by = stored.get(save, [])
-            parts = (read_set(self.store, prefix_of(run_id, save, member)) for member in by)
+            parts = (read_set(self.store, save_prefix(run_id, save, member)) for member in by)
             lacks = set(range(num_members)) - set(by)
             # Where members read the parts of others, too, a part on its node alone is no use.
-            if lacks and any(part is None or needs_others(part) for part in parts):
+            if lacks and any(part is None or needs_other_parts(part) for part in parts):
                 continue
             first_parts = (part for part in on_nodes if _save_of(part) == save and part.member == 0)
             first_part = next(first_parts, None) or self._read_stored(save, 0)

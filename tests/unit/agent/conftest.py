@@ -42,13 +42,13 @@ def agent_job(folder: Path | None = None, **sections: Any) -> Job:
 
     Its programs here save nothing, so that no checkpoint server is needed.
     """
-    own = {
+    job = {
         "run_id": "run-1",
         "worker": {"recipe": "module:main"},
         "checkpoint": {"host_memory": False},
         "watch": {"log_limit_bytes": 1 << 20 if folder else 0},
     }
-    return small_job(folder, **own | sections)
+    return small_job(folder, **job | sections)
 
 
 def start_order(folder: Path, *command: str, **changes: Any) -> StartOrder:

@@ -12,7 +12,7 @@ from typing import Any
 
 def print_findings() -> None:
     """Print what this process finds."""
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "environment": dict(os.environ),
         "arguments": sys.argv[1:],
         "cwd": str(Path.cwd()),
@@ -23,7 +23,7 @@ def print_findings() -> None:
         "has_torch": "torch" in sys.modules,
         "has_colorsys": "colorsys" in sys.modules,
     }
-    print(json.dumps(found))
+    print(json.dumps(findings))
 
 
 def end_with() -> None:

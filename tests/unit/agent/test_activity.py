@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from perdure.training.agent.worker_process import SessionActivity, activity_of
+from perdure.training.agent.worker_process import SessionActivity, read_session_activity
 
 # A session that has computed, with a child that has written.
 PROGRAM = """
@@ -29,10 +29,10 @@ def test_a_session_is_known_by_all_that_its_processes_did():
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == b"done\n"
-        found = activity_of([process.pid, 2**22 + 1])
-        again = activity_of([process.pid])
+        first = read_session_activity([process.pid, 2**22 + 1])
+        second = read_session_activity([process.pid])
         process.stdin.close()
-    assert found[process.pid].cpu_s >= 0.3
-    assert found[process.pid].io_bytes > 200_000
-    assert again[process.pid] == found[process.pid], "it waits"
-    assert found[2**22 + 1] == SessionActivity(), "there is no such process"
+    assert first[process.pid].cpu_s >= 0.3
+    assert first[process.pid].io_bytes > 200_000
+    assert second[process.pid] == first[process.pid], "it waits"
+    assert first[2**22 + 1] == SessionActivity(), "there is no such process"

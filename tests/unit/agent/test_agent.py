@@ -71,7 +71,7 @@ def until_logged(container: Container, text: str, name: str = STDOUT) -> None:
 
 def test_a_command_gets_the_platforms_variables_and_is_no_rank(shared):
     shared.finish("env", variables={"HCCL_BUFFSIZE": "200", "MY_OWN": "x y"})
-    seen = variables(shared)
+    environment = variables(shared)
     expected = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29511",
@@ -91,17 +91,20 @@ def test_a_command_gets_the_platforms_variables_and_is_no_rank(shared):
         "HCCL_BUFFSIZE": "200",
         "MY_OWN": "x y",
     }
-    assert {name: seen.get(name) for name in expected} == expected
+    assert {name: environment.get(name) for name in expected} == expected
     # The agent itself was started with these: they belong to another program.
-    assert seen.keys().isdisjoint({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
+    assert environment.keys().isdisjoint({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"})
 
 
 def test_every_start_of_processes_is_counted_and_the_schedule_count_stays(shared):
     first = int(shared.status().proc_start_cnt)
     for count in (first + 1, first + 2):
         assert shared.finish("env").proc_start_cnt == count
-        seen = variables(shared)
-        assert (seen["MA_PROC_START_CNT"], seen["MA_SCHEDULE_CNT"]) == (str(count), "3")
+        environment = variables(shared)
+        assert (environment["MA_PROC_START_CNT"], environment["MA_SCHEDULE_CNT"]) == (
+            str(count),
+            "3",
+        )
 
 
 def test_output_goes_to_a_log_for_each_stream_where_the_job_has_it(shared, tmp_path):
@@ -120,13 +123,13 @@ def test_what_is_being_written_is_read_in_whole_lines_without_secrets(shared):
     at = {"placement": order.placement, "attempt": order.attempt}
 
     def read(**query: Any) -> dict[str, LogPiece]:
-        return {one.name: one for one in shared.call(ReadLogsQuery(**query)).pieces}
+        return {piece.name: piece for piece in shared.call(ReadLogsQuery(**query)).pieces}
 
-    found = read()
-    assert (found[STDOUT].text, found[STDERR].text) == ("one\ntwo\n", "password=***\n")
-    assert (found[STDOUT].attempt, found[STDOUT].rank) == (order.attempt, None)
-    offsets = {f"node-1/{one.name}": one.offset for one in found.values()}
-    assert [one.text for one in read(**at, offsets=offsets).values()] == ["", ""]
+    pieces = read()
+    assert (pieces[STDOUT].text, pieces[STDERR].text) == ("one\ntwo\n", "password=***\n")
+    assert (pieces[STDOUT].attempt, pieces[STDOUT].rank) == (order.attempt, None)
+    offsets = {f"node-1/{piece.name}": piece.offset for piece in pieces.values()}
+    assert [piece.text for piece in read(**at, offsets=offsets).values()] == ["", ""]
     assert read(file=STDOUT, tail_bytes=9)[STDOUT].text == "two\n", "the first line is not whole"
     assert read(file=STDOUT, **at, offsets={f"node-1/{STDOUT}": 4})[STDOUT].text == "two\n"
     assert read(placement=9, attempt=9, offsets=offsets)[STDOUT].text == "one\ntwo\n"
@@ -153,19 +156,19 @@ def test_a_name_in_the_command_that_nothing_sets_is_an_error(shared):
 
 def test_every_variable_that_a_command_gets_may_be_named_in_its_arguments(shared):
     shared.finish("env")
-    own = {"OMP_NUM_THREADS"}  # of the order
-    assert variables(shared).keys() - os.environ.keys() - own <= NAMES_IN_ARGUMENTS
+    job_names = {"OMP_NUM_THREADS"}  # of the order
+    assert variables(shared).keys() - os.environ.keys() - job_names <= NAMES_IN_ARGUMENTS
 
 
 def test_cann_writes_its_log_beside_the_ranks_own_or_below_the_folder_of_the_job(shared):
     shared.finish("env")
-    seen = variables(shared)
-    folder = Path(seen["TORCHELASTIC_ERROR_FILE"]).parent
-    assert seen["ASCEND_PROCESS_LOG_PATH"] == f"{folder}/command-00001.ascend"
+    environment = variables(shared)
+    folder = Path(environment["TORCHELASTIC_ERROR_FILE"]).parent
+    assert environment["ASCEND_PROCESS_LOG_PATH"] == f"{folder}/command-00001.ascend"
     shared.finish("env", variables={"ASCEND_PROCESS_LOG_PATH": "/own"})
-    own = Path(variables(shared)["ASCEND_PROCESS_LOG_PATH"])
-    assert own.is_relative_to("/own"), "a folder of its own for each rank of each attempt"
-    assert own.name == "command-00001"
+    rank_folder = Path(variables(shared)["ASCEND_PROCESS_LOG_PATH"])
+    assert rank_folder.is_relative_to("/own"), "a folder of its own for each rank of each attempt"
+    assert rank_folder.name == "command-00001"
 
 
 def test_the_end_of_a_worker_is_reported_with_its_exit_code_and_its_error(shared, tmp_path):
@@ -200,9 +203,9 @@ def checkpoint_servers(container: Container) -> list[int]:
     log = container.folder / "checkpoint-server.log"
     wait_for(lambda: log.exists() and "checkpoint server is ready" in log.read_text())
     return [
-        one.pid
-        for one in container.processes()
-        if "perdure.training.agent.checkpoint_server" in one.cmdline()
+        process.pid
+        for process in container.processes()
+        if "perdure.training.agent.checkpoint_server" in process.cmdline()
     ]
 
 
@@ -262,9 +265,9 @@ def test_a_repeated_start_order_starts_nothing_also_after_a_stop(shared):
     order = shared.start("sleep", "600")
     running = shared.until("running")
     shared.call(order)
-    again = shared.status()
-    assert again.proc_start_cnt == running.proc_start_cnt
-    assert [w.pid for w in again.workers] == [w.pid for w in running.workers]
+    second = shared.status()
+    assert second.proc_start_cnt == running.proc_start_cnt
+    assert [w.pid for w in second.workers] == [w.pid for w in running.workers]
     with pytest.raises(EngineError, match=f"attempt {order.attempt} is still running"):
         shared.call(shared.order("true"))
     shared.call(StopOrder(grace_s=60))
@@ -323,9 +326,9 @@ def test_what_outlives_a_stopped_worker_is_asked_to_end_before_the_grace_period_
     assert "swept" in shared.logs()[STDOUT]
 
 
-@pytest.mark.parametrize("own", ["", "env -i "])
-def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared, own):
-    shared.finish("sh", "-c", f"{own}setsid sleep 600 & sleep 0.2; exit 3")
+@pytest.mark.parametrize("prefix", ["", "env -i "])
+def test_what_a_worker_leaves_behind_is_gone_when_the_attempt_is_over(shared, prefix):
+    shared.finish("sh", "-c", f"{prefix}setsid sleep 600 & sleep 0.2; exit 3")
     assert [process.pid for process in shared.processes()] == [shared.process.pid]
     assert psutil.Process(shared.process.pid).children(recursive=True) == []
 
@@ -336,8 +339,8 @@ def test_step_records_are_handed_out_in_whole_lines(shared):
     shared.start("sh", "-c", script)
     reply = wait_for(lambda: (r := shared.call(MetricsQuery(offset=0))).text and r)
     assert (reply.text, reply.offset) == ("one\ntwo\n", 8)
-    again = shared.call(MetricsQuery(offset=4))
-    assert (again.text, again.offset) == ("two\n", 8)
+    second = shared.call(MetricsQuery(offset=4))
+    assert (second.text, second.offset) == ("two\n", 8)
     assert shared.call(MetricsQuery(offset=8)).text == ""
 
 
@@ -404,11 +407,11 @@ def test_a_silent_rank_is_reported_as_a_hang(new_container):
 
 
 def test_a_superseded_supervisor_is_refused(shared):
-    before = shared.status()
+    previous = shared.status()
     for order in (shared.order("true"), StopOrder(grace_s=0), StatusQuery()):
         with pytest.raises(EngineError, match=f"epoch {EPOCH - 1} is superseded by {EPOCH}"):
             shared.client(epoch=EPOCH - 1).call(order)
-    assert shared.status() == before
+    assert shared.status() == previous
 
 
 def test_a_stranger_cannot_supersede_the_supervisor(shared):
@@ -466,7 +469,7 @@ def test_what_is_spared_outlives_the_rest_of_its_container(new_container):
     container.start("sleep", "600")
     container.until("running")
     assert kill_container(container.marker, spare={container.address.pid})
-    assert [one.pid for one in container.processes()] == [container.address.pid]
+    assert [process.pid for process in container.processes()] == [container.address.pid]
 
 
 def test_the_address_of_an_agent_is_published_whole_and_a_reused_pid_is_not_its_process(shared):

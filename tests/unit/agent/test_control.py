@@ -134,8 +134,8 @@ def test_a_caller_that_sends_nothing_holds_up_nobody(server):
 
 
 def test_nobody_at_the_address_is_unreachable():
-    with socket.create_server((HOST, 0)) as gone:
-        port = gone.getsockname()[1]
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
     with pytest.raises(AgentUnreachable, match=f"agent at {HOST}:{port}"):
         client(port).call(StatusQuery())
 
@@ -168,13 +168,13 @@ def test_the_server_listens_on_loopback_alone(server):
 
 @pytest.mark.parametrize("on_loopback", [True, False])
 def test_a_port_forward_is_answered_where_the_engine_wants_it(on_loopback):
-    own = "127.0.0.2"
+    host = "127.0.0.2"
     server = control_server(
-        own, TOKEN, lambda _: AgentReply(text="received"), on_loopback=on_loopback
+        host, TOKEN, lambda _: AgentReply(text="received"), on_loopback=on_loopback
     )
     server.start()
     try:
-        assert AgentClient(own, server.port, TOKEN, 1).call(StatusQuery()).text == "received"
+        assert AgentClient(host, server.port, TOKEN, 1).call(StatusQuery()).text == "received"
         if on_loopback:
             assert client(server.port).call(StatusQuery()).text == "received"
             with pytest.raises(EngineError, match="wrong token"):

@@ -249,21 +249,21 @@ def test_a_command_that_exits_well_has_no_step_to_be_judged_by(coordinated, coor
 
 def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_path):
     group = coordinated("sh", "-c", FAILING, slots_per_node=1, cwd=str(tmp_path))
-    before = until(group, lambda worker: worker.is_recovering)
+    ended = until(group, lambda worker: worker.is_recovering)
     group.replace(group.ranks[0], 4)
-    after = until(group, lambda worker: not worker.is_recovering)
-    assert after.pid != before.pid
-    assert (before.error, after.error, after.exit_code) == ("E: bad", None, None)
+    replaced = until(group, lambda worker: not worker.is_recovering)
+    assert replaced.pid != ended.pid
+    assert (ended.error, replaced.error, replaced.exit_code) == ("E: bad", None, None)
     wait_for(lambda: (tmp_path / "lives").read_text() == "\n4\n")
 
 
 def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tmp_path):
     group = coordinated("sh", "-c", "echo $$ >> lives; exec sleep 600", slots_per_node=1)
     wait_for((tmp_path / "lives").exists)
-    (before,) = group.statuses()
+    (ended,) = group.statuses()
     group.replace(group.ranks[0], 2)
     with pytest.raises(ProcessLookupError):
-        os.kill(before.pid, 0)
+        os.kill(ended.pid, 0)
     assert not group.statuses()[0].is_recovering
 
 
@@ -326,9 +326,9 @@ def test_an_end_that_no_coordinator_has_answered_is_reported_to_the_next_one(
         line.rejoin(following.address)
         group.rejoin(following.address)
         assert isinstance(following.receive(), AgentJoined)
-        again = following.receive()
-        assert isinstance(again, WorkerEnded)
-        assert (again.rank, again.exit_code) == (first.rank, 3)
+        second = following.receive()
+        assert isinstance(second, WorkerEnded)
+        assert (second.rank, second.exit_code) == (first.rank, 3)
         assert group.statuses()[0].is_recovering
 
 
@@ -346,12 +346,12 @@ def test_an_end_ends_the_attempt_where_the_next_coordinator_is_gone_too(
 
 def test_nothing_is_replaced_once_the_attempt_is_asked_to_end(coordinated):
     group = coordinated("sh", "-c", "exit 3", slots_per_node=1)
-    before = until(group, lambda worker: worker.is_recovering)
+    ended = until(group, lambda worker: worker.is_recovering)
     group.stop(60)
     group.replace(group.ranks[0], 2)
     wait_for(group.poll)
-    (after,) = group.statuses()
-    assert (after.pid, after.exit_code) == (before.pid, 3)
+    (replaced,) = group.statuses()
+    assert (replaced.pid, replaced.exit_code) == (ended.pid, 3)
 
 
 # A place that is kept while a chip is checked.
@@ -387,11 +387,11 @@ def test_the_end_of_a_process_that_is_to_be_replaced_is_no_fault(
 def test_the_process_that_a_place_is_kept_for_is_started_once(coordinated, tmp_path):
     group = vacated(coordinated, tmp_path)
     group.fill(group.ranks[0], 2)
-    (after,) = group.statuses()
-    assert not after.is_recovering
+    (replaced,) = group.statuses()
+    assert not replaced.is_recovering
     wait_for(lambda: lives(tmp_path) == 2)
     group.fill(group.ranks[0], 2)
-    assert group.statuses()[0].pid == after.pid
+    assert group.statuses()[0].pid == replaced.pid
 
 
 def test_a_rank_that_cannot_be_replaced_is_reported_and_waits_for_the_answer(
@@ -427,9 +427,9 @@ def test_a_process_that_cannot_be_started_is_reported_too(
 
     group.fork = no_fork_server
     group.fill(group.ranks[0], 2)
-    told = coordinator.receive()
+    report = coordinator.receive()
     why = "its process does not start: the fork server is gone"
-    assert told == NotReplaced(rank=group.ranks[0], why=why)
+    assert report == NotReplaced(rank=group.ranks[0], why=why)
 
 
 @pytest.mark.parametrize("end", ["release", "stop"])

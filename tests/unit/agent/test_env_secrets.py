@@ -12,17 +12,19 @@ PRINT = ("sh", "-c", "echo $$X and $$Y; sleep 0.2; echo $$PERDURE_SECRETS; exit 
 def test_workers_print_their_secrets_and_neither_file_nor_answer_has_them(shared, tmp_path):
     mounted = tmp_path / "token"
     job = agent_job(env_from={"X": {"block": "b"}, "Y": {"file": str(mounted)}})
-    given = {"job": job, "secrets": {"X": SECRETS["X"]}}
+    start_fields = {"job": job, "secrets": {"X": SECRETS["X"]}}
 
-    status = shared.finish(*PRINT, **given)
+    status = shared.finish(*PRINT, **start_fields)
     assert status.staging_error == f"ValueError: env_from.Y: {mounted}: No such file or directory"
 
     mounted.write_text(SECRETS["Y"] + "\n")
-    assert shared.finish(*PRINT, **given).workers[0].exit_code == 3
+    assert shared.finish(*PRINT, **start_fields).workers[0].exit_code == 3
     assert shared.logs()[STDOUT] == "*** and ***\nX,Y\n"
     files = [path.read_bytes() for path in shared.folder.rglob("*") if path.is_file()]
     assert b"*** and ***\nX,Y\n" in files
-    assert not [one for one in files for value in SECRETS.values() if value.encode() in one]
+    assert not [
+        content for content in files for value in SECRETS.values() if value.encode() in content
+    ]
     assert not list(shared.folder.rglob("*.pipe"))
 
 

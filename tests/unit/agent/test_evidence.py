@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from perdure.training.agent import evidence
-from perdure.training.agent.evidence import NO_ANSWER, ascend_folder, device_health, device_logs
+from perdure.training.agent.evidence import (
+    NO_ANSWER,
+    ascend_folder,
+    read_device_health,
+    read_device_logs,
+)
 from perdure.training.telemetry.npu_smi import parse_table
 from perdure.training.telemetry.sampling import health_command, link_commands
 from perdure.training.wire.agent import EvidenceQuery
@@ -25,7 +30,7 @@ def test_device_logs_of_every_rank_that_has_some_are_read_from_their_ends(tmp_pa
         plog = ascend_folder(tmp_path, f"rank-{rank}") / "debug" / "plog"
         plog.mkdir(parents=True)
         (plog / f"plog-{rank}.log").write_text(f"{'x' * 100}end of {rank}")
-    texts = list(device_logs({ascend_folder(tmp_path, f"rank-{n}"): n for n in (1, 2, 3)}, 8))
+    texts = list(read_device_logs({ascend_folder(tmp_path, f"rank-{n}"): n for n in (1, 2, 3)}, 8))
     assert [(text.rank, text.text) for text in texts] == [(2, "end of 2"), (3, "end of 3")]
 
 
@@ -35,7 +40,7 @@ def test_only_the_newest_device_logs_of_a_rank_are_read(tmp_path):
     for number in range(9):
         (plog / f"{number}.log").write_text(str(number))
         os.utime(plog / f"{number}.log", (number, number))
-    assert [text.text for text in device_logs({plog: 0}, 100)] == ["5", "6", "7", "8"]
+    assert [text.text for text in read_device_logs({plog: 0}, 100)] == ["5", "6", "7", "8"]
 
 
 def test_every_device_is_asked_about_by_card_and_chip(tools):
@@ -43,7 +48,7 @@ def test_every_device_is_asked_about_by_card_and_chip(tools):
     install(tools, "npu-smi", f'[ "$*" = info ] && cat {table} || echo "asked: $*"')
     install(tools, "hccn_tool", 'echo "asked: $*"')
     chips = parse_table(table.read_text())
-    first, *texts = device_health([0, 1])
+    first, *texts = read_device_health([0, 1])
     assert (first.device, first.text) == (None, table.read_text())
     assert [(text.device, text.text) for text in texts] == [
         (device, f"asked: {' '.join(command[1:])}\n")
@@ -66,13 +71,13 @@ def test_what_a_tool_prints_is_kept_and_devices_outside_of_its_table_are_left_ou
 ):
     if npu_smi is not None:
         install(tools, "npu-smi", npu_smi)
-    assert [text.text for text in device_health([0, 1])] == texts
+    assert [text.text for text in read_device_health([0, 1])] == texts
 
 
 def test_a_driver_that_does_not_answer_is_asked_no_more(tools, monkeypatch):
     monkeypatch.setattr(evidence, "COMMAND_TIMEOUT_S", 0.2)
     install(tools, "npu-smi", "exec sleep 60")
-    (text,) = device_health([0, 1, 2])
+    (text,) = read_device_health([0, 1, 2])
     assert text.text.startswith(NO_ANSWER)
 
 
@@ -88,15 +93,15 @@ def test_the_agent_hands_over_what_its_workers_left(shared):
 
 def test_logs_below_a_folder_that_was_set_are_handed_over_each_as_its_own(shared, tmp_path):
     """A folder of the job's is that of every attempt: what others left there is not taken."""
-    own = tmp_path / "of-the-job"
-    (own / "plog").mkdir(parents=True)
-    (own / "plog" / "old.log").write_text("of an earlier attempt\n")
+    folder = tmp_path / "of-the-job"
+    (folder / "plog").mkdir(parents=True)
+    (folder / "plog" / "old.log").write_text("of an earlier attempt\n")
     program = 'mkdir -p "$ASCEND_PROCESS_LOG_PATH" && echo new > "$ASCEND_PROCESS_LOG_PATH/a.log"'
-    shared.finish("sh", "-c", program, variables={"ASCEND_PROCESS_LOG_PATH": str(own)})
+    shared.finish("sh", "-c", program, variables={"ASCEND_PROCESS_LOG_PATH": str(folder)})
     texts = shared.call(EvidenceQuery(tail_bytes=1000)).texts
     of_cann = [(Path(text.name), text.text) for text in texts if text.name.endswith(".log")]
     assert [text for _, text in of_cann] == ["new\n"]
-    assert of_cann[0][0].is_relative_to(own)
+    assert of_cann[0][0].is_relative_to(folder)
 
 
 def test_the_agent_reports_a_retry_of_hccl_that_succeeded(shared, tmp_path):

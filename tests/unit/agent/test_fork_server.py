@@ -37,10 +37,10 @@ def subreaper():
 @pytest.fixture(scope="module")
 def fork_server(subreaper, tmp_path_factory):
     """One for the tests that leave it alive."""
-    one = ForkServer(PRELOADING, tmp_path_factory.mktemp("fork_server") / "fork-server.log")
-    one.start()
-    yield one
-    one.close()
+    server = ForkServer(PRELOADING, tmp_path_factory.mktemp("fork_server") / "fork-server.log")
+    server.start()
+    yield server
+    server.close()
 
 
 @pytest.fixture
@@ -85,21 +85,21 @@ def ended(process: ForkedProcess | subprocess.Popen[bytes]) -> int:
 def found_by(process: ForkedProcess | subprocess.Popen[bytes], out: Path) -> dict[str, Any]:
     """What a process that was given "one" and "two" found; the common part is checked."""
     assert ended(process) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert found["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
-    assert (found["arguments"], found["cwd"]) == (["one", "two"], str(out.parent))
-    assert found["leads_session"]
-    assert found["input"] == ""
-    return found
+    findings: dict[str, Any] = json.loads(out.read_text())
+    assert findings["environment"] == {"OWN": "x y\n=z", "PYTHONPATH": ROOT}
+    assert (findings["arguments"], findings["cwd"]) == (["one", "two"], str(out.parent))
+    assert findings["leads_session"]
+    assert findings["input"] == ""
+    return findings
 
 
 def test_a_fork_finds_what_was_asked_for_and_nothing_of_its_fork_server(forked, tmp_path):
     process = forked("print_findings", "one", "two", name="rank-12-with-a-long-name")
-    found = found_by(process, tmp_path / "rank-12-with-a-long-name.out")
-    assert found["name"] == "rank-12-with-a-", "cut as the kernel does"
-    assert found["parent"] == os.getpid(), "which reaps orphans"
-    assert found["has_torch"], "it would take seconds to import"
-    assert found["has_colorsys"], "worker.preload; one that is not there is left to the rank"
+    findings = found_by(process, tmp_path / "rank-12-with-a-long-name.out")
+    assert findings["name"] == "rank-12-with-a-", "cut as the kernel does"
+    assert findings["parent"] == os.getpid(), "which reaps orphans"
+    assert findings["has_torch"], "it would take seconds to import"
+    assert findings["has_colorsys"], "worker.preload; one that is not there is left to the rank"
 
 
 @pytest.mark.parametrize(
@@ -169,21 +169,21 @@ def test_a_fork_server_serves_those_who_want_the_same_variables(fork_server):
 
 
 def test_what_was_forked_outlives_a_fork_server_and_its_end_is_noticed(subreaper, tmp_path):
-    one = ForkServer(VARIABLES, tmp_path / "fork-server.log")
-    one.start()
-    process = one.fork(wanted("stay", tmp_path))
+    server = ForkServer(VARIABLES, tmp_path / "fork-server.log")
+    server.start()
+    process = server.fork(wanted("stay", tmp_path))
     until_up(tmp_path / "x.out")
-    (pid,) = one.pids
+    (pid,) = server.pids
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not one.serves(VARIABLES))
-    assert one._process is not None
-    assert one._process.stdout is not None
-    at_end, _, _ = select.select([one._process.stdout], [], [], 5)
+    wait_for(lambda: not server.serves(VARIABLES))
+    assert server._process is not None
+    assert server._process.stdout is not None
+    at_end, _, _ = select.select([server._process.stdout], [], [], 5)
     assert at_end, "the fork holds the pipe open, and the agent waits for ever"
     with pytest.raises(OSError, match=r"fork server|Broken pipe"):
-        one.fork(wanted("stay", tmp_path))
-    one.close()
-    assert one.pids == frozenset()
+        server.fork(wanted("stay", tmp_path))
+    server.close()
+    assert server.pids == frozenset()
     assert process.poll() is None
     process.kill()
 
@@ -191,23 +191,23 @@ def test_what_was_forked_outlives_a_fork_server_and_its_end_is_noticed(subreaper
 def test_a_fork_server_that_cannot_import_says_where_to_look(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('no driver')\n")
     log = tmp_path / "fork-server.log"
-    one = ForkServer({**VARIABLES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, log)
+    server = ForkServer({**VARIABLES, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, log)
     with pytest.raises(OSError, match=f"the fork server did not start; see {log}"):
-        one.start()
+        server.start()
     assert "no driver" in log.read_text()
-    assert one.pids == frozenset()
+    assert server.pids == frozenset()
 
 
 def test_a_fork_server_forks_nothing_before_its_start_and_is_ended_when_that_takes_too_long(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
-    one = ForkServer(VARIABLES, tmp_path / "fork-server.log")
+    server = ForkServer(VARIABLES, tmp_path / "fork-server.log")
     with pytest.raises(OSError, match="not started"):
-        one.fork(wanted("print_findings", tmp_path))
+        server.fork(wanted("print_findings", tmp_path))
     with pytest.raises(OSError, match="did not start"):
-        one.start()
-    assert one.pids == frozenset()
+        server.start()
+    assert server.pids == frozenset()
 
 
 def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
@@ -216,9 +216,9 @@ def test_a_worker_that_must_not_be_forked_finds_the_same_and_imports_for_itself(
     monkeypatch.setenv(COLD_START, "1")
     launcher = Launcher(tmp_path, "127.0.0.1")  # without a fork server
     process = launcher.fork(wanted("print_findings", tmp_path, ("one", "two"), name="rank-12"))
-    found = found_by(process, tmp_path / "rank-12.out")
-    assert found["name"] == "rank-12"
-    assert not found["has_torch"]
+    findings = found_by(process, tmp_path / "rank-12.out")
+    assert findings["name"] == "rank-12"
+    assert not findings["has_torch"]
     assert ended(launcher.fork(wanted("end_with", tmp_path, ("75",)))) == 75
 
 

@@ -40,8 +40,8 @@ def started(new_group, tmp_path) -> Callable[..., WorkerGroup]:
 
         def is_ready() -> bool:
             ranks = group.command_statuses()
-            known = [one.rank for one in ranks if not beats or one.step == 12]
-            return known == [2, 3]
+            ready = [rank.rank for rank in ranks if not beats or rank.step == 12]
+            return ready == [2, 3]
 
         if not group.order.is_launcher:
             wait_for(is_ready)
@@ -58,7 +58,7 @@ def check_of(limit_s: float | None = LIMIT_S) -> HangCheck:
 
 def stop(group: WorkerGroup, pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: any(state_of(one) == "T" for one in group.command_statuses()))
+    wait_for(lambda: any(state_of(rank) == "T" for rank in group.command_statuses()))
 
 
 def state_of(rank: RankStatus) -> str:
@@ -83,7 +83,7 @@ def test_a_rank_that_goes_on_is_no_hang_and_has_the_whole_time_again(started):
     report = wait_for(lambda: check.check(group))
     assert report.rank == 2
     os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: not any(state_of(one) == "T" for one in group.command_statuses()))
+    wait_for(lambda: not any(state_of(rank) == "T" for rank in group.command_statuses()))
     assert check.check(group) is None
     stop(group, pid)
     assert check.check(group) is None
@@ -115,7 +115,7 @@ def test_a_shell_that_is_stopped_above_a_program_holds_nobody_up(started):
 
 def pass_time(check: HangCheck) -> None:
     """What is stopped has been so for as long as it may."""
-    check._stopped = {one: since_s - MIN_LIMIT_S for one, since_s in check._stopped.items()}
+    check._stopped = {process: since_s - MIN_LIMIT_S for process, since_s in check._stopped.items()}
 
 
 def test_what_a_launcher_stops_is_its_own_affair(started):

@@ -37,8 +37,8 @@ def healed(container: Container, wanted: HealOrder) -> ChipsHealed:
         assert reply.healing is not None
         return reply.healing.done
 
-    found: ChipsHealed = wait_for(done, what="the end of the healing")
-    return found
+    event: ChipsHealed = wait_for(done, what="the end of the healing")
+    return event
 
 
 def test_a_device_computes_in_a_process_and_the_attempts_log_has_the_outcome(new_container):
@@ -68,7 +68,7 @@ def test_a_chip_that_stays_ill_after_its_reset_cannot_be_used(new_container, tmp
     container = new_container({"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"})
     done = healed(container, order(container.folder, 1, code="8C03A000"))
     assert not done.succeeded
-    assert [(one.act, one.is_good) for one in done.acts] == [("reset", True), ("check", False)]
+    assert [(act.act, act.is_good) for act in done.acts] == [("reset", True), ("check", False)]
     assert "8C03A000" in done.acts[-1].codes
     assert (tools / "resets").read_text() == "set -t reset -i 0 -c 0\n"
 

@@ -103,14 +103,16 @@ def client_of(folder: Path) -> AgentClient:
 
 
 def first_process(folder: Path) -> psutil.Process:
-    found = parts_of(Victim.AGENT, lambda marker: marker == str(folder))
-    (agent,) = (one for one in found if one.name() != "unshare")
+    processes = parts_of(Victim.AGENT, lambda marker: marker == str(folder))
+    (agent,) = (process for process in processes if process.name() != "unshare")
     return agent
 
 
-def others(folder: Path, first: psutil.Process) -> list[str]:
-    found = processes_of(lambda marker: marker == str(folder))
-    return [one.name() for one in found if one != first and one.name() != "unshare"]
+def other_processes(folder: Path, first: psutil.Process) -> list[str]:
+    processes = processes_of(lambda marker: marker == str(folder))
+    return [
+        process.name() for process in processes if process != first and process.name() != "unshare"
+    ]
 
 
 @pytest.mark.parametrize("by", ["an order", "a worker"])
@@ -127,7 +129,7 @@ def test_a_pod_whose_node_is_lost_runs_on_and_answers_nobody(pod, by):
     if by == "an order":
         assert client.call(KillOrder(victim=Victim.NODE)).num_killed == 1
     worker.wait(240)
-    wait_for(lambda: not others(pod, agent), what="the end of all but the first")
+    wait_for(lambda: not other_processes(pod, agent), what="the end of all but the first")
     assert agent.is_running()
     assert "perdure.training.injection.lost_node" in agent.cmdline()
     with pytest.raises(AgentUnreachable):

@@ -251,9 +251,9 @@ def test_of_a_log_that_is_cut_the_newest_whole_lines_are_kept(tmp_path):
     packed = pack(log, frozenset(), limit_bytes=50_000)
     assert packed is not None
     assert 20_000 < len(packed.data) <= 50_000
-    kept = gzip.decompress(packed.data).decode().splitlines(keepends=True)
-    assert kept == lines[-len(kept) :]
-    assert packed.cut_bytes >= log.size_bytes - sum(map(len, kept)) - len(lines[0])
+    tail = gzip.decompress(packed.data).decode().splitlines(keepends=True)
+    assert tail == lines[-len(tail) :]
+    assert packed.cut_bytes >= log.size_bytes - sum(map(len, tail)) - len(lines[0])
 
 
 def test_a_cut_in_the_middle_of_a_secret_shows_no_part_of_it(tmp_path):
@@ -272,15 +272,15 @@ def test_where_there_is_no_room_a_log_is_left_out(tmp_path):
 
 
 def test_compressing_ends_as_soon_as_the_limit_is_passed():
-    given = []
+    consumed = []
 
     def pieces():
         for _ in range(100):
-            given.append(1)
+            consumed.append(1)
             yield os.urandom(10_000)
 
     assert compress(pieces(), limit_bytes=50_000)[0] is None
-    assert len(given) < 20
+    assert len(consumed) < 20
 
 
 def test_the_wait_for_the_logs_has_a_limit():

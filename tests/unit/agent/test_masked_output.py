@@ -27,13 +27,13 @@ def test_wherever_a_text_is_cut_it_has_the_same_masks(parts, cuts):
     whole = LiteralMask([SECRET, OTHER])
     expected = whole.feed(text) + whole.end()
     assert SECRET.encode() not in expected
-    mask, found, at = LiteralMask([SECRET, OTHER]), b"", 0
+    mask, output, at = LiteralMask([SECRET, OTHER]), b"", 0
     for cut in sorted(cuts):
-        found += mask.feed(text[at:cut])
+        output += mask.feed(text[at:cut])
         at = max(at, cut)
-    found += mask.feed(text[at:]) + mask.end()
-    assert SECRET.encode() not in found
-    assert found == expected
+    output += mask.feed(text[at:]) + mask.end()
+    assert SECRET.encode() not in output
+    assert output == expected
 
 
 def test_text_without_a_beginning_of_a_secret_is_held_back_by_no_byte():

@@ -28,11 +28,11 @@ def order(folder: Path | None = None, burn_in_s: float = 0.0) -> CheckOrder:
     )
 
 
-def ask(container: Container, what: CheckOrder, replies: list[AgentReply]) -> threading.Thread:
+def ask(container: Container, order: CheckOrder, replies: list[AgentReply]) -> threading.Thread:
     """Ask in a thread of its own: the answer takes its time."""
 
     def call() -> None:
-        replies.append(container.client().call(what, timeout_s=240))
+        replies.append(container.client().call(order, timeout_s=240))
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
@@ -40,15 +40,13 @@ def ask(container: Container, what: CheckOrder, replies: list[AgentReply]) -> th
 
 
 def checkers(container: Container) -> list[psutil.Process]:
-    found = []
+    pids = []
     for process in container.processes():
         try:
-            found += (
-                [process] if "perdure.training.node_checks.program" in process.cmdline() else []
-            )
+            pids += [process] if "perdure.training.node_checks.program" in process.cmdline() else []
         except psutil.NoSuchProcess:
             continue
-    return found
+    return pids
 
 
 def test_a_node_reports_its_clock_and_a_free_port(shared):
@@ -62,9 +60,9 @@ def test_the_node_is_checked_under_its_own_name(new_container, tmp_path):
     replies: list[AgentReply] = []
     ask(container, order(tmp_path), replies).join(240)
     (reply,) = replies
-    found = {check.name: check for check in reply.checks}
+    checks = {check.name: check for check in reply.checks}
     assert {check.node for check in reply.checks} == {"node-1"}
-    assert [found[name].outcome for name in ("burn_in", "store")] == [CheckOutcome.OK] * 2
+    assert [checks[name].outcome for name in ("burn_in", "store")] == [CheckOutcome.OK] * 2
 
 
 def test_while_an_attempt_runs_nothing_is_checked(shared):

@@ -87,14 +87,14 @@ class Attempt:
             worker = self.worker()
             return worker if condition(worker) else None
 
-        found: WorkerStatus = wait_for(look)
-        return found
+        status: WorkerStatus = wait_for(look)
+        return status
 
     def logged(self) -> str:
         return (self.container.folder / "agent.log").read_text()
 
     def names(self) -> list[str]:
-        return [one.name() for one in self.container.processes()]
+        return [process.name() for process in self.container.processes()]
 
 
 @pytest.fixture
@@ -124,81 +124,83 @@ def attempt(container, tools) -> Iterator[Attempt]:
 
 
 def test_a_rank_on_a_chip_that_is_well_gets_its_new_process(attempt):
-    before = attempt.worker()
+    previous = attempt.worker()
     (attempt.tools / "asked").unlink(missing_ok=True)
     attempt.replace(CHECK)
-    after = attempt.until(lambda one: one.pid != before.pid)
+    replaced = attempt.until(lambda status: status.pid != previous.pid)
     assert (attempt.tools / "asked").exists()
-    assert (after.is_recovering, after.exit_code) == (False, None)
+    assert (replaced.is_recovering, replaced.exit_code) == (False, None)
     assert not (attempt.tools / "was-reset").exists()
     wait_for(lambda: attempt.container.logs()["rank-00003.stdout.log"] == "up\nup\n")
 
 
 def test_a_rank_on_a_chip_that_is_ill_is_not_replaced_and_the_attempt_ends(attempt):
-    before = attempt.worker()
+    previous = attempt.worker()
     (attempt.tools / "ill").touch()
     attempt.replace(CHECK)
-    told = attempt.coordinator.receive()
-    assert isinstance(told, NotReplaced)
-    assert told.rank == 3
-    assert "node-1 cannot be used after" in told.why
-    assert "8C03A000" in told.why
-    assert f"rank 3 is not replaced: {told.why}" in attempt.logged()
+    report = attempt.coordinator.receive()
+    assert isinstance(report, NotReplaced)
+    assert report.rank == 3
+    assert "node-1 cannot be used after" in report.why
+    assert "8C03A000" in report.why
+    assert f"rank 3 is not replaced: {report.why}" in attempt.logged()
     assert not (attempt.tools / "was-reset").exists(), "the other rank lives"
     assert attempt.worker().is_recovering, "until the coordinator answers"
     attempt.coordinator.send(GiveUp(why="process_replace: the last one failed"))
     status = attempt.container.until("ended")
-    assert status.workers[1].pid == before.pid
+    assert status.workers[1].pid == previous.pid
     assert attempt.container.logs()["rank-00003.stdout.log"] == "up\n"
 
 
 def test_a_rank_that_software_ended_is_replaced_although_the_chip_would_be_found_ill(attempt):
-    before = attempt.worker()
+    previous = attempt.worker()
     (attempt.tools / "ill").touch()
     (attempt.tools / "asked").unlink(missing_ok=True)
-    (victim,) = [one for one in attempt.container.processes() if one.pid == before.pid]
+    (victim,) = [
+        process for process in attempt.container.processes() if process.pid == previous.pid
+    ]
     victim.kill()
     assert isinstance(attempt.coordinator.receive(), WorkerEnded)
     attempt.replace(None)
-    attempt.until(lambda one: one.pid != before.pid and not one.is_recovering)
+    attempt.until(lambda status: status.pid != previous.pid and not status.is_recovering)
     assert not (attempt.tools / "asked").exists()
 
 
 def test_the_agent_answers_while_a_chip_is_checked(attempt):
-    before = attempt.worker()
+    previous = attempt.worker()
     attempt.replace_slowly()
     for _ in range(3):
         status = attempt.container.status()  # the check goes on until `hold` is gone
         first, second = status.workers
         assert status.state == "running"
         assert (first.exit_code, first.is_recovering) == (None, False)
-        assert (second.pid, second.is_recovering) == (before.pid, True)
+        assert (second.pid, second.is_recovering) == (previous.pid, True)
     (attempt.tools / "hold").unlink()
-    attempt.until(lambda one: one.pid != before.pid and not one.is_recovering)
+    attempt.until(lambda status: status.pid != previous.pid and not status.is_recovering)
 
 
 @pytest.mark.parametrize("end", ["stopped", "given up"])
 def test_an_attempt_that_is_over_before_the_check_is_starts_nothing(attempt, end):
-    before = attempt.worker()
+    previous = attempt.worker()
     attempt.replace_slowly()
     if end == "stopped":
         attempt.container.call(StopOrder(grace_s=60))
     else:
         attempt.coordinator.send(GiveUp(why="another fault"))
     status = attempt.container.until("ended")
-    assert status.workers[1].pid == before.pid
+    assert status.workers[1].pid == previous.pid
     (attempt.tools / "hold").unlink()
     time.sleep(1.0)  # far longer than a check of this machine takes to go on
     assert not {"rank-2", "rank-3"} & set(attempt.names())
-    assert attempt.container.status().workers[1].pid == before.pid
+    assert attempt.container.status().workers[1].pid == previous.pid
     assert attempt.container.logs()["rank-00003.stdout.log"] == "up\n"
 
 
 def test_the_order_that_came_last_decides_which_process_is_started(attempt):
-    before = attempt.worker()
+    previous = attempt.worker()
     attempt.replace_slowly()
     attempt.replace(None, generation=3)
-    after = attempt.until(lambda one: one.pid != before.pid and not one.is_recovering)
+    replaced = attempt.until(lambda status: status.pid != previous.pid and not status.is_recovering)
     (attempt.tools / "hold").unlink()
     time.sleep(1.0)  # likewise
-    assert attempt.worker().pid == after.pid
+    assert attempt.worker().pid == replaced.pid

@@ -69,8 +69,8 @@ def order(container: Container, todo: str) -> StartOrder:
 
 def names(container: Container) -> list[str]:
     """Of the container's processes beside its agent."""
-    own = container.process.pid
-    return sorted(one.name() for one in container.processes() if one.pid != own)
+    agent_pid = container.process.pid
+    return sorted(process.name() for process in container.processes() if process.pid != agent_pid)
 
 
 def until_up(container: Container) -> None:
@@ -90,12 +90,16 @@ def test_workers_are_named_after_their_ranks_and_know_their_place(shared):
     until_up(shared)
     assert names(shared)[1:] == ["rank-2", "rank-3"]
     for rank in (2, 3):
-        seen = json.loads(shared.logs()[f"rank-{rank:05d}.stdout.log"].splitlines()[0])
-        assert (seen["RANK"], seen["LOCAL_RANK"]) == (str(rank), str(rank - 2))
-        assert (seen["WORLD_SIZE"], seen["MA_SCHEDULE_CNT"]) == ("4", "3")
-        assert (seen["OMP_NUM_THREADS"], seen["PERDURE_RUN_ID"]) == ("1", "run-1")
-        assert (seen["LOCAL_WORLD_SIZE"], seen["NODE_RANK"], seen["GROUP_RANK"]) == ("2", "1", "1")
-        assert seen["PERDURE_HEARTBEAT"].endswith(f"heartbeat-{rank - 2}")
+        place = json.loads(shared.logs()[f"rank-{rank:05d}.stdout.log"].splitlines()[0])
+        assert (place["RANK"], place["LOCAL_RANK"]) == (str(rank), str(rank - 2))
+        assert (place["WORLD_SIZE"], place["MA_SCHEDULE_CNT"]) == ("4", "3")
+        assert (place["OMP_NUM_THREADS"], place["PERDURE_RUN_ID"]) == ("1", "run-1")
+        assert (place["LOCAL_WORLD_SIZE"], place["NODE_RANK"], place["GROUP_RANK"]) == (
+            "2",
+            "1",
+            "1",
+        )
+        assert place["PERDURE_HEARTBEAT"].endswith(f"heartbeat-{rank - 2}")
     shared.call(StopOrder(grace_s=60))
     status = shared.until("ended")
     assert [w.exit_code for w in status.workers] == [-signal.SIGTERM, -signal.SIGTERM]
@@ -110,7 +114,7 @@ def test_a_worker_that_ends_well_leaves_the_fork_server_for_the_next_attempt(sha
             (2, 0, 0),
             (3, 1, 0),
         ]
-        fork_servers.append([one.pid for one in shared.processes()])
+        fork_servers.append([process.pid for process in shared.processes()])
     assert fork_servers[0] == fork_servers[1]
     assert len(fork_servers[0]) == 2
 
@@ -143,7 +147,7 @@ def test_a_rendezvous_is_a_coordinator_and_ends_with_its_attempt(shared):
 def test_a_rank_that_is_killed_is_replaced_as_the_coordinator_says_or_ends_the_attempt(shared):
     # Its ranks never train: the coordinator gives the attempt up.
     start_coordinated(shared)
-    (victim,) = [one for one in shared.processes() if one.name() == "rank-3"]
+    (victim,) = [process for process in shared.processes() if process.name() == "rank-3"]
     victim.kill()
     status = shared.until("ended")
     assert [(w.exit_code, w.stopped_by_agent) for w in status.workers] == [

@@ -16,8 +16,8 @@ from tests.waiting import BEYOND_A_TEST_S
 
 @pytest.fixture
 def waking():
-    with WakeupSignal() as one:
-        yield one
+    with WakeupSignal() as signal_:
+        yield signal_
 
 
 def test_the_end_of_a_process_wakes(waking):

@@ -29,24 +29,24 @@ def test_a_worker_that_ended_just_before_the_order_to_stop_was_not_stopped(new_g
 def test_a_command_that_is_started_once_per_device_knows_its_rank_as_torch_has_it(new_group):
     group = new_group("sleep", "60", is_command=True, is_launcher=False)
     group.start(dict(os.environ), proc_start_cnt=1)
-    assert [(one.rank, one.local_rank) for one in group.statuses()] == [(2, 0), (3, 1)]
+    assert [(status.rank, status.local_rank) for status in group.statuses()] == [(2, 0), (3, 1)]
     assert [group.log_name(rank) for rank in group.ranks] == ["rank-00002", "rank-00003"]
     # Until it is sleep, it is a copy of this process.
     ranks = wait_for(lambda: len(r := group.command_statuses()) == 2 and r)
-    assert [(one.rank, one.local_rank) for one in ranks] == [(2, 0), (3, 1)]
-    assert [one.pid for one in ranks] == [one.pid for one in group.statuses()]
-    seen = environment_of(ranks[1].pid)
+    assert [(status.rank, status.local_rank) for status in ranks] == [(2, 0), (3, 1)]
+    assert [status.pid for status in ranks] == [status.pid for status in group.statuses()]
+    environment = environment_of(ranks[1].pid)
     place = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
-    assert [seen[name] for name in place] == ["3", "1", "4", "2", "1"]
-    assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", "29511")
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in seen, "rank 0 opens the store itself"
+    assert [environment[name] for name in place] == ["3", "1", "4", "2", "1"]
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "29511")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in environment, "rank 0 opens the store itself"
 
 
 def test_a_rank_table_is_there_before_the_processes_that_read_it(new_group, tmp_path):
     group = new_group("sh", "-c", "cp $$RANK_TABLE_FILE copy", is_command=True, rank_table="{}")
     group.start(dict(os.environ), proc_start_cnt=1)
     wait_for(group.poll)
-    assert [one.exit_code for one in group.statuses()] == [0]
+    assert [status.exit_code for status in group.statuses()] == [0]
     assert (tmp_path / "copy").read_text() == "{}"
 
 
@@ -76,7 +76,7 @@ def test_a_worker_whose_peer_has_failed_has_the_time_that_the_job_gives(
 
 
 @pytest.mark.parametrize(
-    ("document", "found"),
+    ("document", "error"),
     [
         (None, {}),
         ("", {}),
@@ -91,12 +91,12 @@ def test_a_worker_whose_peer_has_failed_has_the_time_that_the_job_gives(
     ],
 )
 def test_an_error_file_holds_a_message_with_or_without_its_time_or_nothing_at_all(
-    tmp_path, document, found
+    tmp_path, document, error
 ):
     path = tmp_path / "error.json"
     if document is not None:
         path.write_text(document)
-    assert read_error(path) == found
+    assert read_error(path) == error
 
 
 @pytest.mark.parametrize("is_command", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.commands.arguments import fill_in, unknown_names
+from perdure.training.commands.arguments import fill_in, find_unknown_names
 
 KNOWN = {"NNODES": "2"}
 
@@ -27,7 +27,7 @@ KNOWN = {"NNODES": "2"}
     ],
 )  # fmt: skip
 def test_names_that_nothing_sets_are_found_but_in_the_script_of_a_shell(command, unknown):
-    assert list(unknown_names(command, KNOWN)) == unknown
+    assert list(find_unknown_names(command, KNOWN)) == unknown
     if unknown:
         with pytest.raises(ValueError, match=f"{unknown[0]}}} is set by nothing"):
             fill_in(command, KNOWN)

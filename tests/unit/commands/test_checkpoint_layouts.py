@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from perdure.training.commands.checkpoint_layouts import find_saved, is_whole_file, number_in
+from perdure.training.commands.checkpoint_layouts import (
+    find_checkpoints,
+    is_whole_file,
+    read_number,
+)
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 
 NOW_S = 1_000_000.0
@@ -17,7 +21,7 @@ NOW_S = 1_000_000.0
 
 def steps(kind: str, root: Path, *, now_s: float = NOW_S, since_s: float = 0.0) -> list[int]:
     spec = ProgramCheckpointsSpec(kind=CheckpointKind(kind), path=str(root), settle_s=30.0)
-    return [one.step for one in find_saved(spec, root, now_s=now_s, since_s=since_s)]
+    return [saved.step for saved in find_checkpoints(spec, root, now_s=now_s, since_s=since_s)]
 
 
 def write(path: Path, data: bytes = b"weights", *, age_s: float = 600.0) -> Path:
@@ -97,9 +101,9 @@ def test_torchtitan_goes_on_from_a_folder_that_has_its_metadata(tmp_path):
 @pytest.mark.parametrize("step", [0, 255, 65_535, 2**31, 2**40])
 def test_a_number_of_any_size_is_read_without_unpickling(tmp_path, step):
     path = torch_file(tmp_path / "ckpt.pt", step)
-    assert number_in(path, "iter_num") == step
-    assert number_in(path, "model_args") is None
-    assert number_in(path, "n_layer") == 2
+    assert read_number(path, "iter_num") == step
+    assert read_number(path, "model_args") is None
+    assert read_number(path, "n_layer") == 2
 
 
 class Malicious:
@@ -112,7 +116,7 @@ class Malicious:
 def test_a_file_that_would_run_something_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"own": Malicious(), "iter_num": 7}, tmp_path / "ckpt.pt")
-    assert number_in(tmp_path / "ckpt.pt", "iter_num") == 7
+    assert read_number(tmp_path / "ckpt.pt", "iter_num") == 7
     assert not (tmp_path / "unpickled").exists()
 
 
@@ -137,7 +141,7 @@ def test_what_was_saved_before_the_run_is_none_of_it(tmp_path):
 def test_the_size_is_that_of_all_files(tmp_path):
     folder = trainer_folder(tmp_path, 5).parent
     spec = ProgramCheckpointsSpec(kind=CheckpointKind.TRANSFORMERS, path=str(tmp_path))
-    (saved,) = find_saved(spec, tmp_path, now_s=NOW_S)
+    (saved,) = find_checkpoints(spec, tmp_path, now_s=NOW_S)
     assert saved.path == folder
-    assert saved.size_bytes == sum(one.stat().st_size for one in folder.iterdir())
+    assert saved.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
     assert saved.written_s == NOW_S - 600.0

@@ -28,7 +28,7 @@ def left_by(new_group, tmp_path, monkeypatch):
         group.start({**os.environ, MARKER: str(tmp_path)}, proc_start_cnt=1)
         wait_for(group.poll)
         assert all(status.exit_code == 0 for status in group.statuses())
-        return group.left.found
+        return group.left.processes
 
     return left_by
 
@@ -69,4 +69,4 @@ def test_what_a_rank_has_started_is_its_helper_and_what_a_shell_runs_may_be_the_
 
 
 def sleeps_of(ranks: CommandRanks) -> set[int]:
-    return {one.pid for one in ranks.processes(age_s=0.0) if one.name == "sleep"}
+    return {process.pid for process in ranks.processes(age_s=0.0) if process.name == "sleep"}

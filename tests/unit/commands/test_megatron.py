@@ -18,10 +18,10 @@ from perdure.storage.local import LocalStore
 from perdure.storage.objects import ObjectInfo
 from perdure.training.commands import checkpoint_watch as saved_checkpoints
 from perdure.training.commands import megatron as saved_parts
-from perdure.training.commands.checkpoint_layouts import Saved, find_parts
-from perdure.training.commands.checkpoint_store import Save, store_saved, stored_saves
-from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, saved_reply
-from perdure.training.commands.megatron import make_ready
+from perdure.training.commands.checkpoint_layouts import ProgramCheckpoint, find_parts
+from perdure.training.commands.checkpoint_store import Save, list_stored_saves, store_checkpoint
+from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, answer_saved_query
+from perdure.training.commands.megatron import prepare_parts
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import SavedQuery, StartOrder
 from tests.jobs import small_job
@@ -49,14 +49,14 @@ class Node:
         self.file = f"mp_rank_0{member}/model_optim_rng.pt"
 
     def start(self, attempt: tuple[int, int], resumed: Save | None = None) -> None:
-        own = {} if resumed is None else {
+        resume = {} if resumed is None else {
             "resume_step": resumed.step, "resume_attempt": resumed.attempt,
         }  # fmt: skip
         placement, number = attempt
         order = start_order(
-            self.root, "true", is_command=True, placement=placement, attempt=number, **own
+            self.root, "true", is_command=True, placement=placement, attempt=number, **resume
         )
-        make_ready(self.store, order, "run", self.member, self.root)
+        prepare_parts(self.store, order, "run", self.member, self.root)
 
     def save(self, step: int, data: str, *, signed: bool = True) -> None:
         path = self.root / f"iter_{step:07d}" / self.file
@@ -66,20 +66,20 @@ class Node:
             (self.root / TRACKER).write_text(str(step))
 
     def put(self, step: int, attempt: tuple[int, int]) -> None:
-        (saved,) = (one for one in find_parts(self.root) if one.step == step)
-        assert store_saved(
+        (saved,) = (part for part in find_parts(self.root) if part.step == step)
+        assert store_checkpoint(
             self.store, "run", self.member, saved, attempt=attempt, keep=9, num_members=2
         )
 
-    def told(self, member: int | None = None) -> set[Save]:
+    def reported(self, member: int | None = None) -> set[Save]:
         query = SavedQuery(
             spec=SPEC.model_copy(update={"path": str(self.root)}),
             cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
             is_in_parts=True,
         )  # fmt: skip
-        reply = saved_reply(query, "node-0", self.member if member is None else member)
+        reply = answer_saved_query(query, "node-0", self.member if member is None else member)
         assert reply.error is None
-        return {Save(one.step, not_none(one.saved_in)) for one in reply.saved}
+        return {Save(checkpoint.step, not_none(checkpoint.saved_in)) for checkpoint in reply.saved}
 
     def at(self, step: int) -> str:
         return (self.root / f"iter_{step:07d}" / self.file).read_text()
@@ -105,16 +105,18 @@ def test_of_the_first_member_those_count_that_its_sign_names(first, second):
         node.start(FIRST)
         node.save(10, "10")
         node.save(20, "half", signed=False)
-    assert first.told() == {Save(10, FIRST)}
-    assert second.told() == {Save(10, FIRST), Save(20, FIRST)}, "the first one knows which count"
+    assert first.reported() == {Save(10, FIRST)}
+    assert second.reported() == {Save(10, FIRST), Save(20, FIRST)}, (
+        "the first one knows which count"
+    )
 
 
 def test_what_was_there_before_the_run_is_none_of_it(first):
     first.save(1000, "of another run")
     first.start(FIRST)
-    assert first.told() == set()
+    assert first.reported() == set()
     first.save(1010, "1010")
-    assert first.told() == {Save(1010, FIRST)}
+    assert first.reported() == {Save(1010, FIRST)}
 
 
 def test_a_part_is_of_the_attempt_that_has_saved_it_last(second):
@@ -122,9 +124,9 @@ def test_a_part_is_of_the_attempt_that_has_saved_it_last(second):
     second.save(10, "10")
     second.save(20, "20")
     second.start(SECOND, Save(10, FIRST))
-    assert second.told() == {Save(10, FIRST), Save(20, FIRST)}
+    assert second.reported() == {Save(10, FIRST), Save(20, FIRST)}
     second.save(20, "20 again")
-    assert second.told() == {Save(10, FIRST), Save(20, SECOND)}
+    assert second.reported() == {Save(10, FIRST), Save(20, SECOND)}
 
 
 def test_half_of_a_save_that_a_later_sign_passes_by_counts_never(first):
@@ -133,13 +135,13 @@ def test_half_of_a_save_that_a_later_sign_passes_by_counts_never(first):
     first.save(15, "half, as it was killed", signed=False)
     first.start(SECOND, Save(10, FIRST))
     first.save(20, "20")
-    assert first.told() == {Save(10, FIRST), Save(20, SECOND)}
+    assert first.reported() == {Save(10, FIRST), Save(20, SECOND)}
 
 
 def test_a_disk_with_the_parts_of_another_member_has_none(first, second):
     first.start(FIRST)
     first.save(10, "10")
-    assert first.told(member=1) == set()
+    assert first.reported(member=1) == set()
     second.start(FIRST)
     second.save(10, "the second one's")
     second.put(10, FIRST)
@@ -147,7 +149,7 @@ def test_a_disk_with_the_parts_of_another_member_has_none(first, second):
     first.start(SECOND, Save(10, FIRST))
     assert first.at(10) == "the second one's"
     assert not (first.root / "iter_0000010" / "mp_rank_00").exists()
-    assert first.told() == {Save(10, FIRST)}
+    assert first.reported() == {Save(10, FIRST)}
 
 
 def test_a_new_node_has_its_members_part_and_the_sign_before_the_command_starts(
@@ -159,7 +161,7 @@ def test_a_new_node_has_its_members_part_and_the_sign_before_the_command_starts(
     new = Node(tmp_path / "new", store, 1)
     new.start(THIRD, Save(10, FIRST))
     assert (new.at(10), new.sign) == ("10", "10")
-    assert new.told() == {Save(10, FIRST)}
+    assert new.reported() == {Save(10, FIRST)}
     assert second.sign is None
     second.start(THIRD, Save(10, FIRST))
     assert second.sign == "10", "the program's first rank alone had it"
@@ -175,7 +177,7 @@ def test_a_node_with_a_newer_part_is_led_back_and_says_so(first, caplog):
     assert (
         f"{TRACKER} in {first.root} names step 10 now, 20 before: all nodes go on from step 10"
     ) in caplog.text
-    assert first.told() == {Save(10, FIRST), Save(20, FIRST)}, "it was complete, and still is"
+    assert first.reported() == {Save(10, FIRST), Save(20, FIRST)}, "it was complete, and still is"
 
 
 def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first, caplog):
@@ -186,7 +188,7 @@ def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first, capl
     assert first.sign is None
     assert "is deleted, it named step 10: all nodes begin anew" in caplog.text
     first.save(10, "10 again")
-    assert first.told() == {Save(10, SECOND)}
+    assert first.reported() == {Save(10, SECOND)}
 
 
 def test_a_part_of_another_attempt_is_replaced_by_the_one_that_all_go_on_from(second):
@@ -197,7 +199,7 @@ def test_a_part_of_another_attempt_is_replaced_by_the_one_that_all_go_on_from(se
     second.save(10, "10 again")
     second.start(THIRD, Save(10, FIRST))
     assert second.at(10) == "10"
-    assert second.told() == {Save(10, FIRST)}
+    assert second.reported() == {Save(10, FIRST)}
 
 
 def test_files_of_others_that_were_brought_are_gone_before_the_step_is_saved_anew(first, second):
@@ -216,7 +218,7 @@ def test_files_of_others_that_were_brought_are_gone_before_the_step_is_saved_ane
     assert not model.parent.exists()
     second.save(10, "share again")
     second.put(10, THIRD)
-    assert second.told() == set(), "it cannot go on with its share alone"
+    assert second.reported() == set(), "it cannot go on with its share alone"
 
 
 def test_an_agent_that_ends_while_it_brings_a_part_puts_no_wrong_attempt_on_record(
@@ -235,9 +237,9 @@ def test_an_agent_that_ends_while_it_brings_a_part_puts_no_wrong_attempt_on_reco
         with pytest.raises(KeyboardInterrupt):
             second.start(THIRD, Save(10, FIRST))
     assert second.at(10) == "10", "it had come, and the record says nothing of it yet"
-    assert second.told() == set()
+    assert second.reported() == set()
     second.start((2, 2), Save(10, FIRST))
-    assert second.told() == {Save(10, FIRST)}
+    assert second.reported() == {Save(10, FIRST)}
 
 
 def test_a_part_that_could_not_be_replaced_stays_what_it_was(second):
@@ -245,7 +247,7 @@ def test_a_part_that_could_not_be_replaced_stays_what_it_was(second):
     second.save(10, "10")
     with pytest.raises(NotFound):
         second.start(THIRD, Save(10, SECOND))
-    assert second.told() == {Save(10, FIRST)}
+    assert second.reported() == {Save(10, FIRST)}
 
 
 def test_a_part_that_is_nowhere_starts_nothing(second):
@@ -259,8 +261,10 @@ def test_a_step_of_which_nobody_has_stored_a_file_is_named_with_its_run_and_plac
 ):
     for node in (first, second):
         node.start(FIRST)
-        nothing = Saved(10, node.root / "iter_0000010", 0, time.time())
-        assert store_saved(store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2)
+        nothing = ProgramCheckpoint(10, node.root / "iter_0000010", 0, time.time())
+        assert store_checkpoint(
+            store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2
+        )
     with pytest.raises(NotFound) as caught:
         second.start(SECOND, Save(10, FIRST))
     where = store.url("runs/run/program/step-00000010/p0001-a0001")
@@ -297,10 +301,10 @@ def test_of_two_members_that_come_into_one_folder_at_once_one_is_refused(tmp_pat
                 refused.append(str(error))
 
         starting = [threading.Thread(target=start, args=(member,)) for member in (0, 1)]
-        for one in starting:
-            one.start()
-        for one in starting:
-            one.join(240)
+        for thread in starting:
+            thread.start()
+        for thread in starting:
+            thread.join(240)
         assert refused
 
 
@@ -314,7 +318,7 @@ def test_who_is_refused_a_folder_has_changed_nothing_in_it(store, first, second)
     with pytest.raises(ValueError, match="the same folder"):
         intruder.start(SECOND, Save(10, FIRST))
     assert (first.at(10), first.sign) == ("0", "10")
-    assert first.told() == {Save(10, FIRST)}
+    assert first.reported() == {Save(10, FIRST)}
 
 
 def test_a_node_may_be_another_member_in_a_later_attempt(first, second):
@@ -328,7 +332,7 @@ def test_a_node_alone_cannot_go_on_from_a_distributed_checkpoint(second):
     second.start(FIRST)
     second.file = "__1_0.distcp"
     second.save(10, "10")
-    assert second.told() == set()
+    assert second.reported() == set()
 
 
 def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> CommandCheckpointWatcher:
@@ -351,21 +355,21 @@ def test_a_part_is_stored_once_the_first_member_has_stored_its_own(store, first,
     watches = [watch(first), watch(second)]
     for node in (first, second):
         node.save(10, "10", signed=False)
-    for one in (watches[1], watches[0]):
-        one.look()
-        one.upload(store)
-    assert stored_saves(store, "run") == {}, "nothing says yet that all are done"
+    for watcher in (watches[1], watches[0]):
+        watcher.look()
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {}, "nothing says yet that all are done"
     second.save(10, "10, whole now")
     first.save(10, "10")
     watches[1].upload(store)
-    assert stored_saves(store, "run") == {}
-    for one in (watches[0], watches[1]):
-        one.look()
-        one.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {}
+    for watcher in (watches[0], watches[1]):
+        watcher.look()
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
     second.start(SECOND, Save(10, FIRST))
     assert second.at(10) == "10, whole now"
-    assert [one.step for one in watches[0].newest] == [10]
+    assert [checkpoint.step for checkpoint in watches[0].newest] == [10]
     assert watches[1].newest == (), "the first member tells of the run's checkpoints"
 
 
@@ -374,10 +378,10 @@ def test_what_an_earlier_attempt_has_stored_is_no_sign_for_this_one(store, first
         node.start(FIRST)
         node.save(10, "10")
         node.put(10, FIRST)
-    again = watch(second, SECOND)
+    following = watch(second, SECOND)
     second.save(10, "half of it")
-    again.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    following.upload(store)
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
 
 
 def test_a_node_that_saves_nothing_stores_that(store, first, second):
@@ -385,10 +389,10 @@ def test_a_node_that_saves_nothing_stores_that(store, first, second):
     watches = [watch(first), watch(second)]
     first.save(10, "10")
     (second.root / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
-    for one in watches:
-        one.look()
-        one.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    for watcher in watches:
+        watcher.look()
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
     second.file = "mp_rank_00/model_optim_rng.pt"
     second.start(SECOND, Save(10, FIRST))
     assert second.at(10) == "10", "a replica of the first one"
@@ -399,10 +403,10 @@ def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
     watches = [watch(first), watch(second)]
     first.save(10, "10")
     shutil.rmtree(second.root)
-    for one in watches:
-        one.look()
-        one.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    for watcher in watches:
+        watcher.look()
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
 def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
@@ -420,10 +424,10 @@ def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
     watched = watch(second)
     watched.start(lambda: store)
     wait_for(lambda: "a checkpoint is put into the store later" in caplog.text)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
     record.rmdir()
     record.write_bytes(text)
-    wait_for(lambda: stored_saves(store, "run") == {Save(10, FIRST): [0, 1]})
+    wait_for(lambda: list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]})
     watched.finish()
 
 
@@ -431,7 +435,7 @@ def test_a_record_that_is_none_counts_as_none_and_is_named(first, caplog):
     first.start(FIRST)
     first.save(10, "10")
     (first.root / ".perdure-parts.json").write_bytes(b"\xff\x00")
-    assert first.told() == set()
+    assert first.reported() == set()
     assert f"{first.root}/.perdure-parts.json is no record" in caplog.text
 
 
@@ -439,12 +443,12 @@ def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first,
     watches = [watch(first), watch(second)]
     for node in (first, second):
         node.save(10, "10")
-    for one in watches:
-        one.look()
+    for watcher in watches:
+        watcher.look()
     (second.root / "iter_0000010" / second.file).unlink()
-    for one in watches:
-        one.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    for watcher in watches:
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
 def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones(
@@ -453,13 +457,13 @@ def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones
     watches = [watch(first), watch(second)]
     for node in (first, second):
         node.save(10, "10")
-    for one in watches:
-        one.look()
-        one.finish()
+    for watcher in watches:
+        watcher.look()
+        watcher.finish()
     second.save(10, "by the next attempt")
-    for one in watches:
-        one.upload(store)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0]}
+    for watcher in watches:
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
 
 class CountedStore(LocalStore):
@@ -478,13 +482,13 @@ def test_a_node_asks_the_store_only_while_it_has_a_part_to_store(tmp_path, first
     for step in (10, 20):
         for node in (first, second):
             node.save(step, str(step))
-        for one in watches:
-            one.look()
-            one.upload(store)
+        for watcher in watches:
+            watcher.look()
+            watcher.upload(store)
         store.num_lists = 0
         watches[1].upload(store)
         assert store.num_lists == 0, "all that it has is stored"
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1], Save(20, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1], Save(20, FIRST): [0, 1]}
 
 
 def test_a_node_without_files_asks_the_store_rarely(tmp_path, first, second, monkeypatch):
@@ -506,10 +510,10 @@ def test_a_part_that_was_never_seen_is_not_none_where_others_of_the_attempt_were
     watches = [watch(first), watch(second)]
     first.save(20, "20")
     second.save(10, "10, and 20 is deleted before it is seen")
-    for one in watches:
-        one.look()
-        one.upload(store)
-    assert stored_saves(store, "run") == {Save(20, FIRST): [0]}
+    for watcher in watches:
+        watcher.look()
+        watcher.upload(store)
+    assert list_stored_saves(store, "run") == {Save(20, FIRST): [0]}
 
 
 def at_the_end(watched: CommandCheckpointWatcher, store: LocalStore) -> threading.Thread:
@@ -530,10 +534,10 @@ def test_at_the_end_a_node_waits_for_the_first_ones_last_save(store, first, seco
     ending = at_the_end(watches[1], store)
     ending.join(0.5)
     assert ending.is_alive(), "the first member has stored nothing yet"
-    assert stored_saves(store, "run") == {}
+    assert list_stored_saves(store, "run") == {}
     at_the_end(watches[0], store).join(240)
     ending.join(240)
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
 
 
 def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
@@ -543,14 +547,14 @@ def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
     second.start(FIRST)
     watches = [watch(first), watch(second)]
     first.save(10, "10")
-    for one in watches:
-        one.look()
-        one.upload(store)
+    for watcher in watches:
+        watcher.look()
+        watcher.upload(store)
     at_the_end(watches[0], store).join(240)
     ending = at_the_end(watches[1], store)
     ending.join(240)
     assert not ending.is_alive()
-    assert stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
+    assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
 
 
 def test_a_save_that_was_broken_off_is_not_waited_for_once_the_first_member_is_done(
@@ -564,7 +568,7 @@ def test_a_save_that_was_broken_off_is_not_waited_for_once_the_first_member_is_d
     ending = at_the_end(watches[1], store)
     ending.join(240)
     assert not ending.is_alive()
-    assert stored_saves(store, "run") == {}
+    assert list_stored_saves(store, "run") == {}
 
 
 def test_a_first_member_that_is_gone_is_not_waited_for_without_end(
@@ -587,11 +591,11 @@ def test_old_parts_are_deleted_up_to_the_newest_that_is_complete(store, first, s
             node.save(step, str(step))
             os.utime(node.root / f"iter_{step:07d}" / node.file, (time.time() - 9,) * 2)
     second.save(40, "half")
-    for one in watches:
-        one.look()
-        one.upload(store)
-        one.look()
+    for watcher in watches:
+        watcher.look()
+        watcher.upload(store)
+        watcher.look()
     left = [
-        sorted(int(one.name[5:]) for one in node.root.glob("iter*")) for node in (first, second)
+        sorted(int(path.name[5:]) for path in node.root.glob("iter*")) for node in (first, second)
     ]
     assert left == [[20, 30], [20, 30, 40]]

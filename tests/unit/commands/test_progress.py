@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perdure.training.commands.progress import LineReader, ProgressFormat, StepsShown, formats
+from perdure.training.commands.progress import LineReader, ProgressFormat, StepTracker, formats
 from perdure.training.config.command import ProgressKind, ProgressSpec
 from perdure.training.journal.events import StepRecord
 
@@ -19,29 +19,32 @@ def reader(*patterns: str, **fields: Any) -> LineReader:
 OWN = r"^step (?P<step>\d+) loss (?P<loss>\S+)"
 
 
-def shown(*patterns: str, **fields: Any) -> StepsShown:
-    return StepsShown(reader(*(patterns or (OWN,)), **fields).read, 1, 2, num_devices=8)
+def shown(*patterns: str, **fields: Any) -> StepTracker:
+    return StepTracker(reader(*(patterns or (OWN,)), **fields).read, 1, 2, num_devices=8)
 
 
-def take(steps: StepsShown, *lines: str, since_s: float = 0.0, at_s: float = 1.0):
+def take(steps: StepTracker, *lines: str, since_s: float = 0.0, at_s: float = 1.0):
     return steps.take(lines, since_s=since_s, at_s=at_s)
 
 
 def losses(records: list[StepRecord]) -> list[tuple[int, float | None]]:
-    return [(one.step, one.loss) for one in records]
+    return [(record.step, record.loss) for record in records]
 
 
 def test_every_kind_has_a_format():
     assert set(formats()) == set(ProgressKind)
 
 
-@pytest.mark.parametrize("known", formats().values(), ids=lambda one: one.kind)
-def test_a_format_finds_in_its_examples_what_they_show(known: ProgressFormat):
-    found = [LineReader(ProgressSpec(kind=known.kind)).read(one["line"]) for one in known.example]
-    assert found == [pytest.approx(one["shows"]) for one in known.example]
-    assert any("step" in one for one in found)
-    assert any("loss" in one for one in found)
-    assert any(not one for one in found), "a line that is none of a step"
+@pytest.mark.parametrize("program", formats().values(), ids=lambda program: program.kind)
+def test_a_format_finds_in_its_examples_what_they_show(program: ProgressFormat):
+    readings = [
+        LineReader(ProgressSpec(kind=program.kind)).read(example["line"])
+        for example in program.example
+    ]
+    assert readings == [pytest.approx(example["shows"]) for example in program.example]
+    assert any("step" in reading for reading in readings)
+    assert any("loss" in reading for reading in readings)
+    assert any(not reading for reading in readings), "a line that is none of a step"
 
 
 def test_a_program_that_counts_from_zero_has_completed_one_step_more():
@@ -62,9 +65,9 @@ def test_what_several_patterns_find_in_a_line_belongs_together():
 
 def test_steps_of_one_look_lie_evenly_in_its_time():
     records = take(shown(), *(f"step {n} loss 1" for n in (1, 2, 3, 4)), since_s=10, at_s=12)
-    assert [one.at_s for one in records] == [10.5, 11.0, 11.5, 12.0]
-    assert [one.step_s for one in records] == [0.0, 0.5, 0.5, 0.5]
-    assert {(one.placement, one.attempt) for one in records} == {(1, 2)}
+    assert [record.at_s for record in records] == [10.5, 11.0, 11.5, 12.0]
+    assert [record.step_s for record in records] == [0.0, 0.5, 0.5, 0.5]
+    assert {(record.placement, record.attempt) for record in records} == {(1, 2)}
 
 
 def test_the_time_of_a_step_is_that_between_lines_by_the_number_of_steps():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from perdure.training.agent.evidence import stacks_of
+from perdure.training.agent.evidence import read_stacks
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.liveness.heartbeat import ANY_RANK
 from tests.waiting import wait_for
@@ -41,32 +41,36 @@ def command(tmp_path) -> Iterator[CommandRanks]:
 
 def beat(folder, lasts_s: float, **launched: str) -> subprocess.Popen[bytes]:
     path = str(folder / f"heartbeat-{ANY_RANK}")
-    own = {"PERDURE_HEARTBEAT": path, "LASTS_S": str(lasts_s), **launched}
-    return subprocess.Popen([sys.executable, "-c", BEATING], env={**os.environ, **own})
+    variables = {"PERDURE_HEARTBEAT": path, "LASTS_S": str(lasts_s), **launched}
+    return subprocess.Popen([sys.executable, "-c", BEATING], env={**os.environ, **variables})
 
 
 def test_ranks_are_known_by_what_their_launcher_gave_them_and_helpers_are_none(command):
-    assert [(one.rank, one.local_rank, one.beat) for one in command.ranks()] == [
+    assert [(rank.rank, rank.local_rank, rank.beat) for rank in command.ranks()] == [
         (4, 0, None),
         (5, 1, None),
     ]
-    assert [one.rank for one in command.processes()].count(5) == 2
-    assert [one.is_rank for one in command.processes()].count(True) == 2
+    assert [process.rank for process in command.processes()].count(5) == 2
+    assert [process.is_rank for process in command.processes()].count(True) == 2
 
 
 def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(command):
-    (helper,) = [one for one in command.processes() if one.rank == 5 and not one.is_rank]
+    (helper,) = [
+        process for process in command.processes() if process.rank == 5 and not process.is_rank
+    ]
     os.kill(helper.pid, signal.SIGSTOP)
     wait_for(command.stopped)
-    assert [one.text for one in command.stopped()] == [f"process {helper.pid} (sleep) of rank 5"]
-    assert [(one.rank, one.state) for one in command.ranks() if one.state == "T"] == [(5, "T")]
-    first, *others = command.stacks_targets()
+    assert [process.text for process in command.stopped()] == [
+        f"process {helper.pid} (sleep) of rank 5"
+    ]
+    assert [(rank.rank, rank.state) for rank in command.ranks() if rank.state == "T"] == [(5, "T")]
+    first, *running = command.stacks_targets()
     assert (first.pid, first.name) == (
         helper.pid,
         f"stacks of process {helper.pid} (sleep) of rank 5",
     )
-    assert len(others) == 4, "the whole tree"
-    (text,) = stacks_of([first])
+    assert len(running) == 4, "the whole tree"
+    (text,) = read_stacks([first])
     assert text.text.startswith(f"process {helper.pid} is stopped")
 
 
@@ -76,8 +80,8 @@ def test_the_step_of_a_rank_is_known_after_its_end_and_only_a_living_one_is_judg
         ranks = CommandRanks([living.pid], tmp_path)
         wait_for(lambda: len(ranks.heartbeats()) == 1)
         assert ranks.heartbeats().keys() == {living.pid}
-        found = [(one.rank, one.pid, one.beat and one.beat.step) for one in ranks.ranks()]
-        assert found == [(0, living.pid, 12), (1, ended.pid, 12)]
+        readings = [(rank.rank, rank.pid, rank.beat and rank.beat.step) for rank in ranks.ranks()]
+        assert readings == [(0, living.pid, 12), (1, ended.pid, 12)]
         living.kill()
 
 
@@ -85,15 +89,15 @@ def test_a_rank_that_started_after_the_last_look_is_found_by_its_first_heartbeat
     go = tmp_path / "go"
     rank = f"RANK=4 LOCAL_RANK=2 {sys.executable} -c '{BEATING}'"
     launcher = f"until [ -e {go} ]; do sleep 0.01; done; {rank} & wait"
-    own = {"PERDURE_HEARTBEAT": str(tmp_path / f"heartbeat-{ANY_RANK}"), "LASTS_S": "600"}
+    variables = {"PERDURE_HEARTBEAT": str(tmp_path / f"heartbeat-{ANY_RANK}"), "LASTS_S": "600"}
     process = subprocess.Popen(
-        ["sh", "-c", launcher], start_new_session=True, env={**os.environ, **own}
+        ["sh", "-c", launcher], start_new_session=True, env={**os.environ, **variables}
     )
     ranks = CommandRanks([process.pid], tmp_path)
-    assert {one.name for one in ranks.processes()} <= {"sh", "sleep"}
+    assert {process.name for process in ranks.processes()} <= {"sh", "sleep"}
     go.touch()
     wait_for(ranks.heartbeats)
-    (found,) = ranks.ranks()
-    assert (found.rank, found.local_rank, found.beat and found.beat.step) == (4, 2, 12)
+    (readings,) = ranks.ranks()
+    assert (readings.rank, readings.local_rank, readings.beat and readings.beat.step) == (4, 2, 12)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -11,7 +11,7 @@ import pytest
 
 from perdure.storage.local import LocalStore
 from perdure.training.agent.hang_check import HangCheck
-from perdure.training.commands.progress import GrowingLog, ShownSteps
+from perdure.training.commands.progress import GrowingLog, StepFollower
 from perdure.training.journal.steps import read_kept_steps
 from perdure.training.liveness.heartbeat import Phase
 from tests.jobs import job_document
@@ -39,9 +39,9 @@ def job_of(folder: Path) -> str:
 
 
 @pytest.fixture
-def shown(tmp_path, log) -> ShownSteps:
+def shown(tmp_path, log) -> StepFollower:
     order = start_order(tmp_path, "true", is_command=True, job=job_of(tmp_path))
-    return not_none(ShownSteps.of(order, tmp_path, [log]))
+    return not_none(StepFollower.of(order, tmp_path, [log]))
 
 
 def test_only_whole_lines_count(log):
@@ -78,9 +78,9 @@ def test_of_a_flood_of_output_the_newest_is_read(log, monkeypatch):
 
 
 def test_a_job_that_does_not_say_how_to_read_steps_has_none(tmp_path, log):
-    own = json.dumps(job_document(worker={"command": ["true"]}))
-    order = start_order(tmp_path, "true", is_command=True, job=own)
-    assert ShownSteps.of(order, tmp_path, [log]) is None
+    job = json.dumps(job_document(worker={"command": ["true"]}))
+    order = start_order(tmp_path, "true", is_command=True, job=job)
+    assert StepFollower.of(order, tmp_path, [log]) is None
 
 
 def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
@@ -93,7 +93,11 @@ def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
     shown.finish()
     assert (shown.newest.step, shown.newest.target) == (3, 9)
     shown.keep(store)
-    assert {s: one.loss for s, one in read_kept_steps(store, "run").items()} == {1: 3, 2: 2, 3: 1}
+    assert {s: record.loss for s, record in read_kept_steps(store, "run").items()} == {
+        1: 3,
+        2: 2,
+        3: 1,
+    }
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
@@ -125,6 +129,6 @@ def test_a_command_that_prints_and_shows_no_further_step_hangs(new_group, tmp_pa
         group.shown.look()
         return check.check(group)
 
-    found = wait_for(hang)
-    assert (found.step, found.rank, found.limit_s) == (2, None, 3.0)
-    assert found.why == "no step after 2 in its output"
+    hang_report = wait_for(hang)
+    assert (hang_report.step, hang_report.rank, hang_report.limit_s) == (2, None, 3.0)
+    assert hang_report.why == "no step after 2 in its output"

@@ -25,26 +25,28 @@ def judged(
     detector = ActivityDetector(QUIET_S)
     at_s = 0.0
     while at_s <= until_s:
-        found = detector.judge(ProgramActivity(at_s, log(at_s), io(at_s), cpu_s(at_s), use(at_s)))
-        if found is not None:
-            return at_s, found
+        inactivity = detector.judge(
+            ProgramActivity(at_s, log(at_s), io(at_s), cpu_s(at_s), use(at_s))
+        )
+        if inactivity is not None:
+            return at_s, inactivity
         at_s += PERIOD_S
     return None
 
 
 def test_silence_with_idle_processors_is_a_hang_after_the_quiet_time():
-    found = judged(1000.0)
-    assert found == (QUIET_S + PERIOD_S, Inactivity(QUIET_S + PERIOD_S, 0.0))
+    inactivity = judged(1000.0)
+    assert inactivity == (QUIET_S + PERIOD_S, Inactivity(QUIET_S + PERIOD_S, 0.0))
 
 
 def test_processes_that_wait_by_spinning_are_a_hang_as_well():
-    found = not_none(judged(1000.0, cpu_s=lambda at_s: 8.0 * at_s))
-    assert found[1].cores == 8.0
+    inactivity = not_none(judged(1000.0, cpu_s=lambda at_s: 8.0 * at_s))
+    assert inactivity[1].cores == 8.0
 
 
 def test_the_quiet_time_begins_with_the_last_sign_of_life():
-    found = not_none(judged(5000.0, log=lambda at_s: min(int(at_s), 1000)))
-    assert found[0] == 1000.0 + QUIET_S + PERIOD_S
+    inactivity = not_none(judged(5000.0, log=lambda at_s: min(int(at_s), 1000)))
+    assert inactivity[0] == 1000.0 + QUIET_S + PERIOD_S
 
 
 @pytest.mark.parametrize(

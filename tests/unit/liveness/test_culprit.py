@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, SilentRank
-from perdure.training.liveness.culprit import RankProgress, standstill_of
+from perdure.training.liveness.culprit import RankProgress, find_standstill
 from perdure.training.recovery.faults import FaultClass
 from tests.values import not_none
 
@@ -38,7 +38,7 @@ OUTSIDE = {"entered": 0, "left": 0}
 
 
 def missing(*ranks: RankProgress) -> list[int]:
-    return [one.rank for one in not_none(standstill_of(ranks)).missing]
+    return [rank.rank for rank in not_none(find_standstill(ranks)).missing]
 
 
 @pytest.mark.parametrize(
@@ -62,28 +62,30 @@ def test_a_rank_that_holds_the_others_up_is_missing(changes, ranks):
 
 
 def test_when_all_wait_in_the_same_collective_none_is_named():
-    found = not_none(standstill_of([rank_at(rank) for rank in range(4)]))
-    assert found.missing == ()
-    assert found.line == ("all 4 ranks wait in allreduce in world: a link or a device between them")
+    standstill = not_none(find_standstill([rank_at(rank) for rank in range(4)]))
+    assert standstill.missing == ()
+    assert standstill.line == (
+        "all 4 ranks wait in allreduce in world: a link or a device between them"
+    )
 
 
 def test_the_line_names_who_waits_for_whom():
-    found = not_none(
-        standstill_of([rank_at(0), rank_at(1), rank_at(2, entered=1, left=1), rank_at(3)])
+    standstill = not_none(
+        find_standstill([rank_at(0), rank_at(1), rank_at(2, entered=1, left=1), rank_at(3)])
     )
-    assert found.line == (
+    assert standstill.line == (
         "rank 2 on node-1: in no collective, phase step, 1 entered after step 12; "
         "ranks 0 to 1, 3: waiting in allreduce in world"
     )
 
 
 def test_thousands_of_ranks_fit_into_a_few_lines():
-    found = not_none(
-        standstill_of([rank_at(rank, entered=2 - (rank == 777)) for rank in range(4096)])
+    standstill = not_none(
+        find_standstill([rank_at(rank, entered=2 - (rank == 777)) for rank in range(4096)])
     )
-    assert [one.rank for one in found.missing] == [777]
-    assert len(found.ranks) == 2
-    assert "ranks 0 to 776, 778 to 4095" in found.ranks[0]
+    assert [rank.rank for rank in standstill.missing] == [777]
+    assert len(standstill.ranks) == 2
+    assert "ranks 0 to 776, 778 to 4095" in standstill.ranks[0]
 
 
 def test_the_fault_of_a_hang_names_the_missing_rank_and_not_who_was_silent_first():
@@ -117,8 +119,8 @@ BEATS = {"phase": "step", "entered": 0, "left": 0, "operation": ""}
     ids=["stopped", "all are stopped", "silent longest", "at an older step", "nothing known"],
 )
 def test_of_a_command_nobody_is_named_for_being_silent_longest(changes, ranks):
-    own = [rank_at(r, counts_collectives=False, **change) for r, change in enumerate(changes)]
-    assert missing(*own) == ranks
+    readings = [rank_at(r, counts_collectives=False, **change) for r, change in enumerate(changes)]
+    assert missing(*readings) == ranks
 
 
 def test_the_silence_of_a_command_names_its_node_and_what_a_signal_has_stopped_but_no_rank():
@@ -149,10 +151,10 @@ def test_the_silence_of_a_command_names_its_node_and_what_a_signal_has_stopped_b
         ),
         min_size=1,
         max_size=8,
-        unique_by=lambda one: one.rank,
+        unique_by=lambda rank: rank.rank,
     )
 )
 def test_some_but_never_all_of_several_ranks_are_missing(ranks):
-    found = not_none(standstill_of(ranks))
-    assert len(found.missing) < len(ranks) or len(ranks) == 1
-    assert found.line
+    standstill = not_none(find_standstill(ranks))
+    assert len(standstill.missing) < len(ranks) or len(ranks) == 1
+    assert standstill.line

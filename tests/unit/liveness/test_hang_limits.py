@@ -183,8 +183,8 @@ def test_a_rank_that_has_ended_its_loop_has_the_longest_of_all_limits(phase):
     detector = HangDetector(limits)
     ended = beat(6, START_S, phase=phase)
     assert judge(detector, START_S + 39, rank0=ended) is None
-    found = not_none(judge(detector, START_S + 41, rank0=ended))
-    assert (found.limit_s, found.phase) == (40.0, phase)
+    verdict = not_none(judge(detector, START_S + 41, rank0=ended))
+    assert (verdict.limit_s, verdict.phase) == (40.0, phase)
 
 
 def test_a_rank_in_a_pause_never_hangs():
@@ -224,8 +224,8 @@ def test_a_rank_that_never_wrote_a_heartbeat_is_a_hang_after_the_start_limit():
     detector = HangDetector(SilenceLimits(START_LIMIT_S))
     soon_s, late_s = START_S + START_LIMIT_S - 1, START_S + START_LIMIT_S + 1
     assert detector.judge({}, mute={1: START_S}, now_s=soon_s, since_s=START_S) is None
-    found = not_none(detector.judge({}, mute={1: START_S}, now_s=late_s, since_s=START_S))
-    assert (found.local_rank, found.phase, found.step) == (1, Phase.START, -1)
+    verdict = not_none(detector.judge({}, mute={1: START_S}, now_s=late_s, since_s=START_S))
+    assert (verdict.local_rank, verdict.phase, verdict.step) == (1, Phase.START, -1)
 
 
 # A process that is stopped by a signal.
@@ -251,9 +251,9 @@ def stopped(detector: HangDetector, now_s: float, reading: Heartbeat | None) -> 
 def test_a_stopped_process_hangs_as_soon_as_in_a_step_whatever_it_was_doing(reading):
     detector = HangDetector(SilenceLimits(START_LIMIT_S, save_s=9e9, restore_s=9e9))
     assert stopped(detector, START_S + MIN_LIMIT_S, reading) is None
-    found = not_none(stopped(detector, START_S + MIN_LIMIT_S + 1, reading))
-    assert (found.local_rank, found.limit_s) == (1, MIN_LIMIT_S)
-    assert found.phase is (reading.phase if reading is not None else Phase.START)
+    verdict = not_none(stopped(detector, START_S + MIN_LIMIT_S + 1, reading))
+    assert (verdict.local_rank, verdict.limit_s) == (1, MIN_LIMIT_S)
+    assert verdict.phase is (reading.phase if reading is not None else Phase.START)
 
 
 @pytest.mark.parametrize(("fixed_s", "limit_s"), [(7.0, 7.0), (None, 100.0)])

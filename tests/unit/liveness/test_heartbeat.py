@@ -50,12 +50,12 @@ def test_what_is_written_is_read(path):
     before_ns = time.monotonic_ns()
     writer = HeartbeatWriter(path)
     writer.beat(phase=Phase.DATA, step=40)
-    writer.waited_for_data(500)
+    writer.record_data_wait(500)
     writer.beat(phase=Phase.STEP, step=41)
     writer.enter_collective("broadcast in world")
     writer.enter_collective("allreduce in world")
     writer.leave_collective()
-    writer.voted(9_000)
+    writer.record_vote(9_000)
     writer.enter_collective("barrier in world")
     beat = read(path)
     assert (beat.pid, beat.phase, beat.step) == (os.getpid(), Phase.STEP, 41)
@@ -98,7 +98,7 @@ def test_collectives_that_overlap_are_waited_for_once(path, writer):
 
 
 def test_a_name_that_is_too_long_or_no_ascii_is_cut_and_replaced(path):
-    HeartbeatWriter(path).transfer("send in gr\u00fcn" + "x" * 100)
+    HeartbeatWriter(path).begin_transfer("send in gr\u00fcn" + "x" * 100)
     beat = read(path)
     assert beat.operation.startswith("send in gr?n")
     assert len(beat.operation) == 48
@@ -107,7 +107,7 @@ def test_a_name_that_is_too_long_or_no_ascii_is_cut_and_replaced(path):
 def test_threads_that_write_at_once_leave_whole_records(path, writer):
     reader = HeartbeatReader(path)
     assert reader.read() is not None  # from here on it has a whole record to fall back on
-    seen = []
+    readings = []
 
     def end_collectives() -> None:
         for _ in range(3000):
@@ -118,10 +118,10 @@ def test_threads_that_write_at_once_leave_whole_records(path, writer):
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        seen.append(reader.read())
+        readings.append(reader.read())
     last = not_none(reader.read())
     assert (last.entered, last.left) == (9000, 9000)
-    assert all(one is not None and one.left <= one.entered for one in seen)
+    assert all(reading is not None and reading.left <= reading.entered for reading in readings)
 
 
 def test_a_writer_beats_as_soon_as_it_is_made(path):
@@ -166,8 +166,8 @@ def test_a_torn_record_keeps_the_last_whole_one(path, writer):
     assert reader.read() == whole
     assert HeartbeatReader(path).read() is None
     writer.beat(step=10)
-    after = not_none(reader.read())
-    assert (after.pid, after.step) == (os.getpid(), 10)
+    torn = not_none(reader.read())
+    assert (torn.pid, torn.step) == (os.getpid(), 10)
 
 
 def test_a_vanished_file_keeps_the_last_record(path):

@@ -10,8 +10,8 @@ import pytest
 
 from perdure.storage.file_sets import put_set
 from perdure.storage.local import LocalStore
-from perdure.training.commands.checkpoint_store import Save, prefix_of
-from perdure.training.commands.checkpoint_watch import saved_reply
+from perdure.training.commands.checkpoint_store import Save, save_prefix
+from perdure.training.commands.checkpoint_watch import answer_saved_query
 from perdure.training.config.job import Job, parse_job
 from perdure.training.engines.base import Snapshot
 from perdure.training.errors import InputError
@@ -67,7 +67,7 @@ def test_the_newest_checkpoint_of_all_nodes_is_taken():
 def test_with_uploads_the_newest_that_every_node_can_have_is_taken(tmp_path):
     store = LocalStore(tmp_path)
     (tmp_path / "step-20").write_bytes(b"weights")
-    put_set(store, prefix_of("run", Save(20, (1, 1)), 1), tmp_path / "step-20", written_s=5.0)
+    put_set(store, save_prefix("run", Save(20, (1, 1)), 1), tmp_path / "step-20", written_s=5.0)
     nodes = Nodes({"node-0": (saved(10), saved(30)), "node-1": (saved(10),)})
     with_uploads = {"checkpoints": {**CHECKPOINTS, "upload": True}}
     checkpoint = not_none(newest(nodes, store, **with_uploads))
@@ -103,7 +103,7 @@ class Parts:
         file = path / "mp_rank_00" / ("model_optim_rng.pt" if model else "layer_wise_optimizer.pt")
         file.parent.mkdir(parents=True)
         file.write_bytes(b"weights")
-        put_set(self.store, prefix_of("run", Save(step, saved_in), member), path, written_s=5.0)
+        put_set(self.store, save_prefix("run", Save(step, saved_in), member), path, written_s=5.0)
         return self
 
     @property
@@ -211,10 +211,10 @@ def test_the_path_is_filled_in_with_the_jobs_variables(tmp_path: Path):
     query = SavedQuery(
         spec=spec, cwd=str(tmp_path), variables={}, run_id="run", since_s=0.0, until_s=0.0
     )
-    assert "OUT" in str(saved_reply(query, "node-0", 0).error)
+    assert "OUT" in str(answer_saved_query(query, "node-0", 0).error)
     query_with_out = query.model_copy(update={"variables": {"OUT": "out"}})
-    assert saved_reply(query_with_out, "node-0", 0).saved == ()
-    assert saved_reply(query_with_out, "node-0", 0).error is None
+    assert answer_saved_query(query_with_out, "node-0", 0).saved == ()
+    assert answer_saved_query(query_with_out, "node-0", 0).error is None
 
 
 def test_uploads_from_several_nodes_of_which_one_has_the_sign_are_refused():

@@ -11,7 +11,7 @@ from perdure.storage.checkpoint import CheckpointStore, Tier
 from perdure.storage.local import LocalStore
 from perdure.storage.manifest import ShardRecord
 from perdure.storage.share import SaveId, Share, WrittenShare, put_record
-from perdure.training.agent.checkpoint_server import HELD_FILE, HeldInMemory
+from perdure.training.agent.checkpoint_server import HELD_FILE, MemoryInventory
 from perdure.training.supervisor.checkpoints import node_tiers
 
 RUN = "run-1"
@@ -28,7 +28,7 @@ def note(tmp_path):
     def write(node: str, held: list[tuple[SaveId, int]], *, pid: int | None = None) -> None:
         folder = tmp_path / "runs" / RUN / "nodes" / node / "p0001-m0-s1"
         folder.mkdir(parents=True)
-        reported = HeldInMemory(
+        reported = MemoryInventory(
             pid=os.getpid() if pid is None else pid,
             process_started_s=psutil.Process().create_time(),
             saves=tuple(held),

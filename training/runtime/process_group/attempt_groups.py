@@ -55,7 +55,7 @@ class RankMembership:
             open_store=_open_store,
             on_collective=heartbeat.enter_collective,
             on_collective_end=heartbeat.leave_collective,
-            on_transfer=heartbeat.transfer,
+            on_transfer=heartbeat.begin_transfer,
             stop_device=healing_of(device).stop,
         )
         self.connections = self._install_groups(context)

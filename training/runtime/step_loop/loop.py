@@ -415,7 +415,7 @@ class StepLoop:
             state.data = loader.state_dict()
             start, began_ns = loader.position, time.monotonic_ns()
             batch = checked(loader.next_step())
-            self.heartbeat.waited_for_data(time.monotonic_ns() - began_ns)
+            self.heartbeat.record_data_wait(time.monotonic_ns() - began_ns)
             state.span = (start, loader.position)
             skipped = self.skipping.find_skipped(*state.span) if self.skipping is not None else None
             if skipped is None:

@@ -336,7 +336,7 @@ class Step:
         dist.all_reduce(vote)
         loss_sum, stop, save, pause, norm, num_losses, *others_found = vote.tolist()
         num_culprits, culprits, *compared = others_found
-        self._context.heartbeat.voted(time.monotonic_ns() - began_ns)
+        self._context.heartbeat.record_vote(time.monotonic_ns() - began_ns)
         if compared:
             self._context.comparison.check(compared, self.number)
         return Vote(
