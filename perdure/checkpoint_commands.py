@@ -110,13 +110,19 @@ def _list_program_saves(job: Job, *, as_json: bool) -> None:
     store = store_of(job)
     saves = program_saves(Ledger(store, job.run_id).read())[::-1]
     if as_json:
-        print_json([asdict(one) for one in saves])
+        print_json([asdict(save_record) for save_record in saves])
         return
     table = make_table("step", "written (UTC)", "size", "by attempt", "path")
-    for one in saves:
-        gone = "" if one.is_kept is not False else " (gone)"
-        written = clock_text(one.written_at_s)
-        table.add_row(str(one.step), written, decimal(one.size_bytes), one.attempt, one.path + gone)
+    for save in saves:
+        deleted_mark = "" if save.is_kept is not False else " (gone)"
+        written = clock_text(save.written_at_s)
+        table.add_row(
+            str(save.step),
+            written,
+            decimal(save.size_bytes),
+            save.attempt,
+            save.path + deleted_mark,
+        )
     if saves:
         make_console().print(table)
     else:
@@ -139,8 +145,8 @@ def verify(
         raise InputError("--all", "excludes --step")
     checkpoints = _checkpoints_of(run)
     outcomes: list[Verified] = []
-    for one in _all_committed(checkpoints) if every else [_pick(checkpoints, step)]:
-        outcome = _verify_one(checkpoints, one)
+    for committed in _all_committed(checkpoints) if every else [_pick(checkpoints, step)]:
+        outcome = _verify_one(checkpoints, committed)
         outcomes.append(outcome)
         if set_aside and not outcome.is_intact:
             reason = SetAside(outcome.step, outcome.damages).reason
@@ -177,12 +183,14 @@ def export(
         manifest = checkpoints.manifest(picked)
         weights = weights_of(manifest, prefix=MODEL_PREFIX, dtype=dtype.upper() if dtype else None)
         files = plan_files(weights, file_name=file_name, shard_size_bytes=shard_size_bytes)
-        others = other_exports(folder, files) if file_name == WHOLE_NAME else []
-        if others and not force:
-            raise InputError("--output", f"{others[0]} is of another export; --force removes it")
+        other_files = other_exports(folder, files) if file_name == WHOLE_NAME else []
+        if other_files and not force:
+            raise InputError(
+                "--output", f"{other_files[0]} is of another export; --force removes it"
+            )
         written = _write(checkpoints, manifest, files, folder, force=force)
     # A loader would take them for part of the new export; gone only once that is whole on disk.
-    for path in others:
+    for path in other_files:
         path.unlink()
     result = {
         "step": manifest.step,
@@ -215,21 +223,21 @@ def gc(
     checkpoints = CheckpointStore(store_of(job), job.run_id)
     # The policy is left to the run and its deployment: gc deletes no committed checkpoint.
     decided = removals(job, checkpoints, garbage_after_s=older_than_s, with_retention=False)
-    gone = decided if dry_run else carry_out(checkpoints, decided)
+    removed = decided if dry_run else carry_out(checkpoints, decided)
     uploads = 0 if dry_run else abort_uploads(checkpoints, older_than_s)
     if as_json:
         print_json(
             {
                 "dry_run": dry_run,
-                "removed": [_removal_object(removal) for removal in gone],
-                "size_bytes": sum(removal.size_bytes for removal in gone),
+                "removed": [_removal_object(removal) for removal in removed],
+                "size_bytes": sum(removal.size_bytes for removal in removed),
                 "uploads_aborted": uploads,
             }
         )
         return
-    if gone:
-        make_console().print(_removals_table(gone))
-    print(f"{'would remove' if dry_run else 'removed'}: {totals(gone)}")
+    if removed:
+        make_console().print(_removals_table(removed))
+    print(f"{'would remove' if dry_run else 'removed'}: {totals(removed)}")
     if uploads:
         print(f"unfinished uploads aborted: {uploads}")
 
@@ -271,11 +279,11 @@ def _pick(checkpoints: CheckpointStore, step: int | None) -> StepObjects:
     """
     if step is None:
         return _all_committed(checkpoints)[0]
-    found = next((s for s in checkpoints.list_steps() if s.step == step), None)
-    if found is not None and found.state is StepState.COMMITTED:
-        return found
-    if found is not None and found.state is StepState.SET_ASIDE:
-        reason = set_aside_reason(checkpoints, found)
+    picked = next((s for s in checkpoints.list_steps() if s.step == step), None)
+    if picked is not None and picked.state is StepState.COMMITTED:
+        return picked
+    if picked is not None and picked.state is StepState.SET_ASIDE:
+        reason = set_aside_reason(checkpoints, picked)
         raise InputError("--step", f"{step} was set aside: {reason}")
     newest = [str(s.step) for s in _all_committed(checkpoints)[:MAX_LISTED]]
     raise InputError("--step", f"{step} is not committed; committed: {', '.join(newest)}")

@@ -71,7 +71,7 @@ class CheckpointReader:
         Raises:
             StorageError: the store does not answer.
         """
-        return tuple(self._checkpoint(one) for one in self._committed())
+        return tuple(self._checkpoint(step) for step in self._committed())
 
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint, None when the run has none yet.
@@ -119,10 +119,10 @@ class CheckpointReader:
         return state
 
     def _committed(self) -> Sequence[StepObjects]:
-        return [one for one in self._store.list_steps() if one.state is StepState.COMMITTED]
+        return [step for step in self._store.list_steps() if step.state is StepState.COMMITTED]
 
     def _pick(self, step: int | None) -> int:
-        steps = [one.step for one in self._committed()]
+        steps = [objects.step for objects in self._committed()]
         if not steps:
             raise InputError("run", f"{self._store.run_id!r} has no committed checkpoint")
         if step is None:

@@ -18,6 +18,14 @@ WORDS = """
     again so
 """
 VAGUE = frozenset(WORDS.split())
+# Fields of documents that are sent, stored or printed as JSON keep their names.
+FIELDS = {
+    "training/commands/megatron.py": "before",
+    "training/drill/evaluation.py": "left_over",
+    "training/recovery/healing.py": "seen",
+    "training/reporting/rows.py": "what",
+    "training/wire/node.py": "seen",
+}
 
 
 def product_files(root: Path = ROOT) -> Iterator[Path]:
@@ -38,7 +46,10 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 def vague_names(path: Path) -> Iterator[tuple[str, int]]:
     """The names of a module that name nothing, each with its line."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return ((name, line) for name, line in bound_names(tree) if name.lstrip("_") in VAGUE)
+    field = FIELDS.get(path.relative_to(ROOT).as_posix())
+    for name, line in bound_names(tree):
+        if name.lstrip("_") in VAGUE and name != field:
+            yield name, line
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.records import AttemptEnded
-from perdure.training.liveness.culprit import RankProgress
+from perdure.training.liveness.culprit import RankProgress, find_standstill
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RUNGS, Decision, Rung
 from perdure.training.reporting.ettr import duration_text

@@ -54,18 +54,18 @@ def fault_of_code(code: str) -> Fault:
     """
     code = code.upper().removeprefix("0X")
     line = f"fault code: {code}"
-    found = recognise(line, "")
-    if found is None or found.code != code:
+    match = recognise(line, "")
+    if match is None or match.code != code:
         raise InputError("--code", f"{code!r} is no known code of a chip, such as 80E01801")
     return Fault(
-        found.fault_class,
+        match.fault_class,
         0.0,
         line,
         node="node-0",
         rank=0,
         device=0,
         code=code,
-        recoverable_by=found.recoverable_by,
-        user_fault=found.user_fault,
-        hardware_fault=found.hardware_fault,
+        recoverable_by=match.recoverable_by,
+        user_fault=match.user_fault,
+        hardware_fault=match.hardware_fault,
     )
