@@ -66,16 +66,16 @@ class Launcher:
         except OSError as error:  # the attempt that needs it tries again, and fails
             _log.warning(str(error))
 
-    def prepare(self, given: Mapping[str, str]) -> None:
+    def prepare(self, job_variables: Mapping[str, str]) -> None:
         """Have a fork server for the programs of an attempt; takes seconds the first time.
 
         Args:
-            given: their variables.
+            job_variables: added to the environment of the programs.
 
         Raises:
             OSError: it does not start.
         """
-        variables = _variables(os.environ, given)
+        variables = _variables(os.environ, job_variables)
         with self._lock:
             if self._fork_server is not None and self._fork_server.serves(variables):
                 return
