@@ -37,7 +37,7 @@ _HOMES = {
     "Session": "perdure.training.runtime.session",
     "checkpoints": "perdure.reader",
     "join": "perdure.training.runtime.session",
-    "load_job": "perdure.training.config.job",
+    "load_job": "perdure.training.config.job_file",
 }
 
 
