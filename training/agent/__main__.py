@@ -1,7 +1,7 @@
 """Start a node agent: `python -m perdure.training.agent FOLDER [CONFIG]`.
 
-The file is FOLDER/agent.json unless it is named. What an engine does not know before a container
-is placed, the container's environment says: its node and the address it listens on.
+The file is FOLDER/agent.json unless it is named. An engine may not know node and address before a
+container is placed: the container's environment then has them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def with_place(config: AgentConfig, environment: Mapping[str, str]) -> AgentConfig:
-    """The configuration with the node and the address of the container that it runs in."""
+    """Return the configuration with the node and the address of the container."""
     variables = {"node": environment.get(NODE_ENV), "host": environment.get(HOST_ENV)}
     return config.model_copy(update={name: value for name, value in variables.items() if value})
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from perdure.training.processes import rank_in
+from perdure.training.wire.agent import Pulse
 
 _OPERATION_BYTES = 48
 _RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
@@ -81,6 +82,29 @@ class Heartbeat:
     latency_ns: int = 0
     operation: str = ""
     stride: int = 1
+
+    def to_pulse(self, process_state: str, *, cpu_s: float = 0.0, io_bytes: int = 0) -> Pulse:
+        """Describe it for a supervisor, with ages in place of times.
+
+        Args:
+            process_state: the kernel's letter for the state of its process.
+            cpu_s: processor time of its session.
+            io_bytes: bytes that its session has read and written.
+        """
+        now_ns = time.monotonic_ns()
+        return Pulse(
+            entered=self.entered,
+            left=self.left,
+            operation=self.operation,
+            waited_s=self.waited_ns / 1e9,
+            data_s=self.data_ns / 1e9,
+            latency_s=self.latency_ns / 1e9,
+            beat_s=max(0.0, (now_ns - self.beat_ns) / 1e9),
+            step_age_s=max(0.0, (now_ns - self.stepped_ns) / 1e9) if self.stepped_ns else None,
+            process_state=process_state,
+            cpu_s=cpu_s,
+            io_bytes=io_bytes,
+        )
 
 
 class HeartbeatWriter:

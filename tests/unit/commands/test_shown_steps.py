@@ -85,14 +85,14 @@ def test_a_job_that_does_not_say_how_to_read_steps_has_none(tmp_path, log):
 
 def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
     write(log, "step 1 loss 3\nstep 2 loss 2\n")
-    shown.look()
+    shown.poll()
     assert (shown.newest.step, shown.newest.target) == (2, None)
     store = LocalStore(tmp_path / "store")
-    shown.keep(store)
+    shown.upload(store)
     write(log, "step 3/9 loss 1\n")
     shown.finish()
     assert (shown.newest.step, shown.newest.target) == (3, 9)
-    shown.keep(store)
+    shown.upload(store)
     assert {s: record.loss for s, record in kept_steps(store, "run").items()} == {1: 3, 2: 2, 3: 1}
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
@@ -100,14 +100,14 @@ def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
 
 def test_two_steps_give_a_pace_and_the_last_one_an_end(shown, log):
     write(log, "step 10/20 loss 3\n")
-    shown.look()
+    shown.poll()
     assert shown.beat() is None
     write(log, "step 15/20 loss 2\n")
-    shown.look()
+    shown.poll()
     beat = not_none(shown.beat())
     assert (beat.phase, beat.step, beat.stride) == (Phase.STEP, 15, 5)
     write(log, "step 20/20 loss 2\n")
-    shown.look()
+    shown.poll()
     assert not_none(shown.beat()).phase is Phase.DONE
 
 
@@ -122,7 +122,7 @@ def test_a_command_that_prints_and_shows_no_further_step_hangs(new_group, tmp_pa
     check = HangCheck(config, is_command=True, marker=str(tmp_path))
 
     def hang() -> Any:
-        group.shown.look()
+        group.step_follower.poll()
         return check.check(group)
 
     hang_report = wait_for(hang)
