@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from perdure.training.config.recovery import RestartSpec
 
+from perdure.training.config.recovery import RestartSpec
 from perdure.training.drill.job import HANG_TIMEOUT_S
 from tests.process.harness import REPO
 

@@ -16,6 +16,7 @@ from statistics import fmean, median, pstdev
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind, AlertRaised, StepRecord
 from perdure.training.wire.node import NodeSample
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 Key = tuple[AlertKind, str | None, int | None]
 
@@ -35,27 +36,6 @@ _CLEAR_S = {AlertKind.HANG: 3.0}
 # How long a point has to be out of its limits; what is not here is raised at once. A window of
 # ranks' waiting is itself some seconds long.
 HOLD_WINDOWS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class RankSample:
-    """A rank, from its heartbeat.
-
-    Attributes:
-        waited_s: in collectives, of its whole life.
-        data_s: for its loader, of its whole life.
-        latency_s: of its newest vote.
-    """
-
-    rank: int
-    node: str
-    device: int
-    pid: int
-    step: int
-    phase: str
-    waited_s: float
-    data_s: float
-    latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +73,7 @@ class RunSample:
 
     at_s: float
     nodes: Mapping[str, NodeSample] = field(default_factory=dict)
-    ranks: Sequence[RankSample] = ()
+    ranks: Sequence[RankSnapshot] = ()
     steps: Sequence[StepRecord] = ()
     commits_s: Sequence[float] = ()
     hang: AlertCondition | None = None
@@ -131,7 +111,7 @@ class AlertMonitor:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEP_WINDOW))
     _step: int = -1
-    _window: tuple[float, dict[int, RankSample]] | None = None
+    _window: tuple[float, dict[int, RankSnapshot]] | None = None
     _late: dict[int, int] = field(default_factory=dict)
     _starved: dict[int, int] = field(default_factory=dict)
     _of_window: tuple[AlertCondition, ...] = ()
@@ -223,7 +203,7 @@ class AlertMonitor:
         return True
 
     def _of_stragglers(
-        self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+        self, before: Mapping[int, RankSnapshot], ranks: Mapping[int, RankSnapshot], took_s: float
     ) -> Iterator[AlertCondition]:
         """The rank that waits least for the others, when they wait for it."""
         if len(ranks) < 2:
@@ -241,7 +221,7 @@ class AlertMonitor:
             yield _about(AlertKind.STRAGGLER, text, behind, self.spec.straggler_ratio, ranks[last])
 
     def _of_data(
-        self, before: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+        self, before: Mapping[int, RankSnapshot], ranks: Mapping[int, RankSnapshot], took_s: float
     ) -> Iterator[AlertCondition]:
         """Ranks that wait for their loader; of many the one that waits longest."""
         shares = {rank: (one.data_s - before[rank].data_s) / took_s for rank, one in ranks.items()}
@@ -259,14 +239,21 @@ class AlertMonitor:
 
 
 def _about(
-    point: AlertKind, text: str, value: float, limit: float, one: RankSample
+    point: AlertKind, text: str, value: float, limit: float, one: RankSnapshot
 ) -> AlertCondition:
     return AlertCondition(
-        point, text, value, limit, node=one.node, rank=one.rank, device=one.device, step=one.step
+        point,
+        text,
+        value,
+        limit,
+        node=one.node,
+        rank=one.rank,
+        device=one.device or 0,
+        step=one.step,
     )
 
 
-def _same_lives(before: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
+def _same_lives(before: Mapping[int, RankSnapshot], now: Mapping[int, RankSnapshot]) -> bool:
     """Whether the same processes are looked at, which went only forward."""
     return before.keys() == now.keys() and all(
         one.pid == before[rank].pid and one.step >= before[rank].step for rank, one in now.items()
@@ -329,7 +316,7 @@ def _parted(steps_s: Sequence[float], recent_s: float) -> tuple[list[float], lis
     return list(steps_s), []
 
 
-def _of_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
+def _of_latency(spec: WatchSpec, ranks: Sequence[RankSnapshot]) -> Iterator[AlertCondition]:
     """The vote's time at the rank that came last to it, which waited for no other."""
     voted = [one.latency_s for one in ranks if one.latency_s > 0]
     if len(voted) < len(ranks) or not voted:
