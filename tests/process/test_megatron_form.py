@@ -11,7 +11,7 @@ import boto3
 import pytest
 
 from perdure.storage.address import open_store
-from perdure.training.commands.checkpoint_store import list_stored_saves, whole
+from perdure.training.commands.checkpoint_store import list_stored_saves, list_whole_saves
 from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.recovery.faults import FaultClass
@@ -138,7 +138,7 @@ def lose_disk(home: Path, job: Job, local: LocalRun, node: str) -> list[int]:
 
 def steps_stored(job: Job, num_members: int = 2) -> list[int]:
     """The steps of which every member has stored its part."""
-    found = whole(list_stored_saves(open_store(job.storage), job.run_id), num_members)
+    found = list_whole_saves(list_stored_saves(open_store(job.storage), job.run_id), num_members)
     return [one.step for one in found]
 
 

@@ -26,7 +26,6 @@ from perdure.training.agent.coordinator_client import (
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
 from perdure.training.agent.launcher import Launcher
-from perdure.training.agent.preparation import DATA_FOLDER, stage_data
 from perdure.training.agent.sampler import PeriodicSampler
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.commands.checkpoint_watch import fetch_resume_checkpoint
@@ -38,6 +37,8 @@ from perdure.training.journal import attempt_log
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.processes import kill_container, oom_kills
 from perdure.training.recovery.protocol import ReplaceWorker
+from perdure.training.trainer.data.manifest import load_manifest
+from perdure.training.trainer.data.stage import stage
 from perdure.training.wire.agent import (
     AgentConfig,
     AgentReply,
@@ -51,6 +52,8 @@ from perdure.training.wire.agent import (
     job_of,
 )
 from perdure.training.wire.node import HealOrder, NodeSample
+
+DATA_FOLDER = "data"
 
 
 @dataclass(slots=True)
@@ -233,7 +236,7 @@ class NodeAttempt:
         """Fetch data and checkpoint, then start the workers; runs in a thread of its own."""
         order, container = self.order, self._container
         try:
-            stage_data(order, container.folder)
+            self._stage_data()
             fetch_resume_checkpoint(order, self._config.node, self._config.member)
             if not order.is_command:
                 container.launcher.prepare(order.variables)
@@ -254,6 +257,13 @@ class NodeAttempt:
                 if self.group is not None:
                     self.group.close_output()
                 self._fail_staging(error)
+
+    def _stage_data(self) -> None:
+        """Fetch the token shards of a session program into the container's folder."""
+        if self.order.data_manifest_key is not None:
+            store = open_store(job_of(self.order).storage)
+            manifest = load_manifest(store, self.order.data_manifest_key)
+            stage(manifest, store, self._container.folder / DATA_FOLDER)
 
     def _fail_staging(self, error: Exception) -> None:
         if self.state is AgentState.STAGING:

@@ -1,4 +1,4 @@
-"""Preparation of a node for an attempt: variables of its processes, folders, checks, data.
+"""Preparation of a node for an attempt: variables of its processes, folder, checks.
 
 A node's disk outlives containers: it has a folder for each life of a run's name. Checks run on a
 supervisor's order before any attempt starts. Times are seconds.
@@ -7,19 +7,14 @@ supervisor's order before any attempt starts. Times are seconds.
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
-from perdure.storage.address import open_store
 from perdure.training.commands.arguments import NNODES, NODE_RANK
 from perdure.training.environment import interface_variables
 from perdure.training.node_checks.runner import NodeProgram
-from perdure.training.trainer.data.manifest import load_manifest
-from perdure.training.trainer.data.stage import stage
-from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder, job_of
+from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
 
-DATA_FOLDER = "data"
 LIFE_PREFIX = "life-"
 
 
@@ -97,13 +92,6 @@ def node_folder(base: Path, created_s: float) -> Path:
     return base / f"{LIFE_PREFIX}{created_s:.0f}"
 
 
-def delete_other_lives(folder: Path) -> None:
-    """Free the node's disk of deleted runs of the same name."""
-    for other in folder.parent.glob(f"{LIFE_PREFIX}*"):
-        if other.name != folder.name:
-            shutil.rmtree(other, ignore_errors=True)
-
-
 class NodeChecks:
     """The checks of one container's node.
 
@@ -139,16 +127,3 @@ class NodeChecks:
     def end(self) -> None:
         """End a check that is running."""
         self._program.end()
-
-
-def stage_data(order: StartOrder, folder: Path) -> None:
-    """Fetch the order's shards into the container's folder; commands need none.
-
-    Raises:
-        StorageError: they cannot be read.
-        OSError: they cannot be written.
-    """
-    if order.data_manifest_key is None:
-        return
-    store = open_store(job_of(order).storage)
-    stage(load_manifest(store, order.data_manifest_key), store, folder / DATA_FOLDER)

@@ -83,28 +83,6 @@ def list_stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
     return {save: sorted(members) for save, members in sorted(members_by_save.items())}
 
 
-def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
-    """Record for the other members that member 0 has stored all that it will of an attempt.
-
-    Raises:
-        StorageError: the store refuses.
-    """
-    store.put(save_prefix(run_id) + LAST, json.dumps(attempt).encode())
-
-
-def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
-    """Whether member 0 has stored all that it will of an attempt.
-
-    Raises:
-        StorageError: the store does not answer.
-    """
-    try:
-        placement, number = json.loads(store.get(save_prefix(run_id) + LAST))
-    except (NotFound, ValueError):
-        return False
-    return bool((placement, number) >= attempt)
-
-
 def list_whole_saves(stored: Stored, num_members: int) -> list[Save]:
     """List saves of which every member has stored its part, the oldest first."""
     members = set(range(num_members))
@@ -140,109 +118,127 @@ def find_surplus(
     return [save for save in saves if save not in remaining]
 
 
-def store_checkpoint(
-    store: ObjectStore,
-    run_id: str,
-    member: int,
-    saved: ProgramCheckpoint,
-    *,
-    attempt: tuple[int, int],
-    keep: int,
-    num_members: int | None = None,
-) -> bool:
-    """Put a checkpoint into the store, and delete the oldest. Returns whether it is there.
+@dataclass(frozen=True, slots=True)
+class MemberCheckpoints:
+    """A member's checkpoints of a command in the run's store."""
 
-    Args:
-        store: the run's store.
-        run_id: run of the command.
-        member: member of this node.
-        saved: the checkpoint, or this node's part of it; without bytes if it has none.
-        attempt: placement and number of the attempt that saved it.
-        keep: how many steps remain.
-        num_members: number of parts; None: all nodes save the same.
+    store: ObjectStore
+    run_id: str
+    member: int
 
-    Raises:
-        StorageError: the store refuses.
-    """
-    save = Save(saved.step, attempt)
-    prefix = save_prefix(run_id, save, member)
-    try:
-        _put(store, prefix, saved)
-    except ChangedMeanwhileError as error:
-        _log.info(f"step {saved.step} of the command is not put into the store: {error}")
+    def record_end(self, attempt: tuple[int, int]) -> None:
+        """Record for the other members that member 0 has stored all that it will of an attempt.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        self.store.put(save_prefix(self.run_id) + LAST, json.dumps(attempt).encode())
+
+    def is_ended(self, attempt: tuple[int, int]) -> bool:
+        """Whether member 0 has stored all that it will of an attempt.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        try:
+            placement, number = json.loads(self.store.get(save_prefix(self.run_id) + LAST))
+        except (NotFound, ValueError):
+            return False
+        return bool((placement, number) >= attempt)
+
+    def put(
+        self,
+        saved: ProgramCheckpoint,
+        *,
+        attempt: tuple[int, int],
+        keep: int,
+        num_members: int | None = None,
+    ) -> bool:
+        """Put a checkpoint into the store, and delete the oldest. Returns whether it is there.
+
+        Args:
+            saved: the checkpoint, or this member's part of it; without bytes if it has none.
+            attempt: placement and number of the attempt that saved it.
+            keep: how many steps remain.
+            num_members: number of parts; None: all nodes save the same.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        save = Save(saved.step, attempt)
+        prefix = save_prefix(self.run_id, save, self.member)
+        try:
+            if not saved.is_unchanged():
+                raise ChangedMeanwhileError(f"{saved.path} has changed since it was complete")
+            put = put_set if saved.size_bytes else put_nothing
+            put(self.store, prefix, saved.path, written_s=saved.written_s)
+        except ChangedMeanwhileError as error:
+            _log.info(f"step {saved.step} of the command is not put into the store: {error}")
+            return False
+        except OSError as error:
+            _log.warning(f"step {saved.step} of the command cannot be read: {error}")
+            return False
+        stored = list_stored_saves(self.store, self.run_id)
+        for old in find_surplus(stored, self.member, save, keep=keep, num_members=num_members):
+            delete_set(self.store, save_prefix(self.run_id, old, self.member))
+        return True
+
+    def fetch(self, step: int, *, spec: ProgramCheckpointsSpec, root: Path) -> bool:
+        """Fetch the checkpoint of a step, where every node's is whole. Returns whether it came.
+
+        Raises:
+            StorageError: the store does not answer, or has it damaged.
+            OSError: it cannot be written.
+        """
+        if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
+            return False
+        # The last part of a glob's path is the pattern.
+        folder = root.parent if spec.kind is CheckpointKind.GLOB else root
+        stored = list_stored_saves(self.store, self.run_id)
+        for save in sorted((save for save in stored if save.step == step), reverse=True):
+            for member in sorted(stored[save], key=lambda number: (number != self.member, number)):
+                prefix = save_prefix(self.run_id, save, member)
+                files: FileSet | None = read_set(self.store, prefix)
+                if files is None:
+                    continue
+                path = folder / Path(files.path).name
+                get_set(self.store, prefix, files, path)
+                if spec.kind is CheckpointKind.MEGATRON:
+                    Tracker(root).write(str(step))
+                _note_fetched(step, path, member)
+                return True
         return False
-    except OSError as error:
-        _log.warning(f"step {saved.step} of the command cannot be read: {error}")
-        return False
-    stored = list_stored_saves(store, run_id)
-    for old in find_surplus(stored, member, save, keep=keep, num_members=num_members):
-        delete_set(store, save_prefix(run_id, old, member))
-    return True
+
+    def fetch_part(self, save: Save, path: Path) -> None:
+        """Fetch this member's part of a save, and the files that its ranks read of other parts.
+
+        Raises:
+            StorageError: the store does not answer, or lacks it, or has it damaged.
+            OSError: it cannot be written.
+        """
+        prefix, part = self._part(save, self.member)
+        sets = [(prefix, part)]
+        if needs_other_parts(part):
+            stored = list_stored_saves(self.store, self.run_id)
+            donors = sorted(set(stored.get(save, [])) - {self.member})
+            parts = (self._part(save, donor) for donor in donors)
+            sets += [(prefix, _select_files(part, other)) for prefix, other in parts]
+        get_sets(self.store, sets, path)
+        _note_fetched(
+            save.step, path, self.member, ", with files of others" if len(sets) > 1 else ""
+        )
+
+    def _part(self, save: Save, member: int) -> tuple[str, FileSet]:
+        prefix = save_prefix(self.run_id, save, member)
+        part = read_set(self.store, prefix)
+        if part is None:
+            raise NotFound(f"{self.store.url(prefix)}: the part of member {member} is not there")
+        return prefix, part
 
 
-def _put(store: ObjectStore, prefix: str, saved: ProgramCheckpoint) -> None:
-    if not saved.is_unchanged():
-        raise ChangedMeanwhileError(f"{saved.path} has changed since it was complete")
-    if saved.size_bytes:
-        put_set(store, prefix, saved.path, written_s=saved.written_s)
-    else:
-        put_nothing(store, prefix, saved.path, written_s=saved.written_s)
-
-
-def fetch_checkpoint(
-    store: ObjectStore,
-    run_id: str,
-    member: int,
-    step: int,
-    *,
-    spec: ProgramCheckpointsSpec,
-    root: Path,
-) -> bool:
-    """Fetch the checkpoint of a step, where every node's is whole. Returns whether it came.
-
-    Raises:
-        StorageError: the store does not answer, or has it damaged.
-        OSError: it cannot be written.
-    """
-    if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
-        return False
-    # The last part of a glob's path is the pattern.
-    folder = root.parent if spec.kind is CheckpointKind.GLOB else root
-    stored = list_stored_saves(store, run_id)
-    for save in sorted((save for save in stored if save.step == step), reverse=True):
-        members = stored[save]
-        for source in sorted(members, key=lambda other: (other != member, other)):
-            files: FileSet | None = read_set(store, save_prefix(run_id, save, source))
-            if files is None:
-                continue
-            path = folder / Path(files.path).name
-            get_set(store, save_prefix(run_id, save, source), files, path)
-            if spec.kind is CheckpointKind.MEGATRON:
-                Tracker(root).write(str(step))
-            _log.info(
-                f"step {step} of the command was fetched to {path}, as member {source} saved it"
-            )
-            return True
-    return False
-
-
-def fetch_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
-    """Fetch a member's part of a save, and with it the files that its ranks read of other parts.
-
-    Raises:
-        StorageError: the store does not answer, or lacks it, or has it damaged.
-        OSError: it cannot be written.
-    """
-    prefix, part = _part(store, run_id, save, member)
-    sets = [(prefix, part)]
-    if needs_other_parts(part):
-        donors = sorted(set(list_stored_saves(store, run_id).get(save, [])) - {member})
-        parts = (_part(store, run_id, save, donor) for donor in donors)
-        sets += [(prefix, _select_files(part, other)) for prefix, other in parts]
-    get_sets(store, sets, path)
-    more = ", with files of others" if len(sets) > 1 else ""
+def _note_fetched(step: int, path: Path, member: int, more: str = "") -> None:
     _log.info(
-        f"step {save.step} of the command was fetched to {path}, as member {member} saved it{more}"
+        f"step {step} of the command was fetched to {path}, as member {member} saved it{more}"
     )
 
 
@@ -258,14 +254,6 @@ def _select_files(part: FileSet, other: FileSet) -> FileSet:
         return other
     files = tuple(file for file in other.files if Path(file.name).parts[0] in ranks)
     return other.model_copy(update={"files": files})
-
-
-def _part(store: ObjectStore, run_id: str, save: Save, member: int) -> tuple[str, FileSet]:
-    prefix = save_prefix(run_id, save, member)
-    part = read_set(store, prefix)
-    if part is None:
-        raise NotFound(f"{store.url(prefix)}: the part of member {member} is not there")
-    return prefix, part
 
 
 def _is_distributed(names: Iterable[str]) -> bool:

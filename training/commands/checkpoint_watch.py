@@ -27,11 +27,8 @@ from perdure.training.commands.checkpoint_layouts import (
     part_path,
 )
 from perdure.training.commands.checkpoint_store import (
-    fetch_checkpoint,
-    is_ended,
+    MemberCheckpoints,
     list_stored_saves,
-    note_end,
-    store_checkpoint,
 )
 from perdure.training.commands.megatron import (
     can_be_read_alone,
@@ -146,10 +143,9 @@ class CommandCheckpointWatcher:
             newest = self._newest_to_upload(store) if self.spec.upload else None
             if newest is None or newest == self._uploaded:
                 return
-            if store_checkpoint(
-                store, self.run_id, self.member, newest,
-                attempt=self.attempt, keep=self.spec.keep or 0, num_members=self.num_parts,
-            ):  # fmt: skip
+            checkpoints = MemberCheckpoints(store, self.run_id, self.member)
+            keep = self.spec.keep or 0
+            if checkpoints.put(newest, attempt=self.attempt, keep=keep, num_members=self.num_parts):
                 self._uploaded = newest
 
     def upload_last(self, store: ObjectStore) -> None:
@@ -162,12 +158,13 @@ class CommandCheckpointWatcher:
             OSError: the record of the parts cannot be read.
         """
         until_s = time.monotonic() + SIGN_WAIT_S
+        checkpoints = MemberCheckpoints(store, self.run_id, self.member)
         self.upload(store)
         if self.num_parts is not None and self.member == 0:
-            note_end(store, self.run_id, self.attempt)
+            checkpoints.record_end(self.attempt)
         while self._is_unsigned:
             # Asked first: the upload finds all that member 0 stored before.
-            is_last = is_ended(store, self.run_id, self.attempt) or time.monotonic() >= until_s
+            is_last = checkpoints.is_ended(self.attempt) or time.monotonic() >= until_s
             self.upload(store)
             if is_last:
                 return
@@ -274,7 +271,7 @@ def fetch_resume_checkpoint(order: StartOrder, node: str, member: int) -> None:
     if job.saves_in_parts:
         prepare_parts(store, order, job.run_id, member, root)
     elif step is not None:
-        fetch_checkpoint(store, job.run_id, member, step, spec=spec, root=root)
+        MemberCheckpoints(store, job.run_id, member).fetch(step, spec=spec, root=root)
 
 
 def _delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> None:

@@ -25,8 +25,8 @@ from perdure.training.commands.checkpoint_layouts import (
     part_path,
 )
 from perdure.training.commands.checkpoint_store import (
+    MemberCheckpoints,
     Save,
-    fetch_part,
     is_self_contained,
     save_prefix,
 )
@@ -159,7 +159,8 @@ def prepare_parts(
     # Written before anything is fetched: if the agent ends meanwhile, no attempt has saved it.
     write_whole(root / RECORD, updated.model_dump_json())
     if missing is not None:
-        fetch_part(store, run_id, member, missing, part_path(root, missing.step))
+        checkpoints = MemberCheckpoints(store, run_id, member)
+        checkpoints.fetch_part(missing, part_path(root, missing.step))
         fetched = _fetched_part(store, run_id, root, missing)
         remaining = (part for part in updated.before if part.step != missing.step)
         updated = updated.model_copy(update={"before": (*remaining, fetched), "coming": None})

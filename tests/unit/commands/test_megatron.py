@@ -20,7 +20,7 @@ from perdure.storage.objects import ObjectInfo
 from perdure.training.commands import checkpoint_watch as saved_checkpoints
 from perdure.training.commands import megatron as saved_parts
 from perdure.training.commands.checkpoint_layouts import ProgramCheckpoint, find_parts
-from perdure.training.commands.checkpoint_store import Save, list_stored_saves, store_checkpoint
+from perdure.training.commands.checkpoint_store import MemberCheckpoints, Save, list_stored_saves
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, answer_saved_query
 from perdure.training.commands.megatron import prepare_parts
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
@@ -68,9 +68,8 @@ class Node:
 
     def put(self, step: int, attempt: tuple[int, int]) -> None:
         (saved,) = (part for part in find_parts(self.root) if part.step == step)
-        assert store_checkpoint(
-            self.store, "run", self.member, saved, attempt=attempt, keep=9, num_members=2
-        )
+        checkpoints = MemberCheckpoints(self.store, "run", self.member)
+        assert checkpoints.put(saved, attempt=attempt, keep=9, num_members=2)
 
     def reported(self, member: int | None = None) -> set[Save]:
         query = SavedQuery(
@@ -263,9 +262,8 @@ def test_a_step_of_which_nobody_has_stored_a_file_is_named_with_its_run_and_plac
     for node in (first, second):
         node.start(FIRST)
         nothing = ProgramCheckpoint(10, node.root / "iter_0000010", 0, time.time())
-        assert store_checkpoint(
-            store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2
-        )
+        checkpoints = MemberCheckpoints(store, "run", node.member)
+        assert checkpoints.put(nothing, attempt=FIRST, keep=9, num_members=2)
     with pytest.raises(NotFound) as caught:
         second.start(SECOND, Save(10, FIRST))
     where = store.url("runs/run/program/step-00000010/p0001-a0001")
