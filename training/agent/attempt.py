@@ -58,7 +58,7 @@ DATA_FOLDER = "data"
 
 @dataclass(slots=True)
 class Container:
-    """What the attempts in one container share.
+    """State and services that the attempts in a container share.
 
     Attributes:
         folder: the container's scratch folder.
@@ -171,7 +171,7 @@ class NodeAttempt:
         return AgentReply(text=text, offset=offset)
 
     def relay(self, order: NoticeOrder | RejoinOrder) -> AgentReply:
-        """Pass a message to the coordinator, or go over to another one; not under the lock."""
+        """Pass a message to the coordinator, or connect to another; not under the lock."""
         with self._container.lock:
             group, client = self.group, self._coordinator
         if self.key != (order.placement, order.attempt) or group is None or client is None:

@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class WakeupSignal:
-    """Wakes the main thread, for which it catches SIGCHLD while it is entered.
+    """Wakeup of the main thread, which catches SIGCHLD while it is entered.
 
     The kernel signals every end, adopted processes included: polling fifty times a second would
     cost more of a core and still notice it later.
@@ -80,7 +80,7 @@ def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ControlServer:
-    """Listens for supervisors, at one address or several of one port."""
+    """Server for supervisors, at one address or at several with the same port."""
 
     listeners: tuple[RequestServer, ...]
 
@@ -153,7 +153,7 @@ class ControlServer:
 
 @dataclass(frozen=True, slots=True)
 class AgentClient:
-    """Calls one agent.
+    """Client of an agent.
 
     Attributes:
         token: secret of the agent.

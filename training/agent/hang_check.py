@@ -36,7 +36,7 @@ _AWAITING = frozenset({Phase.START, Phase.RECOVER})
 
 @dataclass(slots=True)
 class HangCheck:
-    """Judges the workers of one attempt.
+    """Check of the workers of one attempt.
 
     Attributes:
         is_command: whether the workers are commands, which need not write heartbeats.

@@ -112,7 +112,7 @@ class _CoordinatorProcess:
 
 
 class Launcher:
-    """Starts session programs on one node.
+    """Launcher of session programs on one node.
 
     Args:
         folder: the container's folder.

@@ -177,7 +177,7 @@ def _read(
 
 
 class Collector:
-    """Puts logs into the store, one attempt after the other.
+    """Collector of logs for the store, one attempt after the other.
 
     Args:
         config: the agent's configuration.

@@ -29,7 +29,7 @@ _log = logging.getLogger("perdure.agent")
 
 
 class LiteralMask:
-    """Masks known values in text that comes in pieces.
+    """Mask of known values in text that comes in pieces.
 
     Args:
         secrets: values; a value of several lines is masked line by line.

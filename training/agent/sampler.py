@@ -14,7 +14,7 @@ MISSED_SAMPLES = 3
 
 
 class PeriodicSampler:
-    """Keeps the newest sample of the node.
+    """Sampler that keeps the newest sample of the node.
 
     Args:
         folder: the container's folder.

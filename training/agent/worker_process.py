@@ -128,7 +128,7 @@ _IO = ("rchar:", "wchar:")
 
 @dataclass(frozen=True, slots=True)
 class SessionActivity:
-    """What all processes of one session have done.
+    """Work of all processes of a session so far.
 
     Attributes:
         cpu_s: processor time.

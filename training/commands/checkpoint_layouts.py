@@ -72,7 +72,7 @@ class Tracker:
 
     @property
     def text(self) -> str | None:
-        """What the sign says; None where there is none."""
+        """Text of the sign; None where there is none."""
         try:
             return (self.root / TRACKER).read_text(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):

@@ -168,10 +168,7 @@ class MemberCheckpoints:
         save = Save(saved.step, attempt)
         prefix = save_prefix(self.run_id, save, self.member)
         try:
-            if not saved.is_unchanged():
-                raise ChangedMeanwhileError(f"{saved.path} has changed since it was complete")
-            put = put_set if saved.size_bytes else put_nothing
-            put(self.store, prefix, saved.path, written_s=saved.written_s)
+            _put_unchanged(self.store, prefix, saved)
         except ChangedMeanwhileError as error:
             _log.info(f"step {saved.step} of the command is not put into the store: {error}")
             return False
@@ -234,6 +231,13 @@ class MemberCheckpoints:
         if part is None:
             raise NotFound(f"{self.store.url(prefix)}: the part of member {member} is not there")
         return prefix, part
+
+
+def _put_unchanged(store: ObjectStore, prefix: str, saved: ProgramCheckpoint) -> None:
+    if not saved.is_unchanged():
+        raise ChangedMeanwhileError(f"{saved.path} has changed since it was complete")
+    put = put_set if saved.size_bytes else put_nothing
+    put(store, prefix, saved.path, written_s=saved.written_s)
 
 
 def _note_fetched(step: int, path: Path, member: int, more: str = "") -> None:

@@ -50,7 +50,7 @@ _log = logging.getLogger("perdure.agent")
 
 @dataclass(slots=True)
 class CommandCheckpointWatcher:
-    """Watches the checkpoints that the command of one attempt saves.
+    """Watcher of the checkpoints that the command of one attempt saves.
 
     Attributes:
         root: the path of the spec, with variables filled in.
@@ -177,7 +177,7 @@ class CommandCheckpointWatcher:
 
     @property
     def _is_unsigned(self) -> bool:
-        """Whether member 0 may still store a save of which this one has a part, or none."""
+        """Whether member 0 may still store a save of which this member has a part, or none."""
         if not self._waits_for_sign or not self.spec.upload:
             return False
         with self._lock:

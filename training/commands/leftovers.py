@@ -50,7 +50,7 @@ class AttemptProcesses(Protocol):
 
 @dataclass(slots=True)
 class Leftovers:
-    """Waits for the processes that the command of a node has left running.
+    """Processes that the command of a node has left running, once it has waited for them.
 
     Attributes:
         processes: processes that did not end by themselves.

@@ -51,7 +51,7 @@ _log = logging.getLogger("perdure.agent")
 
 
 class ProgressFormat(FrozenModel):
-    """How one kind of program prints its steps.
+    """Format in which one kind of program prints its steps.
 
     Attributes:
         source: program that prints it.
@@ -76,7 +76,7 @@ def formats() -> Mapping[ProgressKind, ProgressFormat]:
 
 
 class LineReader:
-    """Reads lines of one format, as the job names it."""
+    """Reader of lines in one format, as the job names it."""
 
     def __init__(self, spec: ProgressSpec) -> None:
         program = formats()[spec.kind] if spec.kind is not None else None
@@ -228,7 +228,7 @@ def _step(shown: Mapping[str, float]) -> int | None:
 
 @dataclass(slots=True)
 class GrowingLog:
-    """Follows one stream of a process.
+    """Follower of one stream of a process.
 
     A bar that is drawn anew ends its line only with the next one: text that stands still after a
     return counts as a line.
@@ -279,7 +279,7 @@ class GrowingLog:
 
 @dataclass(slots=True)
 class StepFollower:
-    """Follows the output of one attempt on this node.
+    """Follower of the output of one attempt on this node.
 
     Attributes:
         steps: steps that were shown.

@@ -57,7 +57,7 @@ class CommandProcess:
 
 @dataclass(slots=True)
 class CommandRanks:
-    """Reads the processes and heartbeats of one command.
+    """Processes and heartbeats of a command.
 
     Attributes:
         pids: processes that the agent started.

@@ -78,7 +78,7 @@ class Hang:
 
 @dataclass(slots=True)
 class HangDetector:
-    """Learns the step time of the local ranks and judges their silence."""
+    """Detector of silent local ranks, which learns their step time."""
 
     limits: SilenceLimits
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -195,7 +195,7 @@ class Inactivity:
 
 @dataclass(slots=True)
 class ActivityDetector:
-    """Judges a program by the activity of its processes.
+    """Detector of hangs by the activity of a program's processes.
 
     Attributes:
         quiet_s: how long neither output nor I/O may stay the same.
@@ -241,7 +241,7 @@ def _spread(values: list[float]) -> float:
 
 @dataclass(slots=True)
 class SilentOutputDetector:
-    """Judges the output of one attempt on all nodes together.
+    """Detector of silence in the output of one attempt on all nodes together.
 
     Many programs print from one rank alone, so that a silent node proves nothing.
 

@@ -107,7 +107,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat; ends of collectives are recorded by threads of their own.
+    """Writer of this process's heartbeat; threads of their own record ends of collectives.
 
     Args:
         path: PERDURE_HEARTBEAT; `{rank}` in it becomes the rank of this process, or its pid where
@@ -220,7 +220,7 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """Reads another process's heartbeat."""
+    """Reader of another process's heartbeat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

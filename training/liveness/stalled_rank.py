@@ -82,7 +82,7 @@ class _OvertakenRank:
 
 @dataclass(slots=True)
 class StalledRankDetector:
-    """Compares the ranks of one attempt at every poll.
+    """Detector of a stalled rank, which compares the ranks of one attempt at every poll.
 
     Attributes:
         least_s: how late a rank may always be.
