@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.storage.address import open_store
+from perdure.training.wire.requests import write_control
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -14,10 +16,12 @@ WAIT = ("--wait-s", "120")
 def start_paused(bench, run_id: str):
     """A run that is asked to pause while its processes start, and the step it stops at.
 
-    Asked later, a busy machine would take longer to start the command than the run to end.
+    The request stands before the command does: on a busy machine the run could end while the
+    command starts.
     """
     running = bench.start(bench.pair(run_id))
     wait_for(lambda: running.history.attempts, what=running.out)
+    write_control(open_store(running.job.storage), run_id, pause=True)
     printed = bench.perdure("pause", run_id, *WAIT)
     assert f"`perdure resume {run_id}` continues it" in printed
     return running, running.step()

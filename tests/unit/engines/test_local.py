@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.engines import agent_calls
 from perdure.training.engines import fleet as fleet_module
 from perdure.training.engines.base import Placement, plan, plan_replacement
 from perdure.training.engines.fleet import Fleet
@@ -23,7 +24,8 @@ GRACE_S = BEYOND_A_TEST_S
 
 @pytest.fixture
 def fleet(tmp_path, monkeypatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(fleet_module, "LOOK_TIMEOUT_S", PATIENCE_S)  # all that live answer
+    for module in (agent_calls, fleet_module):
+        monkeypatch.setattr(module, "POLL_TIMEOUT_S", PATIENCE_S)  # all that live answer
     job = small_job(
         tmp_path,
         worker={"recipe": "module:main"},
