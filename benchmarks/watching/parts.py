@@ -16,8 +16,9 @@ from statistics import median
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import StepRecord
 from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
-from perdure.training.telemetry.alerts import AlertMonitor, RankSample, RunSample
+from perdure.training.telemetry.alerts import AlertMonitor, RunSample
 from perdure.training.telemetry.sampling import Sampler
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 STEPS = 2000
 COLLECTIVES = 4  # of a step: three buckets of gradients and the vote
@@ -77,8 +78,8 @@ def _look_s(num_ranks: int) -> float:
         RunSample(
             at_s=float(number),
             ranks=[
-                RankSample(rank, f"node-{rank // 8}", rank % 8, rank, 2 * number, "step",
-                         0.1 * number, 0.01 * number, 0.001)
+                RankSnapshot(rank, f"node-{rank // 8}", rank % 8, rank, 2 * number, "step",
+                             waited_s=0.1 * number, data_s=0.01 * number, latency_s=0.001)
                 for rank in range(num_ranks)
             ],
             steps=[

@@ -188,8 +188,8 @@ def test_a_checkpoint_that_is_lost_with_its_node_comes_back_from_the_store(home)
     assert resumed_at >= 10
     assert not_none(not_none(after.ended).to_step) == STEPS
     # Both had no checkpoint: one node is new, and on the other the program does not save.
-    brought = f"step {resumed_at} of the command is brought to"
-    assert sum(brought in text for text in agent_logs(home, job)) == 2
+    fetched = f"step {resumed_at} of the command was fetched to"
+    assert sum(fetched in text for text in agent_logs(home, job)) == 2
     lines = output_of(home, job)
     assert len(lines_with(lines, "Resuming training from")) == 1
     assert list(printed(lines)) == list(range(STEPS))

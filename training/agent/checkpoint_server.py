@@ -2,9 +2,9 @@
 
 `python -m perdure.training.agent.checkpoint_server JOB SOCKET HOST [DISK_FOLDER]`
 
-A child of the agent and apart from it, so that hashing and uploading starve neither heartbeats
-nor training. SIGTERM, or the end of the agent: finish what was handed over, then end. Times are
-seconds.
+It is a child of the agent and apart from it, so that hashing and uploading starve neither
+heartbeats nor training. After SIGTERM, or when the agent ends, it publishes the saves that it has,
+then ends. Times are seconds.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ from perdure.training.log import start_logging
 _log = logging.getLogger("perdure.agent")
 
 CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
-# Nothing waits for the checkpoint server but the save after next: it sees an outage of the store
-# through.
+# Only the save after next waits for the checkpoint server: it can sit out an outage of the store.
 OUTAGE_S = 1200.0
-FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # of the checkpoint server of the first node
+FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # set for the checkpoint server of the first node
 HELD_FILE = "held.json"
-REVIVED_AFTER_S = 5.0  # since its start
+REVIVED_AFTER_S = 5.0  # a server that dies sooner is not started again
 
 
 def main() -> None:
@@ -64,7 +63,7 @@ def serve() -> None:
     """Serve one node's checkpoints until SIGTERM."""
     start_logging()
     # Blocked before there are threads and waited for by name: a handler runs in the main thread
-    # alone, and a signal that the kernel gives to another one would not wake it from a wait.
+    # alone, and a signal that the kernel gives to another thread would not wake it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     disk = CheckpointStore(LocalStore(Path(sys.argv[4])), job.run_id) if sys.argv[4:] else None
@@ -88,7 +87,7 @@ def serve() -> None:
         publisher=publisher,
         store=store,
         disk=disk,
-        note=partial(_note, Path.cwd()),
+        note=partial(_write_inventory, Path.cwd()),
         copying=Copying(sys.argv[3], spec.copy_bytes_per_s) if spec.partner_copies else None,
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -100,8 +99,8 @@ def serve() -> None:
 
 
 def _await_agents_end() -> None:
-    """Notice that the agent is gone: its end of the pipe closes, however it died."""
-    if stat.S_ISFIFO(os.fstat(0).st_mode):  # not one that was started by hand
+    """End with the agent: its end of the pipe closes, however it died."""
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # else it was started by hand
         while os.read(0, 1):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -116,7 +115,7 @@ def log_commit(log: Path, step: int) -> None:
 
     Args:
         log: file of the attempt log.
-        step: of the checkpoint.
+        step: step of the checkpoint.
 
     Raises:
         OSError: the log cannot be written.
@@ -126,11 +125,10 @@ def log_commit(log: Path, step: int) -> None:
 
 
 class MemoryInventory(FrozenModel):
-    """What a checkpoint server's memory holds, as a file in its container's folder has it.
+    """The shares in a checkpoint server's memory, as a file in its container's folder.
 
     Attributes:
-        pid: of the checkpoint server.
-        process_started_s: which process of that pid.
+        process_started_s: start of the server, which tells processes with the same pid apart.
         saves: save and rank of every whole share.
     """
 
@@ -139,10 +137,10 @@ class MemoryInventory(FrozenModel):
     saves: tuple[tuple[SaveId, int], ...]
 
 
-def _note(folder: Path, saves: Sequence[tuple[SaveId, int]]) -> None:
+def _write_inventory(folder: Path, saves: Sequence[tuple[SaveId, int]]) -> None:
     started_s = psutil.Process().create_time()
-    held = MemoryInventory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
-    write_whole(folder / HELD_FILE, held.model_dump_json())
+    inventory = MemoryInventory(pid=os.getpid(), process_started_s=started_s, saves=tuple(saves))
+    write_whole(folder / HELD_FILE, inventory.model_dump_json())
 
 
 @dataclass(slots=True)
@@ -150,9 +148,9 @@ class CheckpointServerProcess:
     """The checkpoint server of a container, as its agent sees it.
 
     Attributes:
-        folder: of the container.
+        folder: the container's folder.
         host: address that it listens on, where nodes have copies of each other's saves.
-        name: of its socket.
+        name: name of its socket.
     """
 
     folder: Path
@@ -166,11 +164,11 @@ class CheckpointServerProcess:
     def ensure(
         self, job: Job, job_file: Path, disk: Path | None, *, first_container: int | None
     ) -> str:
-        """Start it if it is not there. Returns the name of its socket.
+        """Start the server unless it lives. Returns the name of its socket.
 
         Args:
-            job: whose checkpoints it serves.
-            job_file: the same.
+            job: job whose checkpoints it serves.
+            job_file: file with that job.
             disk: folder of the disk tier; None: there is none.
             first_container: MA_SCHEDULE_CNT where this is the first node's container, else None.
 
@@ -194,10 +192,10 @@ class CheckpointServerProcess:
         return self.name
 
     def revive(self, *, now_s: float) -> bool:
-        """Start one that has died again, under its name. Whether it was.
+        """Start a dead server again, under its name. Returns whether it did.
 
-        Workers that connect again after a recovery would wait in vain. One that dies at once is
-        not started again for a while.
+        Workers that connect again after a recovery would wait in vain. A server that dies at once
+        is not started again for a while.
         """
         if self._process is None or self._process.poll() is None:
             return False
@@ -211,7 +209,7 @@ class CheckpointServerProcess:
         return True
 
     def _start(self) -> None:
-        self._let_go()
+        self._close_pipe()
         self._started_s = time.monotonic()
         with (self.folder / "checkpoint-server.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -226,11 +224,11 @@ class CheckpointServerProcess:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Of the process, empty when there is none."""
+        """Pid of the process, empty when there is none."""
         return frozenset({self._process.pid}) if self._process is not None else frozenset()
 
     def close(self, grace_s: float) -> None:
-        """Have it publish what it was given, for as long as the container may live."""
+        """Let it publish its saves, for as long as the container may live, and end it."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGTERM)
@@ -239,19 +237,11 @@ class CheckpointServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._let_go()
+        self._close_pipe()
 
-    def _let_go(self) -> None:
+    def _close_pipe(self) -> None:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
-
-
-def disk_folder(job: Job, node_folder: Path | None) -> Path | None:
-    """Where the node's disk tier lies, None when the job has none."""
-    wanted = job.checkpoint.node_disk
-    if wanted is None:
-        wanted = job.storage.folder is None
-    return node_folder / "checkpoints" if wanted and node_folder is not None else None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Sleeping until a process ends, or another thread wakes the sleeper. Times are seconds.
+"""The control of an agent: its server, its supervisors' client, and the wakeup of its main thread.
 
-How supervisors control an agent: a request and its reply on a connection of their own.
-
-So a supervisor that dies leaves nothing behind. Times are seconds.
+Each request and its reply have a connection of their own, so that a supervisor that dies leaves
+nothing behind. Times are seconds.
 """
 
 from __future__ import annotations
@@ -32,9 +31,13 @@ from perdure.training.wire.agent import (
 )
 from perdure.training.wire.transport import RequestServer, call, is_authentic
 
+ADDRESS_FILE = "address.json"
+CALL_TIMEOUT_S = 10.0
+LOOPBACK = "127.0.0.1"
+
 
 class WakeupSignal:
-    """Wakes the main thread, for which it catches SIGCHLD while it is entered.
+    """Wakeup of the main thread, which catches SIGCHLD while it is entered.
 
     The kernel signals every end, adopted processes included: polling fifty times a second would
     cost more of a core and still notice it later.
@@ -47,7 +50,7 @@ class WakeupSignal:
         self._previous_fd = -1
 
     def __enter__(self) -> Self:
-        signal.signal(signal.SIGCHLD, _noticed)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -58,7 +61,7 @@ class WakeupSignal:
         self._writer.close()
 
     def wake(self) -> None:
-        """From any thread: have the sleeper wake, or not fall asleep the next time."""
+        """Wake the sleeper from any thread, or keep it from falling asleep the next time."""
         try:
             self._writer.send(b"\0")
         except OSError:  # its buffer is full, or it sleeps no more
@@ -71,20 +74,56 @@ class WakeupSignal:
             self._reader.recv(4096)
 
 
-def _noticed(_number: int, _frame: FrameType | None) -> None:
+def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
     """Python writes to the wakeup descriptor only for signals that have a handler."""
-
-
-ADDRESS_FILE = "address.json"
-CALL_TIMEOUT_S = 10.0
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class ControlServer:
-    """Listens for supervisors, at one address or several of one port."""
+    """Server for supervisors, at one address or at several with the same port."""
 
     listeners: tuple[RequestServer, ...]
+
+    @classmethod
+    def of(cls, config: AgentConfig, handler: Callable[[Request], AgentReply]) -> Self:
+        """Open the server of an agent, where its engine wants it."""
+        return cls.open(
+            config.host, config.token, handler, port=config.port, on_loopback=config.on_loopback
+        )
+
+    @classmethod
+    def open(
+        cls,
+        host: str,
+        token: str,
+        handler: Callable[[Request], AgentReply],
+        *,
+        port: int = 0,
+        on_loopback: bool = False,
+    ) -> Self:
+        """Open a server that hands every request with the token to one function.
+
+        Args:
+            host: address to bind.
+            token: secret that requests must have.
+            handler: answers authentic requests.
+            port: port to bind; 0: any that is free.
+            on_loopback: whether it also listens there: a port-forward comes from there.
+        """
+
+        def answer(line: bytes) -> AgentReply:
+            try:
+                request = REQUEST.validate_json(line)
+            except ValidationError as error:
+                return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
+            if not is_authentic(request.token, token):
+                return AgentReply(error="wrong token")
+            return handler(request)
+
+        first = RequestServer(host, answer, port=port)
+        if not on_loopback:
+            return cls((first,))
+        return cls((first, RequestServer(LOOPBACK, answer, port=first.port)))
 
     @property
     def port(self) -> int:
@@ -101,38 +140,15 @@ class ControlServer:
         for listener in self.listeners:
             listener.close()
 
-
-def control_server(
-    host: str,
-    token: str,
-    handler: Callable[[Request], AgentReply],
-    *,
-    port: int = 0,
-    on_loopback: bool = False,
-) -> ControlServer:
-    """A server that hands every request with the token to one function.
-
-    Args:
-        host: address to bind.
-        token: that requests must have.
-        handler: answers those that have it.
-        port: 0: one that is free.
-        on_loopback: whether it listens there, too: a port-forward comes from there.
-    """
-
-    def answer(line: bytes) -> AgentReply:
-        try:
-            request = REQUEST.validate_json(line)
-        except ValidationError as error:
-            return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
-        if not is_authentic(request.token, token):
-            return AgentReply(error="wrong token")
-        return handler(request)
-
-    first = RequestServer(host, answer, port=port)
-    if not on_loopback:
-        return ControlServer((first,))
-    return ControlServer((first, RequestServer(LOOPBACK, answer, port=first.port)))
+    def publish_address(self, folder: Path, host: str) -> None:
+        """Write into a container's folder where this process listens."""
+        address = AgentAddress(
+            pid=os.getpid(),
+            process_started_s=psutil.Process().create_time(),
+            host=host,
+            port=self.port,
+        )
+        write_whole(folder / ADDRESS_FILE, address.model_dump_json(), private=True)
 
 
 def _first_problem(error: ValidationError) -> str:
@@ -141,35 +157,13 @@ def _first_problem(error: ValidationError) -> str:
     return " ".join(f"{'.'.join(map(str, first['loc']))}: {first['msg']}".split())
 
 
-def control_server_of(
-    config: AgentConfig, handler: Callable[[Request], AgentReply]
-) -> ControlServer:
-    """The server of an agent, where its engine wants it."""
-    return control_server(
-        config.host, config.token, handler, port=config.port, on_loopback=config.on_loopback
-    )
-
-
-def publish_address(folder: Path, host: str, port: int) -> None:
-    """Write where this process listens into its container's folder."""
-    address = AgentAddress(
-        pid=os.getpid(),
-        process_started_s=psutil.Process().create_time(),
-        host=host,
-        port=port,
-    )
-    write_whole(folder / ADDRESS_FILE, address.model_dump_json(), private=True)
-
-
 @dataclass(frozen=True, slots=True)
 class AgentClient:
-    """Calls one agent.
+    """Client of an agent.
 
     Attributes:
-        host: where it is reached.
-        port: likewise.
-        token: its own.
-        epoch: of the supervisor.
+        token: secret of the agent.
+        epoch: epoch of the calling supervisor.
     """
 
     host: str
@@ -178,11 +172,11 @@ class AgentClient:
     epoch: int
 
     def request(self, order: Order) -> Request:
-        """The order as it is sent."""
+        """Wrap an order as it is sent."""
         return Request(token=SecretStr(self.token), epoch=self.epoch, order=order)
 
     def call(self, order: Order, *, timeout_s: float = CALL_TIMEOUT_S) -> AgentReply:
-        """Send an order, return the reply.
+        """Send an order and return the reply.
 
         Raises:
             AgentUnreachable: no agent answers at the address.
@@ -195,7 +189,7 @@ class AgentClient:
         return self.reply(order, line)
 
     def reply(self, order: Order, line: bytes) -> AgentReply:
-        """What a line that answers the order says.
+        """Parse the line that answers an order.
 
         Raises:
             AgentUnreachable: it is no reply, or empty: the connection ended.
@@ -211,5 +205,5 @@ class AgentClient:
         return reply
 
     def unreachable(self, error: Exception) -> AgentUnreachable:
-        """The error of a call that did not get through."""
+        """Return the error of a call that did not get through."""
         return AgentUnreachable(f"agent at {self.host}:{self.port}: {error}")

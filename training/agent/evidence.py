@@ -1,8 +1,8 @@
-"""What a node knows about a failure beside its workers' output: device logs, health, stacks.
+"""Evidence on a node beside its workers' output: device logs, device health, stacks.
 
-CANN writes its own log per process (plog) into a folder that the agent chose; the tools of the
-driver report how a device is. Both are read after an attempt failed, never while it runs: they are
-evidence for the diagnosis, which does not depend on them. Sizes are bytes, times seconds.
+CANN writes a log of its own per process (plog) into a folder that the agent chose; the tools of the
+driver report how a device is. Both are read after an attempt has failed, never while it runs, and
+the diagnosis does not depend on them. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from perdure.training.agent.worker_output import tail
+from perdure.training.agent.workers import WorkerGroup
 from perdure.training.masking import mask_text
 from perdure.training.processes import StacksTarget, process_state
 from perdure.training.telemetry import vendor_tools
@@ -30,38 +32,57 @@ from perdure.training.telemetry.sampling import (
 from perdure.training.telemetry.vendor_tools import NoAnswer, find_tool
 from perdure.training.wire.agent import NodeLog
 
-ASCEND_PATH = "ASCEND_PROCESS_LOG_PATH"
 MAX_DEVICE_LOGS = 4
 COMMAND_TIMEOUT_S = 10.0
 HEALTH_DEADLINE_S = 20.0
 NO_ANSWER = "the driver's tool gives no answer"
+NATIVE_TIMEOUT_S = 8.0
+PLAIN_TIMEOUT_S = 5.0
+DEADLINE_S = 25.0
+SIGNAL_WAIT_S = 1.0
+AT_ONCE = 4
+NO_STACKS = "no stacks: not a Python process, or it does not answer"
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "ended",
+}
 
 
-def without_secrets(texts: Iterable[NodeLog], secrets: Collection[str]) -> tuple[NodeLog, ...]:
-    """The same texts, with every occurrence of a secret replaced."""
+def read_evidence(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
+    """Read device logs and the output of the driver's tools, one tool after the other.
+
+    Args:
+        group: processes of the newest attempt.
+        tail_bytes: length of the end of each log that is read.
+    """
+    # A launcher has one folder with the logs of all its ranks.
+    has_ranks = not group.order.is_launcher
+    folders = {group.output.device_folder(r): r if has_ranks else None for r in group.ranks}
+    devices = range(group.order.slots_per_node)
+    texts = (*read_device_logs(folders, tail_bytes), *read_device_health(devices))
+    return _without_secrets(texts, group.secrets)
+
+
+def read_worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
+    """Read the stacks of all threads of the workers; runs other programs."""
+    # They show the command lines of the processes.
+    return _without_secrets(read_stacks(group.stacks_targets()), group.secrets)
+
+
+def _without_secrets(texts: Iterable[NodeLog], secrets: Collection[str]) -> tuple[NodeLog, ...]:
     return tuple(log.model_copy(update={"text": mask_text(log.text, secrets)}) for log in texts)
 
 
-def ascend_folder(
-    log_folder: Path, log_name: str, *, base: str | None = None, of: str = ""
-) -> Path:
-    """Where CANN writes the logs of a rank or command (ASCEND_PROCESS_LOG_PATH).
-
-    Args:
-        log_folder: of the attempt.
-        log_name: how the logs of the rank begin.
-        base: what the job or the container sets instead; the logs lie below it.
-        of: run, node and attempt, so that below it no rank's logs are taken for another's.
-    """
-    return Path(base, of, log_name) if base else log_folder / f"{log_name}.ascend"
-
-
 def read_device_logs(folders: Mapping[Path, int | None], tail_bytes: int) -> Iterator[NodeLog]:
-    """The ends of the newest device logs of each rank; links are not followed.
+    """Read the ends of the newest device logs of each rank; links are not followed.
 
     Args:
-        folders: of the ranks' logs; a command has one for all of its ranks, None.
-        tail_bytes: of each.
+        folders: folders of the logs by rank; a command has one folder for all its ranks, None.
+        tail_bytes: length of the end of each log that is read.
     """
     for folder, rank in folders.items():
         newest = sorted(_dated(folder), reverse=True)[:MAX_DEVICE_LOGS]
@@ -84,16 +105,16 @@ def _dated(folder: Path) -> Iterator[tuple[float, Path]]:
 
 
 def read_device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
-    """What the driver's tools report, where they are installed: the table, then each device.
+    """Read what the driver's tools report, if installed: the table, then each device.
 
-    One that hangs ends the queries, and so does `HEALTH_DEADLINE_S` for all of them together.
+    A tool that hangs ends the queries; all of them together end after `HEALTH_DEADLINE_S`.
 
     Args:
-        devices: as workers count them, places in the table: a card may have more than one chip.
+        devices: indexes as workers count them, in the table: a card may have several chips.
     """
     if find_tool(NPU_SMI) is None:
         return
-    table = output_of((NPU_SMI, "info"), None)
+    table = run_tool((NPU_SMI, "info"), None)
     yield table
     if table.text.startswith(NO_ANSWER):
         return
@@ -101,7 +122,7 @@ def read_device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
     chips = dict(enumerate(parse_table(table.text)))
     for device in devices:
         for command in _commands(chips[device]) if device in chips else ():
-            output = output_of(command, device)
+            output = run_tool(command, device)
             yield output
             if output.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
                 return
@@ -113,10 +134,10 @@ def _commands(chip: Chip) -> Iterator[Sequence[str]]:
         yield from link_commands(chip)
 
 
-def output_of(
+def run_tool(
     command: Sequence[str], device: int | None, *, timeout_s: float | None = None
 ) -> NodeLog:
-    """What a program prints, or that it gives no answer in time (`COMMAND_TIMEOUT_S`)."""
+    """Run a program for what it prints, or note that it gives no answer in time."""
     try:
         text = vendor_tools.run_tool(command, timeout_s=timeout_s or COMMAND_TIMEOUT_S)
     except NoAnswer as error:
@@ -124,31 +145,8 @@ def output_of(
     return NodeLog(name=" ".join(command), device=device, text=text)
 
 
-def tail(path: Path, tail_bytes: int) -> str:
-    """The end of a file, bytes that are no text replaced."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - tail_bytes))
-        return file.read(tail_bytes).decode(errors="replace")
-
-
-NATIVE_TIMEOUT_S = 8.0
-PLAIN_TIMEOUT_S = 5.0
-DEADLINE_S = 25.0
-SIGNAL_WAIT_S = 1.0
-AT_ONCE = 4
-NO_STACKS = "no stacks: not a Python process, or it does not answer"
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in uninterruptible sleep",
-    "T": "stopped",
-    "t": "traced",
-    "Z": "ended",
-}
-
-
 def read_stacks(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
-    """The stacks of each process, as far as there is an answer before the deadline."""
+    """Read the stacks of each process, if it answers before the deadline."""
     deadline_s = time.monotonic() + DEADLINE_S
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         return list(pool.map(lambda target: _stacks(target, deadline_s), targets))
@@ -156,9 +154,9 @@ def read_stacks(targets: Sequence[StacksTarget]) -> Sequence[NodeLog]:
 
 def _stacks(target: StacksTarget, deadline_s: float) -> NodeLog:
     state = process_state(target.pid)
-    text = _spied(target, is_stopped=state in "Tt", deadline_s=deadline_s)
+    text = _py_spy_stacks(target, is_stopped=state in "Tt", deadline_s=deadline_s)
     if text is None:
-        text = _own(target) if state not in "TtZ" else None
+        text = _signalled_stacks(target) if state not in "TtZ" else None
     stacks = text if text is not None else NO_STACKS
     return NodeLog(
         name=target.name or f"stacks of rank {target.rank}",
@@ -168,13 +166,13 @@ def _stacks(target: StacksTarget, deadline_s: float) -> NodeLog:
     )
 
 
-def _spied(worker: StacksTarget, *, is_stopped: bool, deadline_s: float) -> str | None:
-    """What py-spy prints; native frames need the process to be stopped for a moment."""
+def _py_spy_stacks(worker: StacksTarget, *, is_stopped: bool, deadline_s: float) -> str | None:
+    """Ask py-spy; native frames need the process to be stopped for a moment."""
     program = _py_spy()
     if program is None:
         return None
     dump = [program, "dump", "--pid", str(worker.pid)]
-    # Letting go of a process that was stopped before might set it going.
+    # Detaching from a process that was stopped already might set it going.
     tries = [([*dump, "--nonblocking"], PLAIN_TIMEOUT_S)]
     if not is_stopped:
         tries = [([*dump, "--native"], NATIVE_TIMEOUT_S), (dump, PLAIN_TIMEOUT_S), *tries]
@@ -182,7 +180,7 @@ def _spied(worker: StacksTarget, *, is_stopped: bool, deadline_s: float) -> str 
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             return None
-        output = output_of(command, worker.device, timeout_s=min(timeout_s, left_s))
+        output = run_tool(command, worker.device, timeout_s=min(timeout_s, left_s))
         if "Thread" in output.text:
             return output.text
     return None
@@ -193,8 +191,8 @@ def _py_spy() -> str | None:
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _own(worker: StacksTarget) -> str | None:
-    """What the process prints itself."""
+def _signalled_stacks(worker: StacksTarget) -> str | None:
+    """Signal the process to print its stacks itself."""
     file = worker.own_file
     if file is None or not file.exists():
         return None

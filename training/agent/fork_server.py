@@ -1,7 +1,7 @@
-"""A process that has imported torch once, and forks the workers of its node from itself.
+"""The fork server of a node: a process that has imported torch, and forks the workers from itself.
 
 Most of a process's start is importing torch: a worker that is forked starts in milliseconds,
-which is what makes replacing one within a step possible. The fork server starts no thread and opens
+which is what makes replacing it within a step possible. The fork server starts no thread and opens
 no device, so its forks may do both. A fork leaves it an orphan at once, so the agent, which is
 the subreaper of its container, becomes its parent and learns its exit status.
 
@@ -33,7 +33,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.processes import PRELOAD
 
 KILL_WAIT_S = 5.0
-# Whatever a worker would import before its first step; an optimizer loads torch._dynamo.
+# Everything a worker would import before its first step; an optimizer loads torch._dynamo.
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -44,22 +44,22 @@ PRELOADED = (
     "perdure.training.runtime.worker",
     "perdure.training.trainer.pretrain",
 )
-ONE = "--one"
+ALONE = "--alone"
 READY = b"ready\n"
 START_TIMEOUT_S = 120.0
 _COMM_BYTES = 15  # Linux keeps 16 of a process's name, with the zero at its end
 
 
 class Fork(FrozenModel):
-    """What the fork server is to fork.
+    """A request for a new process.
 
     Attributes:
         function: module:function that the new process runs, without arguments.
-        name: of the process, as ps shows it.
-        arguments: its sys.argv after the first.
-        environment: all of its variables.
-        stdout: file that its output is appended to.
-        stderr: likewise.
+        name: name that ps shows.
+        arguments: sys.argv after the first.
+        environment: all variables of the process.
+        stdout: file to which its output is appended.
+        stderr: file to which its error output is appended.
     """
 
     function: str
@@ -84,19 +84,19 @@ class ForkedProcess:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                self.returncode = -signal.SIGKILL  # collected elsewhere: how it ended is lost
+                self.returncode = -signal.SIGKILL  # collected elsewhere: its exit code is lost
             else:
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL it, and wait for its end, but not for ever: a driver may hold it."""
+        """Kill it and wait for its end, but not for ever: a driver may hold it."""
         with suppress(ProcessLookupError):
             if self.poll() is None:
                 os.kill(self.pid, signal.SIGKILL)
@@ -109,15 +109,15 @@ class ForkServer:
     """The fork server of a container, as its agent sees it.
 
     Args:
-        variables: environment of everything that is forked from it, as far as it decides how
-            libraries load: threads, allocators, drivers.
+        variables: environment of its forks, as far as it decides how libraries load: threads,
+            allocators, drivers.
         log: file for its output.
     """
 
     def __init__(self, variables: Mapping[str, str], log: Path) -> None:
         self._variables = dict(variables)
         self._log = log
-        self._lock = threading.Lock()  # each answer is for one request
+        self._lock = threading.Lock()  # each answer belongs to a request
         self._process: subprocess.Popen[bytes] | None = None
 
     def serves(self, variables: Mapping[str, str]) -> bool:
@@ -127,11 +127,11 @@ class ForkServer:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Of the process, empty when there is none."""
+        """Pid of the process, empty when there is none."""
         return frozenset({self._process.pid}) if self._process is not None else frozenset()
 
     def start(self) -> None:
-        """Start it, and wait until it has imported everything.
+        """Start the process, and wait until it has imported everything.
 
         Raises:
             OSError: it did not start.
@@ -151,8 +151,8 @@ class ForkServer:
             self.close()
             raise OSError(f"the fork server did not start; see {self._log}")
 
-    def fork(self, wanted: Fork) -> ForkedProcess:
-        """A new process, child of the calling one.
+    def fork(self, request: Fork) -> ForkedProcess:
+        """Fork a new process, a child of the calling one.
 
         Raises:
             OSError: the fork server is gone.
@@ -161,7 +161,7 @@ class ForkServer:
         if process is None or process.stdin is None:
             raise OSError("the fork server is not started")
         with self._lock:
-            process.stdin.write(wanted.model_dump_json().encode() + b"\n")
+            process.stdin.write(request.model_dump_json().encode() + b"\n")
             process.stdin.flush()
             line = self._line()
         if not line.strip().isdigit():
@@ -169,7 +169,7 @@ class ForkServer:
         return ForkedProcess(int(line))
 
     def close(self) -> None:
-        """End it; what was forked lives on."""
+        """End the process; its forks live on."""
         if self._process is None:
             return
         self._process.kill()
@@ -186,30 +186,22 @@ class ForkServer:
         return self._process.stdout.readline()
 
 
-def start_alone(wanted: Fork) -> subprocess.Popen[bytes]:
-    """What a fork server would fork, from an interpreter of its own: it imports what it needs."""
+def start_alone(request: Fork) -> subprocess.Popen[bytes]:
+    """Start an interpreter for what a fork server would fork: it imports what it needs."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "perdure.training.agent.fork_server", ONE],
-        env=wanted.environment,
+        [sys.executable, "-m", "perdure.training.agent.fork_server", ALONE],
+        env=request.environment,
         stdin=subprocess.PIPE,
     )
     assert process.stdin is not None  # noqa: S101 opened above
     with process.stdin:  # not an argument: the environment holds keys, and ps shows arguments
-        process.stdin.write(wanted.model_dump_json().encode())
+        process.stdin.write(request.model_dump_json().encode())
     return process
-
-
-def end_now(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
-    """SIGKILL it, and wait for its end, but not for ever: a driver may hold it."""
-    process.kill()
-    if isinstance(process, subprocess.Popen):
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_WAIT_S)
 
 
 def serve() -> None:
     """Import everything, then fork until the agent closes the pipe."""
-    # What is imported may print: the pipe is for pids alone.
+    # Modules may print as they are imported: the pipe is for pids alone.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     for name in PRELOADED:
@@ -217,25 +209,25 @@ def serve() -> None:
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
         try:
             importlib.import_module(name)
-        except ImportError as error:  # the rank that imports it has a log that people read
+        except ImportError as error:  # the log of the rank that imports it tells more
             sys.stderr.write(f"{name} is not imported in advance: {error}\n")
     gc.collect()
     gc.freeze()  # or the first collection in a fork would copy every page
     answers.write(READY)
     for line in sys.stdin.buffer:
-        wanted = Fork.model_validate_json(line)
+        request = Fork.model_validate_json(line)
         reader, writer = os.pipe()
         between = os.fork()
         if between == 0:
             answers.close()  # or the end of this process would go unnoticed while a fork lives
-            _leave_orphan(wanted, writer)
+            _leave_orphan(request, writer)
         os.close(writer)
         os.waitpid(between, 0)  # from here on the agent is the parent
         with os.fdopen(reader, "rb") as pipe:
             answers.write(pipe.read() + b"\n")
 
 
-def _leave_orphan(wanted: Fork, writer: int) -> None:
+def _leave_orphan(request: Fork, writer: int) -> None:
     between = os.getpid()
     pid = os.fork()
     if pid:
@@ -244,15 +236,15 @@ def _leave_orphan(wanted: Fork, writer: int) -> None:
     os.close(writer)
     while os.getppid() == between:
         time.sleep(0.0005)  # its parent must be the agent before it runs
-    os._exit(_run(wanted))
+    os._exit(_run(request))
 
 
-def _run(wanted: Fork) -> int:
-    """Become the process that is wanted. Returns its exit code."""
+def _run(request: Fork) -> int:
+    """Become the requested process. Returns its exit code."""
     code = 1
     try:
-        _become(wanted)
-        module, _, function = wanted.function.partition(":")
+        _become(request)
+        module, _, function = request.function.partition(":")
         getattr(importlib.import_module(module), function)()
         code = 0
     except SystemExit as end:
@@ -265,33 +257,33 @@ def _run(wanted: Fork) -> int:
     return code
 
 
-def _become(wanted: Fork) -> None:
+def _become(request: Fork) -> None:
     os.setsid()
     os.environ.clear()
-    os.environ.update(wanted.environment)
-    os.chdir(wanted.cwd)
+    os.environ.update(request.environment)
+    os.chdir(request.cwd)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     # Appended: a rank's new process continues the log of the one that it replaces.
-    for descriptor, path in ((1, wanted.stdout), (2, wanted.stderr)):
+    for descriptor, path in ((1, request.stdout), (2, request.stderr)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.argv = [wanted.function, *wanted.arguments]
-    Path("/proc/self/comm").write_text(wanted.name[:_COMM_BYTES], encoding="utf-8")
+    sys.argv = [request.function, *request.arguments]
+    Path("/proc/self/comm").write_text(request.name[:_COMM_BYTES], encoding="utf-8")
 
 
 def _exit_code(argument: Any) -> int:
-    """What the interpreter makes of sys.exit's argument."""
+    """Translate sys.exit's argument as the interpreter does."""
     if argument is None:
         return 0
     if isinstance(argument, int):
         return argument & 0xFF
-    sys.stderr.write(f"{argument}\n")  # as the interpreter does
+    sys.stderr.write(f"{argument}\n")
     return 1
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == [ONE]:
+    if sys.argv[1:] == [ALONE]:
         os._exit(_run(Fork.model_validate_json(sys.stdin.buffer.read())))
     serve()

@@ -20,7 +20,6 @@ from perdure.training.liveness.culprit import STOPPED
 from perdure.training.liveness.hang_limits import (
     ActivityDetector,
     HangDetector,
-    Inactivity,
     ProgramActivity,
     SilenceLimits,
 )
@@ -38,27 +37,26 @@ _AWAITING = frozenset({Phase.START, Phase.RECOVER})
 
 @dataclass(slots=True)
 class HangCheck:
-    """Judges the workers of one attempt.
+    """Check of the workers of one attempt.
 
     Attributes:
-        config: of the agent.
-        is_command: whether a command is run, which may write no heartbeat.
-        marker: of the container's processes.
+        is_command: whether the workers are commands, which need not write heartbeats.
+        marker: mark of the container's processes.
     """
 
     config: AgentConfig
     is_command: bool
     marker: str
-    _detector: HangDetector = field(init=False)
-    _of_output: HangDetector = field(init=False)
-    _activity: ActivityDetector = field(init=False)
-    _read_s: float = 0.0
+    _beat_detector: HangDetector = field(init=False)
+    _step_detector: HangDetector = field(init=False)
+    _activity_detector: ActivityDetector = field(init=False)
+    _polled_s: float = 0.0
     _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by key and process
     _awaits_coordinator: bool = False
-    _of_command: HangReport | None = None
+    _command_hang: HangReport | None = None
 
     def __post_init__(self) -> None:
-        """Have detectors that know nothing yet."""
+        """Create detectors that have learned nothing yet."""
         config = self.config
         limits = SilenceLimits(
             start_s=config.start_timeout_s,
@@ -67,30 +65,30 @@ class HangCheck:
             restore_s=config.restore_timeout_s,
             evaluate_s=config.evaluate_timeout_s,
         )
-        self._detector = HangDetector(limits)
-        # Output does not show the phase: a save may be what takes so long.
+        self._beat_detector = HangDetector(limits)
+        # Output does not show the phase: a long silence may be a save.
         floor_s = max(config.start_timeout_s, config.save_timeout_s or 0.0)
-        self._of_output = HangDetector(replace(limits, floor_s=floor_s))
-        self._activity = ActivityDetector(config.command_quiet_s)
+        self._step_detector = HangDetector(replace(limits, floor_s=floor_s))
+        self._activity_detector = ActivityDetector(config.command_quiet_s)
 
     @property
     def awaits_coordinator(self) -> bool:
-        """Whether a rank of this node may wait for the coordinator, as far as was seen last."""
+        """Whether a rank of this node may wait for the coordinator, by its last heartbeat."""
         return self._awaits_coordinator
 
     @property
     def stopped_limit_s(self) -> float:
         """How long a process may be stopped by a signal."""
-        return self._detector.stopped_limit_s
+        return self._beat_detector.stopped_limit_s
 
     def check(self, group: WorkerGroup, *, sample: NodeSample | None = None) -> HangReport | None:
-        """The worst silence beyond its limit, None when all make progress."""
+        """Report the worst silence beyond its limit; None when all workers make progress."""
         beats = group.heartbeats()
         now_s = time.monotonic()
         self._awaits_coordinator = any(beat.phase in _AWAITING for beat in beats.values())
         if not self.is_command:
             group.activity = _read_activity_before_steps(group, beats)
-        verdict = self._detector.judge(
+        verdict = self._beat_detector.judge(
             beats,
             mute=group.mute_ranks(),
             now_s=now_s,
@@ -98,8 +96,7 @@ class HangCheck:
             stopped=self._stopped_ranks(group, now_s=now_s),
         )
         if verdict is None:
-            look = self.is_command and not beats
-            if not look:
+            if not self.is_command or beats:
                 return None
             return self._judge_steps(group, now_s) or self._judge_command(group, sample)
         return HangReport(
@@ -113,7 +110,7 @@ class HangCheck:
         )
 
     def _stopped_ranks(self, group: WorkerGroup, *, now_s: float) -> dict[int, float]:
-        """Those that a signal has stopped, by their keys in `heartbeats()`, and since when."""
+        """List ranks that a signal has stopped, by their keys in `heartbeats()`, and since when."""
         if group.order.is_launcher:
             return {}  # it may stop what it likes
         pids = group.pids()
@@ -126,11 +123,11 @@ class HangCheck:
         return {key: since_s for (key, _), since_s in self._stopped.items()}
 
     def _judge_steps(self, group: WorkerGroup, now_s: float) -> HangReport | None:
-        """Whether a command has shown no further step for too long, where it shows them."""
-        beat = group.shown.beat() if group.shown is not None else None
+        """Report a command that shows steps but has shown no further one for too long."""
+        beat = group.step_follower.beat() if group.step_follower is not None else None
         if beat is None:
             return None
-        verdict = self._of_output.judge({0: beat}, now_s=now_s, since_s=group.started_s)
+        verdict = self._step_detector.judge({0: beat}, now_s=now_s, since_s=group.started_s)
         if verdict is None:
             return None
         return HangReport(
@@ -147,30 +144,29 @@ class HangCheck:
     def _judge_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
         quiet_s = self.config.command_quiet_s
         period_s = min(MAX_PERIOD_S, quiet_s / READINGS_IN_QUIET_TIME)
-        if time.monotonic() - self._read_s < period_s:
-            return self._of_command
-        self._read_s = time.monotonic()
-        inactivity = self._activity.judge(_activity(group, self.marker, sample))
-        self._of_command = self._report_of(inactivity, group) if inactivity is not None else None
-        return self._of_command
-
-    def _report_of(self, inactivity: Inactivity, group: WorkerGroup) -> HangReport:
-        return HangReport(
-            rank=None,
-            silent_s=inactivity.silent_s,
-            limit_s=self.config.command_quiet_s,
-            phase=COMMAND,
-            step=-1,
-            why=f"neither output nor I/O, {inactivity.cores:.2f} cores in use all the while",
-            stopped=tuple(group.stopped_processes()),
-            ends_attempt=self.config.hangs_end_attempt,
-        )
+        if time.monotonic() - self._polled_s < period_s:
+            return self._command_hang
+        self._polled_s = time.monotonic()
+        inactivity = self._activity_detector.judge(_read_activity(group, self.marker, sample))
+        self._command_hang = None
+        if inactivity is not None:
+            self._command_hang = HangReport(
+                rank=None,
+                silent_s=inactivity.silent_s,
+                limit_s=quiet_s,
+                phase=COMMAND,
+                step=-1,
+                why=f"neither output nor I/O, {inactivity.cores:.2f} cores in use all the while",
+                stopped=tuple(group.stopped_processes()),
+                ends_attempt=self.config.hangs_end_attempt,
+            )
+        return self._command_hang
 
 
 def _working_pids(group: WorkerGroup) -> Mapping[int, int]:
-    """Of each local rank of a command the process that does its work, which may be below a shell.
+    """Map local ranks of a command to the processes that do their work, maybe below a shell.
 
-    That is the one that writes its heartbeat; without one, that which was started.
+    The process that writes the heartbeat does it; without a heartbeat, the one that was started.
     """
     ranks = group.command_statuses()
     return {rank.local_rank: rank.pid for rank in ranks if rank.local_rank is not None}
@@ -179,7 +175,7 @@ def _working_pids(group: WorkerGroup) -> Mapping[int, int]:
 def _read_activity_before_steps(
     group: WorkerGroup, beats: Mapping[int, Heartbeat]
 ) -> Mapping[int, SessionActivity]:
-    """Of the processes that the supervisor compares with their peers, by pid."""
+    """Read the activity of processes that the supervisor compares with their peers, by pid."""
     pids = []
     for local_rank, pid in group.pids().items():
         beat = beats.get(local_rank)
@@ -188,7 +184,7 @@ def _read_activity_before_steps(
     return read_session_activity(pids) if pids else {}
 
 
-def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> ProgramActivity:
+def _read_activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> ProgramActivity:
     io_bytes, cpu_s = 0, 0.0
     for process in container_processes(marker, spare=group.spare):
         with contextlib.suppress(psutil.Error):
@@ -200,7 +196,7 @@ def _activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> Pro
     utilisations = [use for use in uses if use is not None]
     return ProgramActivity(
         at_s=time.monotonic(),
-        log_bytes=group.log_bytes(),
+        log_bytes=group.output.size_bytes(group.ranks),
         io_bytes=io_bytes,
         cpu_s=cpu_s,
         utilisation_percent=sum(utilisations) / len(utilisations) if utilisations else None,

@@ -1,8 +1,8 @@
-"""Healing the chips of a node, and checking one of them while an attempt runs on the others.
+"""Healing the chips of a node, and checking some of them while an attempt runs on the others.
 
 A supervisor orders the first between two attempts in place, a coordinator the second before a rank
-gets a new process. What comes next is `next_act`'s to say; here it is done, each act with a limit
-of its own. It runs in a thread: the agent goes on answering. Times are seconds.
+gets a new process. `next_act` decides what comes next; each act has a limit of its own. The work
+runs in a thread: the agent goes on answering. Times are seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from perdure.training.wire.node import Check, CheckOutcome, HealOrder, HealReply
 _log = logging.getLogger("perdure.agent")
 
 Key = tuple[int, int]  # placement and attempt
-RECHECK_S = 1.0  # between two looks at a chip that is ill
+RECHECK_S = 1.0  # between two checks of a faulty chip
 POLL_S = 0.01
 OUTPUT = "heal"
 # Named, not imported: it needs torch, and only the process that runs it loads that.
@@ -55,10 +55,10 @@ class NodeHealing:
     """The healing of one container's chips.
 
     Args:
-        config: of its agent.
-        folder: of the container.
-        fork: starts processes that have torch already; where it raises OSError, one of its own
-            interpreter is started.
+        config: the agent's configuration.
+        folder: the container's folder.
+        fork: starts processes that have torch already; where it raises OSError, an interpreter is
+            started instead.
     """
 
     def __init__(self, config: AgentConfig, folder: Path, fork: ForkFunction) -> None:
@@ -66,25 +66,25 @@ class NodeHealing:
         self._folder = folder
         self._fork = fork
         self._lock = threading.Lock()
-        self._now: tuple[Key, _Course] | None = None
+        self._healing: tuple[Key, _Course] | None = None
         self._checks: list[_Course] = []
 
     def heal(self, order: HealOrder, attempt_folder: Path) -> HealReply:
-        """Begin, unless it was begun; how far it is."""
+        """Begin to heal, unless it was begun. Returns how far it is."""
         key = (order.placement, order.attempt)
         with self._lock:
-            if self._now is None or self._now[0] != key:
+            if self._healing is None or self._healing[0] != key:
                 self._end()
-                self._now = (key, self._begin(order, partial(_record, attempt_folder)))
-            return HealReply(done=self._now[1].done)
+                self._healing = (key, self._begin(order, partial(_record, attempt_folder)))
+            return HealReply(done=self._healing[1].done)
 
     def check(self, start: StartOrder, plan: HealPlan, then: Callable[[ChipsHealed], None]) -> None:
-        """Begin to carry out a plan while an attempt runs; nothing is recorded.
+        """Begin to carry out a plan while an attempt runs; the result is not recorded.
 
         Args:
-            start: began the attempt.
-            plan: what is to be done.
-            then: gets what came of it, unless it is ended before.
+            start: order that began the attempt.
+            plan: devices, and acts with them.
+            then: called with the result, unless the check is ended before.
         """
         order = HealOrder(
             placement=start.placement,
@@ -96,8 +96,8 @@ class NodeHealing:
             cwd=start.cwd,
         )
         with self._lock:
-            going_on = [course for course in self._checks if course.done is None]
-            self._checks = [*going_on, self._begin(order, then)]
+            running = [course for course in self._checks if course.done is None]
+            self._checks = [*running, self._begin(order, then)]
 
     def _begin(self, order: HealOrder, then: Callable[[ChipsHealed], None]) -> _Course:
         course = _Course(order, self._config, self._folder, self._fork, then)
@@ -105,12 +105,12 @@ class NodeHealing:
         return course
 
     def end(self) -> None:
-        """End what goes on; its order gets no answer any more."""
+        """End what runs; its order gets no answer any more."""
         with self._lock:
             self._end()
 
     def _end(self) -> None:
-        for course in (*self._checks, *([self._now[1]] if self._now is not None else ())):
+        for course in (*self._checks, *([self._healing[1]] if self._healing is not None else ())):
             course.stop.set()
         self._checks.clear()
 
@@ -121,11 +121,11 @@ def _record(attempt_folder: Path, event: ChipsHealed) -> None:
         with AttemptLog(attempt_folder / FILE_NAME) as log:
             log.append(event)
     except OSError as error:  # the supervisor has it all the same
-        _log.warning("the attempt's log does not take what was healed: %s", error)
+        _log.warning("the attempt's log does not take the record of the healing: %s", error)
 
 
 class _Course:
-    """One healing, from its first act to its last."""
+    """A healing, from its first act to its last."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Course:
         self.done: ChipsHealed | None = None
 
     def run(self) -> None:
-        """Carry out one act after the other, and pass on what came of it."""
+        """Carry out one act after the other, and pass the result on."""
         began_s, acts = time.monotonic(), list[ActDone]()
         while (act := next_act(self._order.plan, acts)) is not None and not self.stop.is_set():
             acts.append(self._carry_out(act, was_reset=bool(acts)))
@@ -165,9 +165,9 @@ class _Course:
     def _carry_out(self, act: NextAct, *, was_reset: bool) -> ActDone:
         began_s = time.monotonic()
         # Some servers reset all chips at once.
-        devices = self._every if was_reset else self._order.plan.devices or self._every
+        devices = self._all_devices if was_reset else self._order.plan.devices or self._all_devices
         if act.act is Act.RESET:
-            is_good, finding = reset_chips(self._order.plan.devices or self._every)
+            is_good, finding = reset_chips(self._order.plan.devices or self._all_devices)
             done = ActDone(Act.RESET, is_good, finding)
         else:
             done = self._check(devices, until_s=began_s + act.wait_s)
@@ -175,11 +175,11 @@ class _Course:
         return ActDone(done.act, done.is_good, done.seen, done.codes, took_s)
 
     @property
-    def _every(self) -> tuple[int, ...]:
+    def _all_devices(self) -> tuple[int, ...]:
         return tuple(range(self._order.slots_per_node))
 
     def _check(self, devices: Sequence[int], *, until_s: float) -> ActDone:
-        """Check until nothing is found, or the time is over."""
+        """Check until the devices are good, or the time is over."""
         while True:
             done = self._check_once(devices)
             left_s = until_s - time.monotonic()
@@ -199,7 +199,7 @@ class _Course:
         return ActDone(Act.CHECK, is_good=not wrong, seen=finding, codes=look.codes)
 
     def _compute(self, devices: Sequence[int]) -> list[str]:
-        """Have the devices compute, all at once. What is wrong with them."""
+        """Have the devices compute, all at once. Returns what is wrong with them."""
         until_s = time.monotonic() + CHECK_LIMIT_S
         try:
             started = [(device, *self._start(device)) for device in devices]
@@ -215,7 +215,7 @@ class _Course:
         output.unlink(missing_ok=True)
         # The agent itself may run as a rank of another program.
         inherited = {n: text for n, text in os.environ.items() if n not in RESERVED_NAMES}
-        wanted = Fork(
+        request = Fork(
             function=PROGRAM,
             name=f"{OUTPUT}-{device}",
             arguments=(str(device),),
@@ -229,9 +229,9 @@ class _Course:
             stderr=str(self._folder / f"{OUTPUT}.log"),
         )
         try:
-            return self._fork(wanted), output
+            return self._fork(request), output
         except OSError:  # a command's container has no fork server
-            return start_alone(wanted), output
+            return start_alone(request), output
 
     def _await(
         self,
@@ -241,7 +241,7 @@ class _Course:
         *,
         until_s: float,
     ) -> str | None:
-        """What is wrong with a device, None when it computes right."""
+        """Wait for a device. Returns what is wrong with it, None when it computes right."""
         while process.poll() is None:
             if self.stop.is_set() or time.monotonic() > until_s:
                 process.kill()

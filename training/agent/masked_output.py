@@ -1,10 +1,9 @@
-"""What workers print, written to their logs without the secrets that they were given.
+"""The output of workers on its way to their logs, with secrets masked.
 
-Only where a job has such secrets. A worker then prints into a pipe instead of its file, and a
-thread of the agent puts the text into the file, with `MASK` in the place of every known value. Text
-is held back only for as long as it may be the beginning of a value: a log is as new as without.
-The pipes have names, for a fork server opens them by path; they end with the attempt. Sizes are
-bytes.
+Only jobs that have secrets need it. A worker then prints into a pipe instead of its file, and a
+thread of the agent writes the text into the file, with `MASK` in place of every known value. Text
+is held back only while it may be the beginning of a value, so that a log is never late. The pipes
+have names, because a fork server opens them by path; they end with the attempt. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _log = logging.getLogger("perdure.agent")
 
 
 class LiteralMask:
-    """Masks known values in text that comes in pieces.
+    """Mask of known values in text that comes in pieces.
 
     Args:
-        secrets: the values; one over several lines is masked line by line.
+        secrets: values; a value of several lines is masked line by line.
     """
 
     def __init__(self, secrets: Collection[str]) -> None:
@@ -43,19 +42,19 @@ class LiteralMask:
         self._held_back = b""
 
     def feed(self, piece: bytes) -> bytes:
-        """What is certain after one more piece."""
+        """Return the text that is certain after one more piece."""
         text = self._held_back + piece
         cut = self._cut(text)
         self._held_back = text[cut:]
         return self._pattern.sub(MASK, text[:cut])
 
     def end(self) -> bytes:
-        """The rest."""
+        """Return the text that was held back."""
         text, self._held_back = self._held_back, b""
         return self._pattern.sub(MASK, text)
 
     def _cut(self, text: bytes) -> int:
-        """Where a text may be cut: before what may be the beginning of a value, and in no value."""
+        """Return where to cut a text: in no value, and before the possible beginning of one."""
         cut = len(text)
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             end = text[start:]
@@ -82,8 +81,8 @@ class MaskedOutput:
     """The pipes of an attempt's workers on this node.
 
     Attributes:
-        folder: of the attempt, where the pipes get their names.
-        secrets: values that are to be in no log.
+        folder: the attempt's folder, where the pipes get their names.
+        secrets: values that no log may have.
     """
 
     folder: Path
@@ -93,10 +92,10 @@ class MaskedOutput:
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
     _closing: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _wake: int = -1  # in the selector as well, has the thread see at once that it is to end
+    _wake: int = -1  # in the selector as well: tells the thread at once to end
 
     def pipe_of(self, log: Path) -> Path:
-        """Where a process prints what is to get into a log; the same for all of its processes.
+        """Return the pipe into a log, the same for all processes that print into it.
 
         Raises:
             OSError: pipe or log cannot be made.
@@ -112,14 +111,14 @@ class MaskedOutput:
             return self._pipes[log].path
 
     def flush(self) -> None:
-        """Put into the logs what has been printed until now."""
+        """Write into the logs what was printed until now."""
         with self._lock:
             for pipe in self._pipes.values():
-                while _move(pipe):
+                while _move_piece(pipe):
                     pass
 
     def close(self) -> None:
-        """The same, once nothing prints any more; then the pipes are gone."""
+        """Write the rest into the logs and remove the pipes: no process prints any more."""
         self._closing.set()
         # Without the lock, which the thread needs for the piece that it is moving.
         if self._thread is not None:
@@ -131,7 +130,7 @@ class MaskedOutput:
         for pipe in self._pipes.values():
             # A full disk costs the end of a log, never the agent.
             try:
-                _end(pipe)
+                _close_pipe(pipe)
             except OSError as error:
                 _log.warning(f"{pipe.log_path}: the end is lost: {error.strerror}")
         self._pipes.clear()
@@ -155,7 +154,7 @@ class MaskedOutput:
             with self._lock:
                 for key, _ in ready:
                     if key.data is not None:
-                        _move(key.data)
+                        _move_piece(key.data)
 
 
 def scrub(path: Path, secrets: frozenset[str]) -> None:
@@ -170,8 +169,8 @@ def scrub(path: Path, secrets: frozenset[str]) -> None:
         return  # mostly there is none
 
 
-def _move(pipe: _Pipe) -> bool:
-    """Move one piece into the log. Whether there was any."""
+def _move_piece(pipe: _Pipe) -> bool:
+    """Move a piece into the log. Returns whether there was any."""
     try:
         piece = os.read(pipe.reader, PIECE_BYTES)
     except BlockingIOError:
@@ -182,7 +181,7 @@ def _move(pipe: _Pipe) -> bool:
     return bool(piece)
 
 
-def _end(pipe: _Pipe) -> None:
+def _close_pipe(pipe: _Pipe) -> None:
     os.close(pipe.reader)
     with pipe.log:
         pipe.path.unlink(missing_ok=True)

@@ -1,32 +1,27 @@
-"""The variables of a process beside its job's own: its platform's and its rank's.
+"""Preparation of a node for an attempt: variables of its processes, folder, checks.
 
-Times are seconds.
-
-The folder of a node's disk that outlives containers, one for each life of a run's name.
-
-Checking the node on a supervisor's order, before any attempt is started on it.
+A node's disk outlives containers: it has a folder for each life of a run's name. Checks run on a
+supervisor's order before any attempt starts. Times are seconds.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
-from perdure.storage.address import open_store
-from perdure.training.commands.arguments import of_node
+from perdure.training.commands.arguments import NNODES, NODE_RANK
 from perdure.training.environment import interface_variables
 from perdure.training.node_checks.runner import NodeProgram
-from perdure.training.trainer.data.manifest import load_manifest
-from perdure.training.trainer.data.stage import stage
 from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
+
+LIFE_PREFIX = "life-"
 
 
 def platform_variables(
     config: AgentConfig, order: StartOrder, folder: Path, proc_start_cnt: int
 ) -> dict[str, str]:
-    """The variables that ModelArts and Volcano set in a training container, and our own.
+    """Return the variables that ModelArts and Volcano set in a training container, and our own.
 
     Names follow ModelArts' list of container environment variables; MA_SCHEDULE_CNT and
     MA_PROC_START_CNT show a re-entrant script which kind of restart it is in.
@@ -60,15 +55,13 @@ def platform_variables(
 def rank_variables(
     config: AgentConfig, order: StartOrder, rank: int, local_rank: int
 ) -> dict[str, str]:
-    """The variables by which a process knows its place, in torch's names.
+    """Return the variables by which a process knows its place, in torch's names.
 
-    Args:
-        config: of the agent.
-        order: the attempt.
-        rank: global rank, or the index of the node where the command is a launcher.
-        local_rank: on this node.
+    The rank of a launcher is the index of its node.
     """
-    node = of_node(config.member, order.num_nodes, order.variables)
+    # Scripts of other launchers read these; the job's own value has precedence.
+    count = {} if NNODES in order.variables else {NNODES: str(order.num_nodes)}
+    node = {NODE_RANK: str(config.member), **count}
     if order.is_launcher:
         # torchrun sets these itself, and a plain script must not mistake itself for a rank.
         return node
@@ -89,11 +82,8 @@ def rank_variables(
     }
 
 
-LIFE_PREFIX = "life-"
-
-
 def node_folder(base: Path, created_s: float) -> Path:
-    """The folder of a run below the one of its name.
+    """Return the folder of a run below the folder of its name.
 
     Args:
         base: folder of the run's name on the node.
@@ -102,19 +92,12 @@ def node_folder(base: Path, created_s: float) -> Path:
     return base / f"{LIFE_PREFIX}{created_s:.0f}"
 
 
-def delete_other_lives(folder: Path) -> None:
-    """Free the node's disk of a run of the same name that is no more."""
-    for other in folder.parent.glob(f"{LIFE_PREFIX}*"):
-        if other.name != folder.name:
-            shutil.rmtree(other, ignore_errors=True)
-
-
 class NodeChecks:
     """The checks of one container's node.
 
     Args:
-        config: of its agent.
-        folder: of the container.
+        config: the agent's configuration.
+        folder: the container's folder.
     """
 
     def __init__(self, config: AgentConfig, folder: Path) -> None:
@@ -123,7 +106,7 @@ class NodeChecks:
         self._program = NodeProgram()
 
     def run(self, order: CheckOrder) -> tuple[Check, ...]:
-        """Check; takes seconds."""
+        """Check the node; takes seconds."""
         task = NodeTask(
             job=order.job,
             node=self._config.node,
@@ -142,21 +125,5 @@ class NodeChecks:
         return self._program.run(task, environment)
 
     def end(self) -> None:
-        """End what is being checked."""
+        """End a check that is running."""
         self._program.end()
-
-
-DATA_FOLDER = "data"
-
-
-def stage_data(order: StartOrder, folder: Path) -> None:
-    """Have the order's shards in the container's folder; commands need none.
-
-    Raises:
-        StorageError: they cannot be read.
-        OSError: they cannot be written.
-    """
-    if order.data_manifest_key is None:
-        return
-    store = open_store(order.job.storage)
-    stage(load_manifest(store, order.data_manifest_key), store, folder / DATA_FOLDER)

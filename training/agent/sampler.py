@@ -1,4 +1,4 @@
-"""Samples of the node while an attempt runs, in a thread of its own. Times are seconds."""
+"""The sampler of a node, in a thread of its own while an attempt runs. Times are seconds."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ from perdure.training.wire.node import NodeSample
 MISSED_SAMPLES = 3
 
 
-class Sampling:
-    """Keeps the newest sample of the node.
+class PeriodicSampler:
+    """Sampler that keeps the newest sample of the node.
 
     Args:
-        folder: the container's.
-        on_sample: called with every sample, in the sampling thread.
+        folder: the container's folder.
         clock: monotonic clock.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        on_sample: Callable[[NodeSample], object] = lambda _sample: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._on_sample = on_sample
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._newest: NodeSample | None = None
         self._folder = folder
         self._ended = threading.Event()
@@ -38,36 +30,51 @@ class Sampling:
 
     @property
     def newest(self) -> NodeSample | None:
-        """The newest sample, None before the first; stays when the attempt has ended.
+        """The newest sample, None before the first; it remains when the attempt has ended.
 
-        A sampler that hangs leaves a gap: the sample before it is out of date.
+        A sampler that hangs leaves a gap: its last sample is out of date.
         """
         sample, silent_s = self._newest, self._clock() - self._taken_s
         if sample is None or self._ended.is_set() or silent_s <= self._stale_s:
             return sample
-        return NodeSample(at_s=sample.at_s, gaps=(f"no look at the node for {silent_s:.0f} s",))
+        return NodeSample(at_s=sample.at_s, gaps=(f"no sample of the node for {silent_s:.0f} s",))
 
-    def begin(self, num_devices: int, every_s: float) -> None:
-        """Sample these devices and the host from now on, every `every_s`."""
+    def begin(
+        self, num_devices: int, every_s: float, on_sample: Callable[[NodeSample], object]
+    ) -> None:
+        """Sample the devices and the host from now on.
+
+        Args:
+            num_devices: devices of the node.
+            every_s: time from one sample to the next.
+            on_sample: called with every sample, in the sampling thread.
+        """
         self.end()
         self._ended = threading.Event()
         self._stale_s = MISSED_SAMPLES * every_s + SAMPLE_LIMIT_S
-        sampler = Sampler(self._folder, num_devices)
-        arguments = (sampler, every_s, self._ended)
         threading.Thread(
-            target=self._look, args=arguments, name="perdure-sampling", daemon=True
+            target=self._run,
+            args=(Sampler(self._folder, num_devices), every_s, on_sample, self._ended),
+            name="perdure-sampling",
+            daemon=True,
         ).start()
 
     def end(self) -> None:
         """Stop sampling; returns at once."""
         self._ended.set()
 
-    def _look(self, sampler: Sampler, every_s: float, ended: threading.Event) -> None:
+    def _run(
+        self,
+        sampler: Sampler,
+        every_s: float,
+        on_sample: Callable[[NodeSample], object],
+        ended: threading.Event,
+    ) -> None:
         # A tool may take its time: the sample of an attempt that is over counts no more.
         while not ended.is_set():
             sample = sampler.take_sample()
             if not ended.is_set():
                 self._taken_s = self._clock()
                 self._newest = sample
-                self._on_sample(sample)
+                on_sample(sample)
             ended.wait(every_s)

@@ -1,10 +1,6 @@
-"""One worker process of an attempt, as its agent sees it.
+"""A process that an agent has started for an attempt: its heartbeat, its activity, its error.
 
-What a program leaves about its end in the file of torch elastic's `record`.
-
-What an agent reports of a process beside step and phase: its heartbeat and its activity.
-
-What processes have done so far, read from /proc: one pass for all ranks of a node.
+Activity is read from /proc, in one pass for all ranks of a node.
 """
 
 from __future__ import annotations
@@ -13,16 +9,15 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perdure.training.agent.fork_server import ForkedProcess
-from perdure.training.commands.ranks import RankReading
 from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader
 from perdure.training.processes import process_state
-from perdure.training.wire.agent_status import Pulse, RankStatus
+from perdure.training.wire.agent_status import Pulse, WorkerStatus
 
 
 @dataclass(slots=True)
@@ -32,9 +27,9 @@ class Worker:
     Attributes:
         started_s: CLOCK_MONOTONIC.
         ended_s: seconds since the epoch, None while it runs.
-        stopped_by_agent: its end is no fault of its own.
-        awaits_answer: its end is the coordinator's to answer.
-        next_generation: generation of the process that is to take its place.
+        stopped_by_agent: whether the agent ended it, so that its end is no failure.
+        awaits_answer: whether the coordinator decides what follows its end.
+        next_generation: generation of the process that is to replace it.
     """
 
     rank: int
@@ -49,21 +44,64 @@ class Worker:
     next_generation: int | None = None
 
     def beat(self) -> Heartbeat | None:
-        """Its newest heartbeat; of a new process none that the one before it has left."""
+        """Read its newest heartbeat, ignoring those of the process that it replaces."""
         beat = self.heartbeat.read()
         return beat if beat is not None and beat.pid == self.process.pid else None
 
-    def pulse(self, activity: SessionActivity, *, is_command: bool) -> Pulse | None:
-        """None of a command without heartbeat, whose processes may write none."""
-        state = process_state(self.process.pid) if self.ended_s is None else ""
+    def to_status(
+        self,
+        error: Mapping[str, Any],
+        activity: SessionActivity,
+        *,
+        is_command: bool,
+        is_early: bool,
+    ) -> WorkerStatus:
+        """Describe the process for a supervisor.
+
+        Args:
+            error: what its program recorded about its end, without secrets.
+            activity: what its session has done.
+            is_command: whether it is a command, which need not write a heartbeat.
+            is_early: whether it exited with 0 before its target.
+        """
         beat = self.beat()
+        return WorkerStatus(
+            rank=self.rank,
+            local_rank=self.local_rank,
+            pid=self.process.pid,
+            exit_code=None if self.awaits_answer else self.process.returncode,
+            ended_s=None if self.awaits_answer else self.ended_s,
+            error=error.get("message"),
+            error_s=error.get("at_s"),
+            step=beat.step if beat is not None else None,
+            phase=beat.phase.name.lower() if beat is not None else None,
+            stopped_by_agent=self.stopped_by_agent,
+            ended_early=is_early,
+            is_recovering=self.awaits_answer,
+            generation=beat.generation if beat is not None else None,
+            pulse=self._pulse(beat, activity, is_command=is_command),
+        )
+
+    def _pulse(
+        self, beat: Heartbeat | None, activity: SessionActivity, *, is_command: bool
+    ) -> Pulse | None:
+        state = process_state(self.process.pid) if self.ended_s is None else ""
         if beat is not None:
-            return pulse_of(beat, state, activity=activity)
-        return None if is_command else mute_pulse(self.started_s, state, activity=activity)
+            return beat.to_pulse(state, cpu_s=activity.cpu_s, io_bytes=activity.io_bytes)
+        if is_command:
+            return None
+        return Pulse(
+            entered=0,
+            left=0,
+            beat_s=max(0.0, time.monotonic() - self.started_s),
+            process_state=state,
+            cpu_s=activity.cpu_s,
+            io_bytes=activity.io_bytes,
+        )
 
 
 def read_error(path: Path) -> dict[str, Any]:
-    """What torch elastic's `record` wrote: the exception's first line, and when."""
+    """Read the file of torch elastic's `record`: the exception's first line, and its time."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))["message"]
         if isinstance(document, str):
@@ -81,54 +119,8 @@ def _first_line(text: str) -> str:
     return next(iter(text.strip().splitlines()), "")
 
 
-def pulse_of(beat: Heartbeat, state: str, *, activity: SessionActivity | None = None) -> Pulse:
-    """Of a process with a heartbeat."""
-    now_ns = time.monotonic_ns()
-    done = activity or SessionActivity()
-    return Pulse(
-        entered=beat.entered,
-        left=beat.left,
-        operation=beat.operation,
-        waited_s=beat.waited_ns / 1e9,
-        data_s=beat.data_ns / 1e9,
-        latency_s=beat.latency_ns / 1e9,
-        beat_s=max(0.0, (now_ns - beat.beat_ns) / 1e9),
-        step_age_s=max(0.0, (now_ns - beat.stepped_ns) / 1e9) if beat.stepped_ns else None,
-        process_state=state,
-        cpu_s=done.cpu_s,
-        io_bytes=done.io_bytes,
-    )
-
-
-def mute_pulse(started_s: float, state: str, *, activity: SessionActivity) -> Pulse:
-    """Of a process that has written no heartbeat since it was started (CLOCK_MONOTONIC)."""
-    return Pulse(
-        entered=0,
-        left=0,
-        beat_s=max(0.0, time.monotonic() - started_s),
-        process_state=state,
-        cpu_s=activity.cpu_s,
-        io_bytes=activity.io_bytes,
-    )
-
-
-def status_of_rank(reading: RankReading) -> RankStatus:
-    """Of a rank that a command has started."""
-    beat = reading.beat
-    idle = Pulse(entered=0, left=0, process_state=reading.state)
-    return RankStatus(
-        rank=reading.rank,
-        local_rank=reading.local_rank,
-        pid=reading.pid,
-        step=beat.step if beat is not None else None,
-        phase=beat.phase.name.lower() if beat is not None else None,
-        generation=beat.generation if beat is not None else None,
-        pulse=pulse_of(beat, reading.state) if beat is not None else idle,
-    )
-
-
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Of /proc/PID/stat after the name: session, then processor times, own and of ended children.
+# Fields of /proc/PID/stat after the name: session; processor times, with ended children.
 _SESSION = 3
 _TIMES = slice(11, 15)
 _IO = ("rchar:", "wchar:")
@@ -136,7 +128,7 @@ _IO = ("rchar:", "wchar:")
 
 @dataclass(frozen=True, slots=True)
 class SessionActivity:
-    """Of all processes of one session.
+    """Work of all processes of a session so far.
 
     Attributes:
         cpu_s: processor time.
@@ -148,7 +140,7 @@ class SessionActivity:
 
 
 def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity]:
-    """What each session has done so far, by the pid of its leader."""
+    """Read what each session has done so far, by the pid of its leader."""
     activities = dict.fromkeys(leaders, SessionActivity())
     for name in os.listdir("/proc"):  # noqa: PTH208 the names alone, and fast
         fields = _stat(name) if name.isdigit() else None
@@ -163,7 +155,7 @@ def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity
 
 
 def _stat(pid: str) -> list[str] | None:
-    """The fields after the name of the program, which may itself hold anything."""
+    """Read the fields after the name of the program, which may itself hold anything."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123 procfs
             return file.read().rpartition(")")[2].split()

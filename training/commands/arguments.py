@@ -14,14 +14,13 @@ from pathlib import Path
 
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
 _WITH_VALUE = frozenset({"-o", "+o", "-O", "+O"})
-# What other launchers' scripts call these; a command itself must not take itself for a rank.
+# Names in other launchers' scripts; a command itself must not take itself for a rank.
 WORLD_SIZE = "WORLD_SIZE"
 NNODES = "NNODES"
 NODE_RANK = "NODE_RANK"
 
 
-# What an agent sets, and what an argument may name beside it; the job's own variables and those of
-# the node come on top.
+# Variables that an agent sets, or that an argument alone may name; the job and the node add theirs.
 NAMES_IN_ARGUMENTS = frozenset(
     {
         *("MASTER_ADDR", "MASTER_PORT", NNODES, NODE_RANK, WORLD_SIZE),
@@ -31,7 +30,7 @@ NAMES_IN_ARGUMENTS = frozenset(
         *("VC_TASK_INDEX", "VC_WORKER_NUM", "VC_WORKER_HOSTS"),
         *("PERDURE_RUN_ID", "PERDURE_NODE", "PERDURE_PLACEMENT", "PERDURE_ATTEMPT"),
         *("PERDURE_HEARTBEAT", "PERDURE_JOB", "PERDURE_DATA_FOLDER", "PERDURE_DATA_MANIFEST"),
-        *("PERDURE_CHECKPOINT", "PERDURE_CHECKPOINT_STEP"),  # when it is started again from one
+        *("PERDURE_CHECKPOINT", "PERDURE_CHECKPOINT_STEP"),  # when it resumes from a checkpoint
         *("PERDURE_METRICS", "PERDURE_CONTAINER", "PERDURE_SECRETS"),
         *("ASCEND_PROCESS_LOG_PATH", "TORCHELASTIC_ERROR_FILE", "GLOO_SOCKET_IFNAME"),
     }
@@ -39,10 +38,10 @@ NAMES_IN_ARGUMENTS = frozenset(
 
 
 def fill_in(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """The command with variables filled in.
+    """Fill variables into a command.
 
     Raises:
-        ValueError: it has a name that nothing sets.
+        ValueError: it names a variable that is not set.
     """
     for name in find_unknown_names(command, variables):
         raise ValueError(explain_unknown_name(name, variables))
@@ -50,7 +49,7 @@ def fill_in(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
 
 
 def find_unknown_names(command: Sequence[str], names: Collection[str]) -> Iterator[str]:
-    """The names in a command that nothing sets, but for those in scripts of a shell."""
+    """Find names in a command that nothing sets, except in scripts of a shell."""
     for index, part in enumerate(command):
         if index and _is_script(command[:index]):
             continue
@@ -59,32 +58,20 @@ def find_unknown_names(command: Sequence[str], names: Collection[str]) -> Iterat
 
 
 def explain_unknown_name(name: str, names: Collection[str]) -> str:
-    """What is wrong with a name, and what may have been meant."""
+    """Explain that a name is not set, with the name that may have been meant."""
     near = difflib.get_close_matches(name, sorted(names), n=1)
     hint = f"did you mean ${{{near[0]}}}? " if near else ""
     return f"${{{name}}} is set by nothing; {hint}$$ stands for a plain $"
 
 
 def argument_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a command's process, and what only its arguments may name."""
+    """Add to a process's variables those that only its arguments may name."""
     ranks = int(variables["MA_NUM_HOSTS"]) * int(variables["MA_NUM_GPUS"])
     return {WORLD_SIZE: str(ranks), **variables}
 
 
-def of_node(member: int, num_nodes: int, job_names: Collection[str]) -> dict[str, str]:
-    """Names that scripts of launchers read; the job's own are left alone.
-
-    Args:
-        member: index of the node.
-        num_nodes: of the job.
-        job_names: names that the job sets.
-    """
-    count = {} if NNODES in job_names else {NNODES: str(num_nodes)}
-    return {NODE_RANK: str(member), **count}
-
-
 def _is_script(arguments: Sequence[str]) -> bool:
-    """Whether what follows these arguments is a shell's `-c` script, or an argument of it."""
+    """Whether a shell's `-c` script follows these arguments, or an argument of it."""
     shells = [index for index, part in enumerate(arguments) if Path(part).name in _SHELLS]
     options = iter(arguments[shells[0] + 1 :] if shells else ())
     for option in options:

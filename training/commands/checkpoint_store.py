@@ -3,10 +3,10 @@
     runs/<run_id>/program/step-00000040/p0001-a0002/member-0/...
     runs/<run_id>/program/last.json    the last attempt of which member 0 stores no more
 
-Each node puts there what it has saved itself, the newest first and whole, and a node that lacks
-the checkpoint from which its command goes on gets its own member's. Where all nodes save the
-same, that of another member will do; where each has a part, parts of one attempt belong together.
-Steps are completed optimizer steps.
+Each node stores what it has saved itself, the newest first and whole, and a node that lacks the
+checkpoint from which its command resumes fetches its own member's. If all nodes save the same,
+another member's will do; if each has a part, parts of one attempt belong together. Steps are
+completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,19 +35,16 @@ from perdure.storage.file_sets import (
 from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_layouts import (
     ProgramCheckpoint,
+    Tracker,
     find_checkpoints,
-    is_distributed,
-    is_self_contained,
-    is_unchanged,
-    mark_newest,
-    rank_folders,
 )
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 
 LAST = "last.json"
-NUM_STORED = 2  # of each member
-# Of parts, while other members have not stored theirs of the same saves yet.
+NUM_STORED = 2  # checkpoints of each member that always remain
+# Parts that remain while other members have not stored theirs of the same saves yet.
 NUM_AHEAD = 4
+RANK_FILE = "model_optim_rng.pt"  # of a rank of tensor and pipeline parallelism
 _KEY = re.compile(rf".*/step-(\d{{8,}})/p(\d{{4,}})-a(\d{{4,}})/member-(\d+)/{re.escape(MANIFEST)}")
 _log = logging.getLogger("perdure.agent")
 
@@ -60,11 +57,11 @@ class Save:
     attempt: tuple[int, int]
 
 
-Stored = Mapping[Save, Collection[int]]  # by save the members whose checkpoints are in the store
+Stored = Mapping[Save, Collection[int]]  # members that have stored a save
 
 
 def save_prefix(run_id: str, save: Save | None = None, member: int = 0) -> str:
-    """Where those of a run, or one of them, lie in the store."""
+    """Return the key prefix of a run's checkpoints, or of a member's part of one of them."""
     base = f"runs/{run_id}/program/"
     if save is None:
         return base
@@ -73,7 +70,7 @@ def save_prefix(run_id: str, save: Save | None = None, member: int = 0) -> str:
 
 
 def list_stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
-    """By save the members whose checkpoints are in the store.
+    """List the saves in the store, each with the members that have stored it.
 
     Raises:
         StorageError: the store does not answer.
@@ -86,30 +83,8 @@ def list_stored_saves(store: ObjectStore, run_id: str) -> dict[Save, list[int]]:
     return {save: sorted(members) for save, members in sorted(members_by_save.items())}
 
 
-def note_end(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> None:
-    """Leave for the other members that member 0 has stored all that it will of an attempt.
-
-    Raises:
-        StorageError: the store refuses.
-    """
-    store.put(save_prefix(run_id) + LAST, json.dumps(attempt).encode())
-
-
-def is_ended(store: ObjectStore, run_id: str, attempt: tuple[int, int]) -> bool:
-    """Whether member 0 has stored all that it will of an attempt.
-
-    Raises:
-        StorageError: the store does not answer.
-    """
-    try:
-        placement, number = json.loads(store.get(save_prefix(run_id) + LAST))
-    except (NotFound, ValueError):
-        return False
-    return bool((placement, number) >= attempt)
-
-
 def list_whole_saves(stored: Stored, num_members: int) -> list[Save]:
-    """Saves of which every member has stored its part, the oldest first."""
+    """List saves of which every member has stored its part, the oldest first."""
     members = set(range(num_members))
     return sorted(save for save, by in stored.items() if members <= set(by))
 
@@ -117,18 +92,18 @@ def list_whole_saves(stored: Stored, num_members: int) -> list[Save]:
 def find_surplus(
     stored: Stored, member: int, put: Save, *, keep: int, num_members: int | None
 ) -> list[Save]:
-    """What a member deletes of its own: all but the newest.
+    """List the checkpoints that a member deletes: all of its own but the newest.
 
-    What other attempts have saved is older than that of the current one, also where its steps are
-    later: the program did not go on from there.
+    Saves of other attempts are older than those of the current one, even if their steps are later:
+    the program did not go on from there.
 
     Args:
-        stored: what there is.
-        member: whose.
-        put: what it has just stored, which stays.
+        stored: all saves in the store.
+        member: member whose checkpoints are deleted.
+        put: save that it has just stored, which remains.
         keep: how many steps remain, NUM_STORED at least.
-        num_members: of checkpoints in parts: the newest one that is whole stays, and of those
-            behind it a few more, for one of them becomes whole next; None: each is whole.
+        num_members: number of parts: the newest whole save remains, and a few later ones, for one
+            of them becomes whole next; None: each member's checkpoint is whole.
     """
 
     def age(save: Save) -> tuple[bool, Save]:
@@ -143,127 +118,168 @@ def find_surplus(
     return [save for save in saves if save not in remaining]
 
 
-def store_checkpoint(
-    store: ObjectStore,
-    run_id: str,
-    member: int,
-    saved: ProgramCheckpoint,
-    *,
-    attempt: tuple[int, int],
-    keep: int,
-    num_members: int | None = None,
-) -> bool:
-    """Put a checkpoint into the store, and delete this member's oldest. Whether it is there.
+@dataclass(frozen=True, slots=True)
+class MemberCheckpoints:
+    """A member's checkpoints of a command in the run's store."""
 
-    Args:
-        store: of the run.
-        run_id: of the command.
-        member: of this node.
-        saved: the checkpoint, or this node's part of it; without bytes where it has none.
-        attempt: that has saved it, placement and number.
-        keep: how many of the run remain.
-        num_members: of a checkpoint that is in parts; None: all nodes save the same.
+    store: ObjectStore
+    run_id: str
+    member: int
 
-    Raises:
-        StorageError: the store refuses.
-    """
-    save = Save(saved.step, attempt)
-    prefix = save_prefix(run_id, save, member)
-    try:
-        _put(store, prefix, saved)
-    except ChangedMeanwhileError as error:
-        _log.info(f"step {saved.step} of the command is not put into the store: {error}")
+    def record_end(self, attempt: tuple[int, int]) -> None:
+        """Record for the other members that member 0 has stored all that it will of an attempt.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        self.store.put(save_prefix(self.run_id) + LAST, json.dumps(attempt).encode())
+
+    def is_ended(self, attempt: tuple[int, int]) -> bool:
+        """Whether member 0 has stored all that it will of an attempt.
+
+        Raises:
+            StorageError: the store does not answer.
+        """
+        try:
+            placement, number = json.loads(self.store.get(save_prefix(self.run_id) + LAST))
+        except (NotFound, ValueError):
+            return False
+        return bool((placement, number) >= attempt)
+
+    def put(
+        self,
+        saved: ProgramCheckpoint,
+        *,
+        attempt: tuple[int, int],
+        keep: int,
+        num_members: int | None = None,
+    ) -> bool:
+        """Put a checkpoint into the store, and delete the oldest. Returns whether it is there.
+
+        Args:
+            saved: the checkpoint, or this member's part of it; without bytes if it has none.
+            attempt: placement and number of the attempt that saved it.
+            keep: how many steps remain.
+            num_members: number of parts; None: all nodes save the same.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        save = Save(saved.step, attempt)
+        prefix = save_prefix(self.run_id, save, self.member)
+        try:
+            _put_unchanged(self.store, prefix, saved)
+        except ChangedMeanwhileError as error:
+            _log.info(f"step {saved.step} of the command is not put into the store: {error}")
+            return False
+        except OSError as error:
+            _log.warning(f"step {saved.step} of the command cannot be read: {error}")
+            return False
+        stored = list_stored_saves(self.store, self.run_id)
+        for old in find_surplus(stored, self.member, save, keep=keep, num_members=num_members):
+            delete_set(self.store, save_prefix(self.run_id, old, self.member))
+        return True
+
+    def fetch(self, step: int, *, spec: ProgramCheckpointsSpec, root: Path) -> bool:
+        """Fetch the checkpoint of a step, where every node's is whole. Returns whether it came.
+
+        Raises:
+            StorageError: the store does not answer, or has it damaged.
+            OSError: it cannot be written.
+        """
+        if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
+            return False
+        # The last part of a glob's path is the pattern.
+        folder = root.parent if spec.kind is CheckpointKind.GLOB else root
+        stored = list_stored_saves(self.store, self.run_id)
+        for save in sorted((save for save in stored if save.step == step), reverse=True):
+            for member in sorted(stored[save], key=lambda number: (number != self.member, number)):
+                prefix = save_prefix(self.run_id, save, member)
+                files: FileSet | None = read_set(self.store, prefix)
+                if files is None:
+                    continue
+                path = folder / Path(files.path).name
+                get_set(self.store, prefix, files, path)
+                if spec.kind is CheckpointKind.MEGATRON:
+                    Tracker(root).write(str(step))
+                _note_fetched(step, path, member)
+                return True
         return False
-    except OSError as error:
-        _log.warning(f"step {saved.step} of the command cannot be read: {error}")
-        return False
-    stored = list_stored_saves(store, run_id)
-    for old in find_surplus(stored, member, save, keep=keep, num_members=num_members):
-        delete_set(store, save_prefix(run_id, old, member))
-    return True
+
+    def fetch_part(self, save: Save, path: Path) -> None:
+        """Fetch this member's part of a save, and the files that its ranks read of other parts.
+
+        Raises:
+            StorageError: the store does not answer, or lacks it, or has it damaged.
+            OSError: it cannot be written.
+        """
+        prefix, part = self._part(save, self.member)
+        sets = [(prefix, part)]
+        if needs_other_parts(part):
+            stored = list_stored_saves(self.store, self.run_id)
+            donors = sorted(set(stored.get(save, [])) - {self.member})
+            parts = (self._part(save, donor) for donor in donors)
+            sets += [(prefix, _select_files(part, other)) for prefix, other in parts]
+        get_sets(self.store, sets, path)
+        _note_fetched(
+            save.step, path, self.member, ", with files of others" if len(sets) > 1 else ""
+        )
+
+    def _part(self, save: Save, member: int) -> tuple[str, FileSet]:
+        prefix = save_prefix(self.run_id, save, member)
+        part = read_set(self.store, prefix)
+        if part is None:
+            raise NotFound(f"{self.store.url(prefix)}: the part of member {member} is not there")
+        return prefix, part
 
 
-def _put(store: ObjectStore, prefix: str, saved: ProgramCheckpoint) -> None:
-    if not is_unchanged(saved):
-        raise ChangedMeanwhileError(f"{saved.path} is not what it was when it was complete")
-    if saved.size_bytes:
-        put_set(store, prefix, saved.path, written_s=saved.written_s)
-    else:
-        put_nothing(store, prefix, saved.path, written_s=saved.written_s)
+def _put_unchanged(store: ObjectStore, prefix: str, saved: ProgramCheckpoint) -> None:
+    if not saved.is_unchanged():
+        raise ChangedMeanwhileError(f"{saved.path} has changed since it was complete")
+    put = put_set if saved.size_bytes else put_nothing
+    put(store, prefix, saved.path, written_s=saved.written_s)
 
 
-def fetch_checkpoint(
-    store: ObjectStore,
-    run_id: str,
-    member: int,
-    step: int,
-    *,
-    spec: ProgramCheckpointsSpec,
-    root: Path,
-) -> bool:
-    """Have the checkpoint of a step on this node, of which any node's is whole; whether it came.
-
-    Raises:
-        StorageError: the store does not answer, or has it damaged.
-        OSError: it cannot be written.
-    """
-    if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
-        return False
-    # Of kind glob the last part of the path is the pattern.
-    folder = root.parent if spec.kind is CheckpointKind.GLOB else root
-    stored = list_stored_saves(store, run_id)
-    for save in sorted((save for save in stored if save.step == step), reverse=True):
-        members = stored[save]
-        for source in sorted(members, key=lambda other: (other != member, other)):
-            files: FileSet | None = read_set(store, save_prefix(run_id, save, source))
-            if files is None:
-                continue
-            path = folder / Path(files.path).name
-            get_set(store, save_prefix(run_id, save, source), files, path)
-            mark_newest(spec, root, step)
-            _log.info(
-                f"step {step} of the command is brought to {path}, as member {source} saved it"
-            )
-            return True
-    return False
-
-
-def fetch_part(store: ObjectStore, run_id: str, member: int, save: Save, path: Path) -> None:
-    """Have a member's part of a save at a path, and with it what its ranks read of others' parts.
-
-    Raises:
-        StorageError: the store does not answer, or lacks it, or has it damaged.
-        OSError: it cannot be written.
-    """
-    prefix, part = _part(store, run_id, save, member)
-    sets = [(prefix, part)]
-    if needs_other_parts(part):
-        donors = sorted(set(list_stored_saves(store, run_id).get(save, [])) - {member})
-        parts = (_part(store, run_id, save, donor) for donor in donors)
-        sets += [(prefix, _read_by(part, other)) for prefix, other in parts]
-    get_sets(store, sets, path)
-    origin = f"as member {member} saved it"
-    more = ", with files of others" if len(sets) > 1 else ""
-    _log.info(f"step {save.step} of the command is brought to {path}, {origin}{more}")
+def _note_fetched(step: int, path: Path, member: int, more: str = "") -> None:
+    _log.info(
+        f"step {step} of the command was fetched to {path}, as member {member} saved it{more}"
+    )
 
 
 def needs_other_parts(part: FileSet) -> bool:
-    """Whether a node with this part reads files of others, too."""
+    """Whether a node with this part also reads files of other parts."""
     return not is_self_contained({file.name for file in part.files}, part.folders)
 
 
-def _read_by(part: FileSet, other: FileSet) -> FileSet:
-    """What a node with one part reads of another: by the folders of its ranks, or else all."""
-    ranks = rank_folders(part.folders)
-    if not ranks or is_distributed(file.name for file in (*part.files, *other.files)):
+def _select_files(part: FileSet, other: FileSet) -> FileSet:
+    """Select what a node with a part reads of another: the folders of its ranks, or else all."""
+    ranks = _rank_folders(part.folders)
+    if not ranks or _is_distributed(file.name for file in (*part.files, *other.files)):
         return other
     files = tuple(file for file in other.files if Path(file.name).parts[0] in ranks)
     return other.model_copy(update={"files": files})
 
 
-def _part(store: ObjectStore, run_id: str, save: Save, member: int) -> tuple[str, FileSet]:
-    prefix = save_prefix(run_id, save, member)
-    part = read_set(store, prefix)
-    if part is None:
-        raise NotFound(f"{store.url(prefix)}: the part of member {member} is not there")
-    return prefix, part
+def _is_distributed(names: Iterable[str]) -> bool:
+    """Whether files are those of `torch_dist`, of which every rank reads all files."""
+    return any(name.endswith((".distcp", ".metadata")) for name in names)
+
+
+def _rank_folders(names: Iterable[str]) -> list[str]:
+    """Select the folders of ranks of tensor and pipeline parallelism."""
+    return [name for name in names if name.startswith("mp_rank_")]
+
+
+def is_self_contained(names: Collection[str], folders: Iterable[str]) -> bool:
+    """Whether a part has all that the ranks of its node read.
+
+    A rank that is a replica of a rank on another node, or has a share of the optimizer, has a
+    folder here, but the file of the model is missing.
+
+    Args:
+        names: the part's files, relative to the folder of the step.
+        folders: folders directly in that folder, also empty ones.
+    """
+    ranks = _rank_folders(folders)
+    has_all = all(f"{folder}/{RANK_FILE}" in names for folder in ranks)
+    return bool(ranks) and has_all and not _is_distributed(names)

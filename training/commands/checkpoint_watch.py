@@ -1,8 +1,6 @@
-"""The checkpoints of a command that this node sees, before an attempt and while it runs.
+"""The checkpoints of a command on this node, before an attempt and while it runs.
 
-Times are seconds since the epoch.
-
-What the agent puts into the store again and again while an attempt runs. Times are seconds.
+Times are seconds since the epoch, except for limits.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ from perdure.training.commands.checkpoint_layouts import (
     part_path,
 )
 from perdure.training.commands.checkpoint_store import (
-    fetch_checkpoint,
-    is_ended,
+    MemberCheckpoints,
     list_stored_saves,
-    note_end,
-    store_checkpoint,
 )
 from perdure.training.commands.megatron import (
     can_be_read_alone,
@@ -45,28 +40,25 @@ from perdure.training.config.command import ProgramCheckpointsSpec
 from perdure.training.wire.agent import AgentReply, SavedQuery, StartOrder
 from perdure.training.wire.agent_status import SavedCheckpoint
 
-LOOK_S = 5.0
-# A look at many files on a slow file system takes its time, and is taken more rarely.
-LOOK_SHARE = 0.02
+POLL_S = 5.0
+# Listing many files on a slow file system takes time, and is done more rarely.
+POLL_SHARE = 0.02
 NUM_REPORTED = 5
-EMPTY_ASK_S = 60.0  # how often a node without files asks whether the others have saved
+EMPTY_ASK_S = 60.0  # how often a node without files asks whether other nodes have saved
 SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
 _log = logging.getLogger("perdure.agent")
 
 
 @dataclass(slots=True)
 class CommandCheckpointWatcher:
-    """Looks at what the command of one attempt saves.
+    """Watcher of the checkpoints that the command of one attempt saves.
 
     Attributes:
-        spec: where.
-        root: its path, filled in.
-        since_s: what was written before is none of the run.
-        newest: the newest that this attempt has saved, oldest first.
-        run_id: whose store has them.
-        member: of this node.
+        root: the path of the spec, with variables filled in.
+        since_s: start of the run; older files are ignored.
         attempt: placement and number.
-        num_parts: of which each checkpoint consists, one of each member; None: all save the same.
+        num_parts: members that each save a part of every checkpoint; None: all save the same.
+        newest: the newest checkpoints of this attempt, oldest first.
     """
 
     spec: ProgramCheckpointsSpec
@@ -80,53 +72,53 @@ class CommandCheckpointWatcher:
     _earlier: frozenset[ProgramCheckpoint] | None = None
     _saves: set[ProgramCheckpoint] = field(default_factory=set)
     _is_over: threading.Event = field(default_factory=threading.Event)
-    _looking: threading.Lock = field(default_factory=threading.Lock)
-    _uploading: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _upload_lock: threading.Lock = field(default_factory=threading.Lock)
     _uploaded: ProgramCheckpoint | None = None
     _signed_step: int = 0
     _asked_s: float = -math.inf
 
     @classmethod
     def of(cls, order: StartOrder, member: int, variables: Mapping[str, str]) -> Self | None:
-        """Of an attempt that is about to start; None where its job names no place.
+        """Watch an attempt that is about to start; None where its job names no path.
 
         Args:
-            order: to start it.
-            member: of this node.
-            variables: of the command.
+            order: order to start the attempt.
+            member: member of this node.
+            variables: variables of the command.
 
         Raises:
-            ValueError: the path has a name that nothing sets.
+            ValueError: the path names a variable that is not set.
         """
         job = order.job
         spec = job.worker.checkpoints
         if spec is None:
             return None
-        root = checkpoint_root(spec, order.cwd, variables)
+        root = _checkpoint_root(spec, order.cwd, variables)
         attempt = (order.placement, order.attempt)
         num_parts = order.num_nodes if job.saves_in_parts else None
         return cls(spec, root, order.created_s, job.run_id, member, attempt, num_parts)
 
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
-        """Look every few seconds from now on, until `finish`."""
+        """Poll every few seconds until `finish`."""
         threading.Thread(target=self._follow, daemon=True).start()
         if self.spec.upload:
             upload_periodically(
                 self.upload, open_store,
-                subject="a checkpoint is", every_s=LOOK_S, is_over=self._is_over,
+                subject="a checkpoint is", every_s=POLL_S, is_over=self._is_over,
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Look once more; nothing saves any more."""
+        """Poll once more: the command saves nothing any more."""
         if not self._is_over.is_set():
             self._is_over.set()
-            self.look()
+            self.poll()
 
-    def look(self) -> None:
-        """See what is new; the first look finds what was there before the attempt."""
-        with self._looking:
+    def poll(self) -> None:
+        """Record new checkpoints; the first poll finds those of earlier attempts."""
+        with self._lock:
             try:
-                checkpoints = self._find()
+                checkpoints = self._list_checkpoints()
             except OSError as error:
                 _log.warning(f"worker.checkpoints: {error}")
                 return
@@ -137,43 +129,43 @@ class CommandCheckpointWatcher:
                 checkpoints = [saved for saved in checkpoints if saved.step <= self._signed_step]
             else:
                 newest = sorted(self._saves, key=_age)[-NUM_REPORTED:]
-                self.newest = tuple(map(to_message, newest))
+                self.newest = tuple(map(_to_message, newest))
             if self.spec.keep is not None:
-                delete_oldest(checkpoints, keep=self.spec.keep)
+                _delete_oldest(checkpoints, keep=self.spec.keep)
 
     def upload(self, store: ObjectStore) -> None:
-        """Put the newest checkpoint into the store, if that is asked for and it lacks it.
+        """Put the newest checkpoint into the store, if the job wants that and the store lacks it.
 
         Raises:
             StorageError: the store refuses.
-            OSError: this node's disk does not say whose its parts are.
+            OSError: the record of the parts cannot be read.
         """
-        with self._uploading:
-            newest = self._to_upload(store) if self.spec.upload else None
+        with self._upload_lock:
+            newest = self._newest_to_upload(store) if self.spec.upload else None
             if newest is None or newest == self._uploaded:
                 return
-            if store_checkpoint(
-                store, self.run_id, self.member, newest,
-                attempt=self.attempt, keep=self.spec.keep or 0, num_members=self.num_parts,
-            ):  # fmt: skip
+            checkpoints = MemberCheckpoints(store, self.run_id, self.member)
+            keep = self.spec.keep or 0
+            if checkpoints.put(newest, attempt=self.attempt, keep=keep, num_members=self.num_parts):
                 self._uploaded = newest
 
     def upload_last(self, store: ObjectStore) -> None:
-        """Put what an attempt has saved last into the store; nothing saves any more.
+        """Put the last checkpoint into the store: the command saves nothing any more.
 
-        Other members wait until member 0 has done so, where they may have a part of it.
+        Other members wait until member 0 has done so, if they may have a part of it.
 
         Raises:
             StorageError: the store refuses.
-            OSError: this node's disk does not say whose its parts are.
+            OSError: the record of the parts cannot be read.
         """
         until_s = time.monotonic() + SIGN_WAIT_S
+        checkpoints = MemberCheckpoints(store, self.run_id, self.member)
         self.upload(store)
         if self.num_parts is not None and self.member == 0:
-            note_end(store, self.run_id, self.attempt)
+            checkpoints.record_end(self.attempt)
         while self._is_unsigned:
-            # Asked first: what member 0 has stored before that, the upload finds.
-            is_last = is_ended(store, self.run_id, self.attempt) or time.monotonic() >= until_s
+            # Asked first: the upload finds all that member 0 stored before.
+            is_last = checkpoints.is_ended(self.attempt) or time.monotonic() >= until_s
             self.upload(store)
             if is_last:
                 return
@@ -181,35 +173,35 @@ class CommandCheckpointWatcher:
 
     @property
     def _waits_for_sign(self) -> bool:
-        """Whether the sign that a part is complete comes to another node."""
+        """Whether another node has the sign that a part is complete."""
         return self.num_parts is not None and self.member != 0
 
     @property
     def _is_unsigned(self) -> bool:
-        """Whether member 0 may still store a save of which this one has a part, or none."""
+        """Whether member 0 may still store a save of which this member has a part, or none."""
         if not self._waits_for_sign or not self.spec.upload:
             return False
-        with self._looking:
-            # A node whose ranks save nothing does not see that others have saved.
+        with self._lock:
+            # A node whose ranks save nothing cannot see that other nodes have saved.
             return not self._saves or any(saved.step > self._signed_step for saved in self._saves)
 
-    def _find(self) -> list[ProgramCheckpoint]:
+    def _list_checkpoints(self) -> list[ProgramCheckpoint]:
         if self._waits_for_sign:
             parts = (part for part in find_parts(self.root) if part.written_s >= self.since_s)
             return sorted(parts, key=lambda part: part.step)
         return find_checkpoints(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
 
-    def _to_upload(self, store: ObjectStore) -> ProgramCheckpoint | None:
+    def _newest_to_upload(self, store: ObjectStore) -> ProgramCheckpoint | None:
         if self._waits_for_sign:
             return self._signed_part(store)
-        with self._looking:  # which adds to them
+        with self._lock:
             return max(self._saves, key=_age, default=None)
 
     def _signed_part(self, store: ObjectStore) -> ProgramCheckpoint | None:
         """This node's part of the newest save that member 0 has stored.
 
         Megatron's sign is written when all ranks are done, and member 0 stores nothing before it.
-        A node that never had a file of the attempt has none of it.
+        A node that never had a file of the attempt has no part of it.
         """
         if not self._may_be_signed():
             return None
@@ -222,24 +214,24 @@ class CommandCheckpointWatcher:
         if step <= self._uploaded_step:
             return None
         if not self._is_over.is_set():
-            self.look()  # what was seen before may have been half of it
-        with self._looking:
+            self.poll()  # the last poll may have seen half of it
+        with self._lock:
             self._signed_step = step
             is_empty = not self._saves
             parts = [saved for saved in self._saves if saved.step == step]
         if not is_empty:
             return max(parts, key=_age, default=None)
         if read_record(self.root) is None:
-            return None  # its disk is gone, and what it had is not known
+            return None  # its disk is lost, and with it the record of its parts
         return ProgramCheckpoint(step, part_path(self.root, step), 0, time.time())
 
     def _may_be_signed(self) -> bool:
-        """Whether to ask the store, which lists what all members have there."""
-        with self._looking:
+        """Whether to ask the store, which lists the checkpoints of all members."""
+        with self._lock:
             newest = max((saved.step for saved in self._saves), default=None)
         if newest is not None:
             return newest > self._uploaded_step
-        # A node whose ranks save nothing does not see when the others do.
+        # A node whose ranks save nothing cannot see when other nodes do.
         now_s = time.monotonic()
         if now_s - self._asked_s < EMPTY_ASK_S and not self._is_over.is_set():
             return False
@@ -254,42 +246,37 @@ class CommandCheckpointWatcher:
         pause_s = 0.0
         while not self._is_over.wait(pause_s):
             began_s = time.monotonic()
-            self.look()
-            pause_s = max(LOOK_S, (time.monotonic() - began_s) / LOOK_SHARE)
+            self.poll()
+            pause_s = max(POLL_S, (time.monotonic() - began_s) / POLL_SHARE)
 
 
-def fetch_resume_checkpoint(order: StartOrder, member: int, variables: Mapping[str, str]) -> None:
-    """Have the checkpoint on this node from which its command goes on, where the store keeps them.
+def fetch_resume_checkpoint(order: StartOrder, node: str, member: int) -> None:
+    """Fetch the checkpoint from which the command resumes, where the store has them.
 
     Args:
-        order: to start it.
-        member: of this node.
-        variables: of the command.
+        order: order to start the command.
+        node: name of this node.
+        member: member of this node.
 
     Raises:
         StorageError: the store does not answer, or has it damaged.
         OSError: it cannot be written.
-        ValueError: the path has a name that nothing sets.
+        ValueError: the path names a variable that is not set.
     """
     job, step = order.job, order.resume_step
     spec = job.worker.checkpoints
     if spec is None or not spec.upload:
         return
-    root = checkpoint_root(spec, order.cwd, variables)
+    root = _checkpoint_root(spec, order.cwd, _path_variables(node, order.variables))
     store = open_store(job.storage)
     if job.saves_in_parts:
         prepare_parts(store, order, job.run_id, member, root)
     elif step is not None:
-        fetch_checkpoint(store, job.run_id, member, step, spec=spec, root=root)
+        MemberCheckpoints(store, job.run_id, member).fetch(step, spec=spec, root=root)
 
 
-def delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> None:
-    """Delete all but the newest; another node may do the same.
-
-    Args:
-        checkpoints: the complete ones, oldest first.
-        keep: how many remain.
-    """
+def _delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> None:
+    """Delete all but the newest complete checkpoints; another node may do the same."""
     for saved in checkpoints[:-keep]:
         try:
             if saved.path.is_dir():
@@ -305,21 +292,21 @@ def delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> Non
 
 
 def answer_saved_query(query: SavedQuery, node: str, member: int) -> AgentReply:
-    """What a supervisor is told that asks this node for them."""
+    """List the checkpoints of a command for the supervisor that asks this node."""
     try:
-        root = checkpoint_root(query.spec, query.cwd, path_variables(node, query.variables))
+        root = _checkpoint_root(query.spec, query.cwd, _path_variables(node, query.variables))
         if query.is_in_parts:
             return AgentReply(saved=tuple(_part_messages(root, query.run_id, member)))
         checkpoints = find_checkpoints(query.spec, root, now_s=query.until_s, since_s=query.since_s)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
-    return AgentReply(saved=tuple(map(to_message, checkpoints)))
+    return AgentReply(saved=tuple(map(_to_message, checkpoints)))
 
 
 def _part_messages(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
     for part in parts_of(read_record(root), root, run_id, member).values():
         path = part_path(root, part.step)
-        # Of a distributed one a node needs the parts of others, too, which are in the store.
+        # A node also needs the other parts of a distributed checkpoint, which are in the store.
         if part.saved_in is not None and can_be_read_alone(path):
             yield SavedCheckpoint(
                 step=part.step, path=str(path), size_bytes=part.size_bytes,
@@ -327,28 +314,27 @@ def _part_messages(root: Path, run_id: str, member: int) -> Iterator[SavedCheckp
             )  # fmt: skip
 
 
-def path_variables(node: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """What a path may name where no attempt has set the variables of its processes yet."""
+def _path_variables(node: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a path before an attempt has set those of its processes."""
     return {**os.environ, "PERDURE_NODE": node, **variables}
 
 
-def checkpoint_root(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]) -> Path:
-    """Where a command saves.
+def _checkpoint_root(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]) -> Path:
+    """Return the path where a command saves.
 
     Raises:
-        ValueError: the path has a name that nothing sets.
+        ValueError: the path names a variable that is not set.
     """
     (path,) = fill_in([spec.path], variables)
     return Path(cwd).absolute() / path
 
 
 def _age(saved: ProgramCheckpoint) -> tuple[int, float, int]:
-    # By size, too: two files of one step may have the same time, and have been seen one by one.
+    # Also by size: files of one step may have the same time, and are found one by one.
     return saved.step, saved.written_s, saved.size_bytes
 
 
-def to_message(saved: ProgramCheckpoint) -> SavedCheckpoint:
-    """A checkpoint in the words of the wire."""
+def _to_message(saved: ProgramCheckpoint) -> SavedCheckpoint:
     return SavedCheckpoint(
         step=saved.step,
         path=str(saved.path),
@@ -365,21 +351,21 @@ def upload_periodically(
     every_s: float,
     is_over: threading.Event,
 ) -> None:
-    """Begin, in a thread of its own: a store that is away keeps nothing else waiting.
+    """Upload in a thread of its own: an outage of the store delays nothing else.
 
     Args:
-        put: puts what the store does not have; what fails is tried again the next time.
-        open_store: the run's store.
+        put: uploads what the store lacks; after a failure it is called again.
+        open_store: opens the run's store.
         subject: subject and verb of a warning.
-        every_s: how often.
-        is_over: ends it.
+        every_s: time from one call to the next.
+        is_over: ends the thread.
     """
 
-    def keep_on() -> None:
+    def run() -> None:
         while not is_over.wait(every_s):
             try:
                 put(open_store())
-            except (StorageError, OSError) as error:  # the node's own disk may be away, too
+            except (StorageError, OSError) as error:  # the node's own disk may fail as well
                 _log.warning(f"{subject} put into the store later: {error}")
 
-    threading.Thread(target=keep_on, daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()

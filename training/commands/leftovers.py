@@ -1,7 +1,7 @@
-"""What still runs when a command has exited with 0, such as a torchrun in the background.
+"""Processes that still run when a command has exited with 0, such as a torchrun in the background.
 
-Nobody waits for it, and the container takes it along. What only needs a moment to end gets it:
-loader workers of PyTorch look every 5 s whether their rank lives. Times are seconds of
+No one waits for them, and they end with the container. A process that only needs a moment to end
+gets it: loader workers of PyTorch check every 5 s whether their rank lives. Times are seconds of
 CLOCK_MONOTONIC.
 """
 
@@ -27,17 +27,17 @@ from perdure.training.processes import (
 )
 from perdure.training.wire.agent_status import LeftProcess
 
-LEFT_S = 10.0
-LOOK_S = 0.5  # a look reads /proc of the whole node
+WAIT_S = 10.0
+POLL_S = 0.5  # a poll reads /proc of the whole node
 MAX_NAME_CHARS = 160
 
 
-class Group(Protocol):
-    """What is asked of the processes of an attempt on this node.
+class AttemptProcesses(Protocol):
+    """The processes of an attempt on this node.
 
     Attributes:
-        marker: of the container.
-        spare: pids of the container that are not the attempt's.
+        marker: mark of all processes of the container.
+        spare: pids of the container that do not belong to the attempt.
     """
 
     marker: str
@@ -45,37 +45,37 @@ class Group(Protocol):
 
     @property
     def secrets(self) -> frozenset[str]:
-        """Not to be shown with a command line."""
+        """Values that must not be shown with a command line."""
 
 
 @dataclass(slots=True)
 class Leftovers:
-    """Looks at what the command of a node has left running.
+    """Processes that the command of a node has left running, once it has waited for them.
 
     Attributes:
-        processes: what did not end by itself.
+        processes: processes that did not end by themselves.
     """
 
     processes: tuple[LeftProcess, ...] = ()
     _since_s: float | None = None
-    _looked_s: float = float("-inf")
+    _polled_s: float = float("-inf")
 
-    def is_awaited(self, command: CommandRanks | None, group: Group) -> bool:
-        """Whether something is left that may still end by itself; asked until it is not.
+    def is_awaited(self, command: CommandRanks | None, group: AttemptProcesses) -> bool:
+        """Whether a process remains that may still end by itself; ask until none does.
 
         Args:
-            command: that has exited with 0; None: nothing is waited for.
-            group: that it belongs to.
+            command: command that has exited with 0; None: there is nothing to wait for.
+            group: processes of its attempt.
         """
         if command is None:
             return False
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s - self._looked_s < LOOK_S:
+        if now_s - self._polled_s < POLL_S:
             return True
-        self._looked_s = now_s
-        left = list(_of_command(group.marker, group.spare))
-        if left and now_s - self._since_s < LEFT_S:
+        self._polled_s = now_s
+        remaining = list(_command_processes(group.marker, group.spare))
+        if remaining and now_s - self._since_s < WAIT_S:
             return True
         beating = command.heartbeats().keys()
         self.processes = tuple(
@@ -84,16 +84,16 @@ class Leftovers:
                 name=mask_text(_name(process), group.secrets)[:MAX_NAME_CHARS],
                 trains=process.pid in beating or _trains(process, command.helpers),
             )
-            for process in left
+            for process in remaining
         )
         return False
 
 
-def _of_command(marker: str, spare: Collection[int]) -> Iterator[psutil.Process]:
-    """What a command has started and left, without what ends by itself after all others."""
+def _command_processes(marker: str, spare: Collection[int]) -> Iterator[psutil.Process]:
+    """List what a command has left running, without resource trackers, which end by themselves."""
     for process in container_processes(marker, spare=spare):
         try:
-            # The agent's own tools are in its session; a command begins one of its own.
+            # The agent's own tools are in its session; a command begins another.
             is_agents = os.getsid(process.pid) == os.getsid(0)
         except ProcessLookupError:
             continue
@@ -102,13 +102,13 @@ def _of_command(marker: str, spare: Collection[int]) -> Iterator[psutil.Process]
 
 
 def _trains(process: psutil.Process, helpers: Collection[int]) -> bool:
-    """Whether it is a rank or starts ranks; what a rank has started inherits its variables."""
+    """Whether it is a rank or starts ranks; helpers of a rank inherit its variables."""
     rank, _ = read_rank(environment_of(process.pid))
     return _is_launcher(process) or (rank is not None and process.pid not in helpers)
 
 
 def _is_launcher(process: psutil.Process) -> bool:
-    words = _words(process)
+    words = _command_line(process)
     if not words or LAUNCHER.search(words[0]):
         return bool(words)
     program = Path(words[0]).name
@@ -117,10 +117,10 @@ def _is_launcher(process: psutil.Process) -> bool:
 
 
 def _name(process: psutil.Process) -> str:
-    return f"{' '.join(_words(process)) or 'process'} (pid {process.pid})"
+    return f"{' '.join(_command_line(process)) or 'process'} (pid {process.pid})"
 
 
-def _words(process: psutil.Process) -> list[str]:
+def _command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
     except psutil.Error:

@@ -1,8 +1,8 @@
-"""A node's own part of the Megatron checkpoints that all nodes save together, each on its own disk.
+"""A node's part of the Megatron checkpoints that all nodes save together, each on its own disk.
 
-Without common storage each node has the files of its own ranks, and the sign that a checkpoint is
-complete is on the node of rank 0 alone, written when all ranks are done. A part is useful only with
-the other parts of the same save; a record beside the parts says whose they are, and which attempt
+Without common storage each node has the files of its own ranks, and only the node of rank 0 has the
+sign that a checkpoint is complete, written when all ranks are done. A part is useful only with the
+other parts of the same save; a record beside the parts says whose they are, and which attempt
 saved each. Steps are completed optimizer steps.
 """
 
@@ -20,14 +20,16 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.commands.checkpoint_layouts import (
     TRACKER,
     ProgramCheckpoint,
+    Tracker,
     find_parts,
-    is_self_contained,
     part_path,
-    set_tracker,
-    tracked_step,
-    tracker_text,
 )
-from perdure.training.commands.checkpoint_store import Save, fetch_part, save_prefix
+from perdure.training.commands.checkpoint_store import (
+    MemberCheckpoints,
+    Save,
+    is_self_contained,
+    save_prefix,
+)
 from perdure.training.files import write_whole
 from perdure.training.wire.agent import StartOrder
 
@@ -41,8 +43,8 @@ class Part(FrozenModel):
     """A part that was there when an attempt began.
 
     Attributes:
-        saved_in: the attempt that has saved it; None: it was never complete.
-        is_brought: whether it came from the store, maybe with files of others.
+        saved_in: the attempt that saved it; None: it was never complete.
+        is_brought: whether it came from the store, maybe with files of other parts.
     """
 
     step: int
@@ -53,7 +55,7 @@ class Part(FrozenModel):
 
 
 class Claim(FrozenModel):
-    """That a member has a folder for an attempt, written before it touches anything there."""
+    """A member's claim to a folder for an attempt, written before it changes anything there."""
 
     run_id: str
     member: int
@@ -64,11 +66,11 @@ class PartsRecord(FrozenModel):
     """Whose parts are in a folder, written before each attempt.
 
     Attributes:
-        member: of the run, whose node this was.
-        attempt: that is about to start; what changes from then on, it has saved.
-        before: what was there.
-        first_tracker: what the program's sign said before the run's first attempt here.
-        coming: a step that is being brought: what has changed there, no attempt has saved.
+        member: member of the run whose node this was.
+        attempt: attempt that is about to start, and saves everything that changes from then on.
+        before: parts that were there.
+        first_tracker: text of the program's sign before the run's first attempt here.
+        coming: step that is being fetched: no attempt has saved what has changed there.
     """
 
     run_id: str
@@ -79,7 +81,7 @@ class PartsRecord(FrozenModel):
     coming: int | None = None
 
     def part_of(self, saved: ProgramCheckpoint) -> Part:
-        """What is known of a part that is there now."""
+        """Describe a part that is there now."""
         part = _as_part(saved, self.attempt)
         for earlier in self.before:
             origin = {"saved_in": earlier.saved_in, "is_brought": earlier.is_brought}
@@ -89,7 +91,7 @@ class PartsRecord(FrozenModel):
 
 
 def read_record(root: Path) -> PartsRecord | None:
-    """The record of a folder; None where there is none that can be read.
+    """Read the record of a folder; None where there is none that can be read.
 
     Raises:
         OSError: the folder cannot be read.
@@ -99,19 +101,19 @@ def read_record(root: Path) -> PartsRecord | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError:
-        _log.warning(f"{root / RECORD} is no record: whose the parts beside it are is not known")
+        _log.warning(f"{root / RECORD} is not a record: the parts beside it may be of any run")
         return None
 
 
 def parts_of(record: PartsRecord | None, root: Path, run_id: str, member: int) -> dict[int, Part]:
-    """A member's parts in a folder, by steps, with the attempts that have saved them.
+    """List a member's parts in a folder by step, with the attempts that saved them.
 
-    Of member 0 the complete ones: it has the program's sign. Of others all of an attempt: which
-    of them are complete is known from member 0's.
+    Member 0 has the program's sign, and only its complete parts count. Other members list all
+    parts of an attempt: member 0's parts show which of them are complete.
     """
     if record is None or (record.run_id, record.member) != (run_id, member):
         return {}
-    signed = tracked_step(root)
+    signed = Tracker(root).step
     parts = {}
     for saved in find_parts(root):
         part = record.part_of(saved)
@@ -131,10 +133,10 @@ def can_be_read_alone(path: Path) -> bool:
 def prepare_parts(
     store: ObjectStore, order: StartOrder, run_id: str, member: int, root: Path
 ) -> None:
-    """Have this node's part from which the command goes on, and the program's sign name it.
+    """Fetch this node's part from which the command resumes, and let the program's sign name it.
 
-    Megatron takes the largest iteration that any rank's sign names, so that a node with a newer
-    part than the others is led back.
+    Megatron takes the largest iteration that any rank's sign names: the sign of a node with a
+    newer part than the others is set back.
 
     Raises:
         StorageError: the store does not answer, or lacks it, or has it damaged.
@@ -144,45 +146,46 @@ def prepare_parts(
     attempt = (order.placement, order.attempt)
     _claim(root, Claim(run_id=run_id, member=member, attempt=attempt))
     record = _record_of(root, run_id)
-    first_tracker = record.first_tracker if record is not None else tracker_text(root)
-    parts = _without_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
+    first_tracker = record.first_tracker if record is not None else Tracker(root).text
+    parts = _delete_later_copies(parts_of(record, root, run_id, member), root, order.resume_step)
     unknown = {saved.step: _as_part(saved, None) for saved in find_parts(root)}
-    wanted = _wanted(order)
-    lacks = wanted if wanted is not None and not _has(root, parts, wanted) else None
+    wanted = _resume_save(order)
+    missing = wanted if wanted is not None and not _has_part(root, parts, wanted) else None
     updated = PartsRecord(
         run_id=run_id, member=member, attempt=attempt, first_tracker=first_tracker,
         before=tuple((unknown | parts).values()),
-        coming=lacks.step if lacks is not None else None,
+        coming=missing.step if missing is not None else None,
     )  # fmt: skip
-    # Before anything is brought: an agent that ends meanwhile leaves it on record as nobody's.
+    # Written before anything is fetched: if the agent ends meanwhile, no attempt has saved it.
     write_whole(root / RECORD, updated.model_dump_json())
-    if lacks is not None:
-        fetch_part(store, run_id, member, lacks, part_path(root, lacks.step))
-        brought = _brought(store, run_id, root, lacks)
-        remaining = (part for part in updated.before if part.step != lacks.step)
-        updated = updated.model_copy(update={"before": (*remaining, brought), "coming": None})
+    if missing is not None:
+        checkpoints = MemberCheckpoints(store, run_id, member)
+        checkpoints.fetch_part(missing, part_path(root, missing.step))
+        fetched = _fetched_part(store, run_id, root, missing)
+        remaining = (part for part in updated.before if part.step != missing.step)
+        updated = updated.model_copy(update={"before": (*remaining, fetched), "coming": None})
         write_whole(root / RECORD, updated.model_dump_json())
     if wanted is not None:
-        _lead(root, wanted.step, first_tracker)
+        _set_sign(root, wanted.step, first_tracker)
     elif record is not None:
-        _lead(root, None, first_tracker)
+        _set_sign(root, None, first_tracker)
 
 
-def _wanted(order: StartOrder) -> Save | None:
-    """The save from which all members go on."""
+def _resume_save(order: StartOrder) -> Save | None:
+    """Return the save from which all members resume."""
     if order.resume_step is None or order.resume_attempt is None:
         return None
     return Save(order.resume_step, order.resume_attempt)
 
 
-def _has(root: Path, parts: dict[int, Part], wanted: Save) -> bool:
+def _has_part(root: Path, parts: dict[int, Part], wanted: Save) -> bool:
     part = parts.get(wanted.step)
     is_same = part is not None and part.saved_in == wanted.attempt
     return is_same and can_be_read_alone(part_path(root, wanted.step))
 
 
 def _claim(root: Path, claim: Claim) -> None:
-    """Have a folder for one member alone: of two that come at once, one at least sees the other."""
+    """Claim a folder for one member: of two that come at once, at least one sees the other."""
     root.mkdir(parents=True, exist_ok=True)
     write_whole(root / CLAIM.format(member=claim.member), claim.model_dump_json())
     for path in root.glob(CLAIM.format(member="*")):
@@ -199,8 +202,8 @@ def _claim(root: Path, claim: Claim) -> None:
             )
 
 
-def _without_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:
-    """Delete what was brought of later steps: saved anew, files of others would stay in between."""
+def _delete_later_copies(parts: dict[int, Part], root: Path, step: int | None) -> dict[int, Part]:
+    """Delete fetched parts of later steps: files of other parts would mix with those saved anew."""
     deleted = {part.step for part in parts.values() if part.is_brought and part.step > (step or 0)}
     for later in deleted:
         shutil.rmtree(part_path(root, later))
@@ -212,21 +215,21 @@ def _record_of(root: Path, run_id: str) -> PartsRecord | None:
     return record if record is not None and record.run_id == run_id else None
 
 
-def _lead(root: Path, step: int | None, first_tracker: str | None) -> None:
-    """Have the sign name a step, as on all other nodes, or else say what it first did."""
+def _set_sign(root: Path, step: int | None, first_tracker: str | None) -> None:
+    """Let the sign name a step, as on all other nodes, or else restore its first text."""
     text = str(step) if step is not None else first_tracker
-    previous = tracker_text(root)
+    previous = Tracker(root).text
     if previous == text:
         return
-    set_tracker(root, text)
+    Tracker(root).write(text)
     if previous is None:
         return
     if step is not None:
-        change = f"names step {step} now, {previous} before: all nodes go on from step {step}"
+        change = f"names step {step} now, {previous} before: all nodes resume from step {step}"
     elif text is not None:
-        change = f"says {text} now, {previous} before: all nodes begin anew"
+        change = f"says {text} now, {previous} before: all nodes start over"
     else:
-        change = f"is deleted, it named step {previous}: all nodes begin anew"
+        change = f"is deleted, it named step {previous}: all nodes start over"
     _log.info(f"{TRACKER} in {root} {change}")
 
 
@@ -235,12 +238,12 @@ def _as_part(saved: ProgramCheckpoint, saved_in: Attempt | None) -> Part:
     return Part(step=saved.step, saved_in=saved_in, size_bytes=size, written_s=written_s)
 
 
-def _brought(store: ObjectStore, run_id: str, root: Path, save: Save) -> Part:
+def _fetched_part(store: ObjectStore, run_id: str, root: Path, save: Save) -> Part:
     parts = [part for part in find_parts(root) if part.step == save.step]
     if not parts:
         where = store.url(save_prefix(run_id, save).rpartition("/")[0])
         raise NotFound(
             f"run {run_id}: step {save.step} of the command has no files in any member's part "
-            f"below {where}, nothing is brought to {part_path(root, save.step)}"
+            f"below {where}, nothing is fetched to {part_path(root, save.step)}"
         )
     return _as_part(parts[0], save.attempt).model_copy(update={"is_brought": True})

@@ -1,15 +1,12 @@
-"""What a program's output shows of its training: steps, losses, norms.
+"""The steps of a command, read from its output on this node: steps, losses, norms.
 
-Pure: lines in, step records out. The formats that are known are in progress_formats.toml, others
-are the job's own patterns. What one line shows belongs together; a loss that stands in a line
-without a step is that of the newest step. Steps are completed optimizer steps, whatever number the
-program prints with them; times are seconds since the epoch.
+A thread follows the logs of the attempt. It writes the same records as a session into the attempt's
+log, and from there into the store: every minute, and when the attempt has ended. The formats of
+known programs are in progress_formats.toml, others are the job's own patterns. Numbers in a line
+belong together; a loss in a line without a step belongs to the newest step.
 
-The steps of a command, read from what it prints on this node while it runs.
-
-A thread follows the logs of the attempt. What it finds is in the attempt's log, as the records of
-a session are, and from there in the store: every minute, and when the attempt has ended. Sizes are
-bytes; times are seconds since the epoch, in heartbeats nanoseconds of CLOCK_MONOTONIC.
+Steps are completed optimizer steps, whatever number the program prints with them. Sizes are bytes;
+times are seconds since the epoch, in heartbeats nanoseconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -42,20 +39,25 @@ from perdure.training.wire.agent import StartOrder
 from perdure.training.wire.agent_status import ShownStep
 
 FORMATS_FILE = "progress_formats.toml"
-# Longer lines are no lines of a step, and patterns of the job may take long on them.
+# Longer lines show no step, and patterns of the job may take long on them.
 MAX_LINE = 4096
-# How many shown steps a rank may be behind another one that prints, too.
+# How many shown steps a rank may be behind another rank that prints.
 MAX_LATE = 10
+POLL_S = 0.5
+UPLOAD_S = 60.0
+MAX_READ_BYTES = 4 << 20  # at one poll; the older part of longer output is skipped
+MAX_UNFINISHED_CHARS = 64 << 10
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_log = logging.getLogger("perdure.agent")
 
 
 class ProgressFormat(FrozenModel):
-    """How one kind of program prints its steps.
+    """Format in which one kind of program prints its steps.
 
     Attributes:
-        source: what prints it.
-        patterns: each is searched in every line.
-        counts_from: the number that it prints with the first completed step.
+        source: program that prints it.
+        patterns: patterns that are searched in every line.
+        counts_from: number that the program prints with the first completed step.
         example: lines, and what they show.
     """
 
@@ -68,18 +70,14 @@ class ProgressFormat(FrozenModel):
 
 @cache
 def formats() -> Mapping[ProgressKind, ProgressFormat]:
-    """The formats that are known."""
+    """Read the formats of known programs."""
     text = (resources.files("perdure.training.commands") / FORMATS_FILE).read_text("utf-8")
     entries = map(ProgressFormat.model_validate, tomllib.loads(text)["format"])
     return {entry.kind: entry for entry in entries}
 
 
 class LineReader:
-    """Reads lines of one format.
-
-    Args:
-        spec: of the job.
-    """
+    """Reader of lines in one format, as the job names it."""
 
     def __init__(self, spec: ProgressSpec) -> None:
         program = formats()[spec.kind] if spec.kind is not None else None
@@ -89,7 +87,7 @@ class LineReader:
         self._offset = 1 - (1 if counts_from is None else counts_from)
 
     def read(self, line: str) -> dict[str, float]:
-        """What a line shows, by name; nothing of most lines.
+        """Return the numbers that a line shows, by name; most lines show none.
 
         Times are in seconds, ratios 0 to 1, and `step` counts completed steps.
         """
@@ -129,14 +127,12 @@ class StepTracker:
     """The steps that the output of one attempt has shown on one node.
 
     Attributes:
-        read: what a line shows.
-        placement: of the attempt, for its records.
-        attempt: likewise.
-        num_devices: of all nodes together.
+        read: returns the numbers that a line shows.
+        num_devices: devices of all nodes together.
         step: the newest step, None before the first.
-        stepped_s: when it was shown.
-        stride: from one step that was shown to the next.
-        target: where the program says that it ends.
+        stepped_s: when that step was shown.
+        stride: steps from one that was shown to the next.
+        target: last step, as the program prints it.
         num_shown: how many different steps were shown.
     """
 
@@ -155,31 +151,28 @@ class StepTracker:
     _shows_loss: bool = False
 
     def take(self, lines: Iterable[str], *, since_s: float, at_s: float) -> list[StepRecord]:
-        """Read on. The records of steps that are new.
+        """Read new lines. Returns the records of new steps.
 
         Args:
-            lines: what was printed since the last call; of streams whose order is not known, those
-                with a step come last.
-            since_s: when that was; steps of one call lie evenly between then and now.
+            lines: lines since the last call, whose order among several streams is not known.
+            since_s: when the last call was; steps of this call lie evenly between then and now.
             at_s: the time.
         """
         readings = [shown for line in lines if (shown := self.read(line))]
         self._shows_loss = self._shows_loss or any("loss" in shown for shown in readings)
-        steps = [reading for reading in readings if _step(reading) is not None]
-        # A line without a step was printed beside those with one, and its order among them is not
-        # known: only the newest can be told to be of the newest step.
+        steps = [(s, reading) for reading in readings if (s := _step(reading)) is not None]
+        # The order of lines with and without a step is not known: only the newest line without a
+        # step belongs to the newest step for sure.
         apart = [reading for reading in readings if _step(reading) is None]
         records = []
-        for number, shown in enumerate(steps, start=1):
+        for number, (step, shown) in enumerate(steps, start=1):
             shown_s = since_s + (at_s - since_s) * number / len(steps)
-            records += self._take_step(shown, shown_s)
+            records += self._take_step(step, shown, shown_s)
         if apart and self.step is not None:
-            records += self._record(apart[-1], at_s)
+            records += self._record(self.step, apart[-1], at_s)
         return records
 
-    def _take_step(self, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
-        step = _step(shown)
-        assert step is not None  # noqa: S101 asked for those with a step
+    def _take_step(self, step: int, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
         if shown.get("target", 0) > 0:
             self.target = round(shown["target"])
         if self.step is not None and step != self.step:
@@ -187,27 +180,25 @@ class StepTracker:
                 self.stride = step - self.step
             elif step > self.step - MAX_LATE * self.stride:
                 return []
-            else:  # its own launcher has started it again, from a checkpoint
+            else:  # its own launcher has restarted it from a checkpoint
                 self._recorded, self._recorded_s = step - 1, None
         if step != self.step:
             self.step, self.stepped_s = step, at_s
             self.num_shown += 1
-        return self._record(shown, self.stepped_s)
+        return self._record(step, shown, self.stepped_s)
 
-    def _record(self, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
-        """Of the newest step, unless it has one already, or is to have one with its loss."""
-        assert self.step is not None  # noqa: S101 set before
+    def _record(self, step: int, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
+        """Record the newest step, unless it has a record, or its loss is still to come."""
         has_loss = "loss" in shown
-        is_due = self.step > self._recorded or (self.step == self._recorded and self._lacks_loss)
-        if not is_due or (not has_loss and (self._shows_loss or self.step == self._recorded)):
+        is_due = step > self._recorded or (step == self._recorded and self._lacks_loss)
+        if not is_due or (not has_loss and (self._shows_loss or step == self._recorded)):
             return []
-        record = self._made(shown, at_s)
-        self._recorded, self._recorded_s, self._lacks_loss = self.step, at_s, not has_loss
+        record = self._new_record(step, shown, at_s)
+        self._recorded, self._recorded_s, self._lacks_loss = step, at_s, not has_loss
         return [record]
 
-    def _made(self, shown: Mapping[str, float], at_s: float) -> StepRecord:
-        assert self.step is not None  # noqa: S101 set before
-        since = self.step - self._recorded
+    def _new_record(self, step: int, shown: Mapping[str, float], at_s: float) -> StepRecord:
+        since = step - self._recorded
         took_s = shown.get("step_s")
         if took_s is None and self._recorded_s is not None and since > 0:
             took_s = max(0.0, at_s - self._recorded_s) / since
@@ -216,7 +207,7 @@ class StepTracker:
             speed = shown["device_tokens_per_s"] * self.num_devices
         samples, epoch = shown.get("samples"), shown.get("epoch")
         return StepRecord(
-            step=self.step,
+            step=step,
             loss=shown.get("loss"),
             grad_norm=shown.get("grad_norm"),
             lr=shown.get("lr"),
@@ -236,23 +227,16 @@ def _step(shown: Mapping[str, float]) -> int | None:
     return round(step) if step is not None and math.isfinite(step) and step >= 0 else None
 
 
-LOOK_S = 0.5
-KEEP_S = 60.0
-MAX_READ_BYTES = 4 << 20  # at one look; of a program that prints more, the older part is left out
-MAX_REST_CHARS = 64 << 10
-_log = logging.getLogger("perdure.agent")
-
-
 @dataclass(slots=True)
 class GrowingLog:
-    """Follows one stream of a process.
+    """Follower of one stream of a process.
 
-    A bar that is drawn anew ends its line only with the next one: what stands still after a return
-    counts as a line.
+    A bar that is drawn anew ends its line only with the next one: text that stands still after a
+    return counts as a line.
 
     Attributes:
-        path: where it goes.
-        offset: where the attempt's part of it begins.
+        path: file of the log.
+        offset: bytes that were read already, or belong to earlier attempts.
     """
 
     path: Path
@@ -262,11 +246,11 @@ class GrowingLog:
 
     @classmethod
     def from_its_end(cls, path: Path) -> GrowingLog:
-        """Follow what is written from now on."""
+        """Follow a log from its current end."""
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def lines(self) -> Iterator[str]:
-        """What is new."""
+        """Yield new lines."""
         text = self._read()
         if not text:
             if self._unfinished.startswith("\r") and self._unfinished != self._bar:
@@ -275,7 +259,7 @@ class GrowingLog:
             return
         # The separators stay in front of what follows them.
         *whole, self._unfinished = re.split(r"(?=[\r\n])", self._unfinished + text)
-        self._unfinished = self._unfinished[-MAX_REST_CHARS:]
+        self._unfinished = self._unfinished[-MAX_UNFINISHED_CHARS:]
         for line in whole:
             if line != self._bar and line.strip():
                 yield line.strip("\r\n")
@@ -289,18 +273,18 @@ class GrowingLog:
                 file.seek(self.offset)
                 data = file.read(MAX_READ_BYTES)
         except OSError:
-            return ""  # not there yet; one that is out of reach for a while is read later
+            return ""  # missing yet, or out of reach for a while
         self.offset += len(data)
         return data.decode("utf-8", "replace")
 
 
 @dataclass(slots=True)
 class StepFollower:
-    """Follows the output of one attempt on this node.
+    """Follower of the output of one attempt on this node.
 
     Attributes:
-        steps: what was shown.
-        logs: of the processes that the agent has started, stdout first.
+        steps: steps that were shown.
+        logs: output of the processes that the agent has started, stdout first.
         file: log of the attempt.
         unsaved: records that the store does not have.
     """
@@ -309,21 +293,21 @@ class StepFollower:
     logs: Sequence[GrowingLog]
     file: Path
     unsaved: UnsavedSteps
-    _looked_s: float = field(default_factory=time.time)
+    _polled_s: float = field(default_factory=time.time)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _keeping: threading.Lock = field(default_factory=threading.Lock)
+    _upload_lock: threading.Lock = field(default_factory=threading.Lock)
     _pending: dict[str, str] = field(default_factory=dict)
     _is_over: threading.Event = field(default_factory=threading.Event)
     _log: AttemptLog | None = None
 
     @classmethod
     def of(cls, order: StartOrder, folder: Path, paths: Sequence[Path]) -> StepFollower | None:
-        """Of an attempt that is about to start; None where its job does not ask for it.
+        """Follow an attempt that is about to start; None where its job does not ask for it.
 
         Args:
-            order: to start it.
-            folder: of the attempt.
-            paths: of its output, stdout first.
+            order: order to start the attempt.
+            folder: folder of the attempt.
+            paths: logs of its output, stdout first.
         """
         job = order.job
         if job.worker.progress is None:
@@ -338,44 +322,44 @@ class StepFollower:
         return cls(steps, logs, folder / attempt_log.FILE_NAME, UnsavedSteps(prefix))
 
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
-        """Follow it from now on, until `finish`."""
+        """Follow the output until `finish`."""
         threading.Thread(target=self._follow, daemon=True).start()
         upload_periodically(
-            self.keep, open_store,
-            subject="step records are", every_s=KEEP_S, is_over=self._is_over,
+            self.upload, open_store,
+            subject="step records are", every_s=UPLOAD_S, is_over=self._is_over,
         )  # fmt: skip
 
     def finish(self) -> None:
-        """Read what was printed last, once; nothing is printed any more."""
+        """Read the output to its end, once: no process prints any more."""
         if not self._is_over.is_set():
             self._is_over.set()
-            self.look()
-            self.look()  # a bar that stands still by now
+            self.poll()
+            self.poll()  # a bar that stands still by now
 
-    def look(self) -> None:
-        """Read on."""
+    def poll(self) -> None:
+        """Read new lines, and record the steps in them."""
         with self._lock:
-            # A step that one stream shows, and the loss that another one does, are of one moment.
+            # The step in one stream and the loss in another belong to the same moment.
             lines = [line for log in self.logs for line in log.lines()]
-            since_s, self._looked_s = self._looked_s, time.time()
-            for record in self.steps.take(lines, since_s=since_s, at_s=self._looked_s):
+            since_s, self._polled_s = self._polled_s, time.time()
+            for record in self.steps.take(lines, since_s=since_s, at_s=self._polled_s):
                 self.unsaved.add(record)
-                self._put_on_record(record)
+                self._append_to_log(record)
 
-    def _put_on_record(self, record: StepRecord) -> None:
+    def _append_to_log(self, record: StepRecord) -> None:
         try:
             self._log = self._log or AttemptLog(self.file)
             self._log.append(record)
-        except OSError as error:  # the run goes on without
-            _log.warning(f"step {record.step} is not on record: {error}")
+        except OSError as error:  # the run continues without the record
+            _log.warning(f"the attempt's log does not take step {record.step}: {error}")
 
-    def keep(self, store: ObjectStore) -> None:
-        """Put records into the store that it does not have.
+    def upload(self, store: ObjectStore) -> None:
+        """Put the records into the store that it lacks.
 
         Raises:
-            StorageError: it is away; they are put again the next time.
+            StorageError: the store does not answer; the next call puts them.
         """
-        with self._keeping:
+        with self._upload_lock:
             with self._lock:
                 self._pending |= self.unsaved.take()
                 pending = dict(self._pending)
@@ -394,7 +378,7 @@ class StepFollower:
         return ShownStep(step=step, age_s=age_s, target=self.steps.target)
 
     def beat(self) -> Heartbeat | None:
-        """The heartbeat that the output stands for; None before two steps, which give a pace."""
+        """Derive a heartbeat from the output; None before two steps, which give a pace."""
         step, target = self.steps.step, self.steps.target
         if step is None or self.steps.num_shown < 2:
             return None
@@ -407,5 +391,5 @@ class StepFollower:
         )
 
     def _follow(self) -> None:
-        while not self._is_over.wait(LOOK_S):
-            self.look()
+        while not self._is_over.wait(POLL_S):
+            self.poll()

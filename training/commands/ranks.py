@@ -2,8 +2,7 @@
 
 A launcher starts its ranks itself, in ways that the agent does not know. A process is a rank when
 its environment has a number that its parent's has not (torchrun, msrun, mpirun), or when it writes
-a heartbeat. The index of the node is never taken for a rank. Times are seconds of
-CLOCK_MONOTONIC.
+a heartbeat. The index of the node is never taken for a rank. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from perdure.training.liveness.culprit import STOPPED
 from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader, rank_of_file
 from perdure.training.processes import (
     StacksTarget,
@@ -24,9 +24,9 @@ from perdure.training.processes import (
     read_rank,
     sort_by_start,
 )
+from perdure.training.wire.agent_status import Pulse, RankStatus
 
-LOOK_S = 5.0  # a look reads /proc of the whole node
-STOPPED = frozenset("Tt")
+POLL_S = 5.0  # a poll reads /proc of the whole node
 ENDED = "Z"
 SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 
@@ -36,8 +36,9 @@ class CommandProcess:
     """One process below a command, or the command's own.
 
     Attributes:
-        rank: of itself or of what started it; None: of no rank.
+        rank: rank of the process or of what started it; None: it belongs to no rank.
         is_rank: whether it is the rank, and not a helper of it.
+        state: the kernel's letter.
     """
 
     pid: int
@@ -49,114 +50,85 @@ class CommandProcess:
 
     @property
     def text(self) -> str:
-        """What it is, for people."""
-        of = f" of rank {self.rank}" if self.rank is not None else ""
-        return f"process {self.pid} ({self.name}){of}"
-
-
-@dataclass(frozen=True, slots=True)
-class RankReading:
-    """A rank of a command; `beat` is None where it writes no heartbeat."""
-
-    pid: int
-    rank: int | None
-    local_rank: int | None
-    state: str
-    beat: Heartbeat | None
+        """The process for people."""
+        rank = f" of rank {self.rank}" if self.rank is not None else ""
+        return f"process {self.pid} ({self.name}){rank}"
 
 
 @dataclass(slots=True)
 class CommandRanks:
-    """Reads the processes and heartbeats of one command.
+    """Processes and heartbeats of a command.
 
     Attributes:
-        pids: of the processes that the agent started.
-        folder: of the heartbeats.
-        helpers: pids of what ranks had started, as of the last look at the living command.
+        pids: processes that the agent started.
+        folder: folder of the heartbeats.
+        helpers: pids of what ranks had started, as of the last poll of the living command.
     """
 
     pids: Sequence[int]
     folder: Path
     helpers: frozenset[int] = frozenset()
-    _looked_s: float = float("-inf")
+    _polled_s: float = float("-inf")
     _processes: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
-    _elsewhere: set[int] = field(default_factory=set)
+    _foreign_pids: set[int] = field(default_factory=set)
 
-    def processes(self, *, age_s: float = LOOK_S) -> list[CommandProcess]:
-        """The command's processes that live, parents first, as of a look at most this old."""
-        if time.monotonic() - self._looked_s > age_s:
-            self._processes = [process for pid in self.pids for process in _below(pid)]
-            self._looked_s = time.monotonic()
+    def processes(self, *, age_s: float = POLL_S) -> list[CommandProcess]:
+        """List the living processes, parents first, as of a poll at most this old."""
+        if time.monotonic() - self._polled_s > age_s:
+            self._processes = [process for pid in self.pids for process in _process_tree(pid)]
+            self._polled_s = time.monotonic()
             self.helpers = _helpers(self._processes) if self._processes else self.helpers
         now = (replace(process, state=process_state(process.pid)) for process in self._processes)
         return [process for process in now if process.state != ENDED]
 
     def stopped(self) -> list[CommandProcess]:
-        """Those that a signal has stopped, by now."""
+        """List the processes that a signal has stopped by now."""
         return [process for process in self.processes(age_s=0.0) if process.state in STOPPED]
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """The newest heartbeat of every process that lives and writes one, by its pid."""
+        """Read the newest heartbeat of every process that lives and writes one, by its pid."""
         return {b.pid: b for _, b in self._beats() if process_state(b.pid) != ENDED}
 
-    def rank_of(self, pid: int) -> int | None:
-        """The rank of a process that writes a heartbeat."""
-        return next((rank for rank, beat in self._beats() if beat.pid == pid), None)
-
-    def ranks(self) -> list[RankReading]:
-        """Every rank that is known, by its number; one that has ended as its heartbeat has it."""
+    def statuses(self) -> list[RankStatus]:
+        """List every known rank by its number; an ended rank is as its last heartbeat says."""
         beats = list(self._beats())
         processes = self._processes_of(beats)
         by_pid = {process.pid: process for process in processes}
-        leading = {process.rank: process for process in processes if process.is_rank}
-        readings: dict[int | str, RankReading] = {}
-        for process in leading.values():
-            readings[process.rank if process.rank is not None else f"p{process.pid}"] = RankReading(
-                process.pid, process.rank, process.local_rank, _worst(process, processes), None
+        leaders = {process.rank: process for process in processes if process.is_rank}
+        statuses = {
+            _key(leader.rank, leader.pid): _status(
+                leader.rank, leader.pid, leader.local_rank, _worst_state(leader, processes)
             )
+            for leader in leaders.values()
+        }
         for named, beat in beats:
             writer = by_pid.get(beat.pid)
             rank = writer.rank if writer is not None and writer.rank is not None else named
-            led = leading.get(rank) if rank is not None else None
-            state = process_state(beat.pid)
-            if writer is None and led is not None:
-                continue  # of a program that the rank ran before
-            readings[rank if rank is not None else f"p{beat.pid}"] = RankReading(
-                beat.pid,
-                rank,
-                led.local_rank if led is not None else None,
-                _worst(led, processes) if led is not None else state,
-                beat,
-            )
-        return sorted(
-            readings.values(), key=lambda reading: (reading.rank is None, reading.rank, reading.pid)
-        )
+            leader = leaders.get(rank) if rank is not None else None
+            if writer is None and leader is not None:
+                continue  # a program that the rank ran before wrote it
+            local_rank = leader.local_rank if leader is not None else None
+            state = _worst_state(leader, processes) if leader else process_state(beat.pid)
+            statuses[_key(rank, beat.pid)] = _status(rank, beat.pid, local_rank, state, beat)
+        return sorted(statuses.values(), key=lambda rank: (rank.rank is None, rank.rank, rank.pid))
 
     def _processes_of(self, beats: Sequence[tuple[int | None, Heartbeat]]) -> list[CommandProcess]:
-        """Those that live; a process may have written its first heartbeat since the last look."""
+        """List living processes, also those whose first heartbeat is newer than the last poll."""
         processes = self.processes()
-        new = (
-            {beat.pid for _, beat in beats}
-            - {process.pid for process in processes}
-            - self._elsewhere
-        )
+        pids = {process.pid for process in processes}
+        new = {beat.pid for _, beat in beats} - pids - self._foreign_pids
         if new:
             processes = self.processes(age_s=0.0)
-            # Those that have ended, or have left the command's tree, are not looked for again.
-            self._elsewhere |= new - {process.pid for process in processes}
+            # Processes that have ended, or have left the command's tree, are not looked for again.
+            self._foreign_pids |= new - {process.pid for process in processes}
         return processes
 
     def stacks_targets(self) -> list[StacksTarget]:
-        """All of its processes, those that are stopped first, then the ranks."""
+        """List all processes: stopped ones first, then the ranks."""
         processes = self.processes(age_s=0.0)
-        first = sorted(
-            processes, key=lambda process: (process.state not in STOPPED, not process.is_rank)
-        )
-        return [
-            StacksTarget(process.rank, process.local_rank, process.pid, None, name=_title(process))
-            for process in first
-        ]
+        processes.sort(key=lambda process: (process.state not in STOPPED, not process.is_rank))
+        return [StacksTarget(p.rank, p.local_rank, p.pid, None, name=_title(p)) for p in processes]
 
     def _beats(self) -> Iterator[tuple[int | None, Heartbeat]]:
         with contextlib.suppress(OSError):
@@ -166,12 +138,31 @@ class CommandRanks:
                     yield rank_of_file(path), beat
 
 
-def _helpers(processes: Sequence[CommandProcess]) -> frozenset[int]:
-    """What belongs to a rank; the program that a shell with a rank's variables runs is the rank."""
-    led = {process.rank for process in processes if process.is_rank and process.name not in SHELLS}
-    return frozenset(
-        process.pid for process in processes if process.rank in led and not process.is_rank
+def _key(rank: int | None, pid: int) -> int | str:
+    return rank if rank is not None else f"p{pid}"
+
+
+def _status(
+    rank: int | None, pid: int, local_rank: int | None, state: str, beat: Heartbeat | None = None
+) -> RankStatus:
+    if beat is None:
+        pulse = Pulse(entered=0, left=0, process_state=state)
+        return RankStatus(rank=rank, local_rank=local_rank, pid=pid, pulse=pulse)
+    return RankStatus(
+        rank=rank,
+        local_rank=local_rank,
+        pid=pid,
+        step=beat.step,
+        phase=beat.phase.name.lower(),
+        generation=beat.generation,
+        pulse=beat.to_pulse(state),
     )
+
+
+def _helpers(processes: Sequence[CommandProcess]) -> frozenset[int]:
+    """List what ranks have started; the program that a rank's shell runs is the rank itself."""
+    led = {p.rank for p in processes if p.is_rank and p.name not in SHELLS}
+    return frozenset(p.pid for p in processes if p.rank in led and not p.is_rank)
 
 
 def _title(process: CommandProcess) -> str:
@@ -180,21 +171,21 @@ def _title(process: CommandProcess) -> str:
     return f"stacks of {process.text}"
 
 
-def _worst(rank: CommandProcess, processes: Sequence[CommandProcess]) -> str:
-    """The state of a rank: stopped, when one of its helpers is."""
+def _worst_state(rank: CommandProcess, processes: Sequence[CommandProcess]) -> str:
+    """Return the state of a rank: stopped, when one of its helpers is."""
     states = [rank.state, *(process.state for process in processes if process.rank == rank.rank)]
     return next((state for state in states if state in STOPPED), rank.state)
 
 
-def _below(pid: int) -> Iterator[CommandProcess]:
-    """A process and what descends from it, parents first."""
+def _process_tree(pid: int) -> Iterator[CommandProcess]:
+    """List a process and its descendants, parents first."""
     try:
         first = psutil.Process(pid)
-        below = first.children(recursive=True)
+        descendants = first.children(recursive=True)
     except psutil.NoSuchProcess:
         return
     places: dict[int, tuple[int | None, int | None]] = {}
-    for process in (first, *sort_by_start(below)):
+    for process in (first, *sort_by_start(descendants)):
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = places.get(process.ppid(), (None, None))
             place = read_rank(environment_of(process.pid))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
-from perdure.training.liveness.culprit import RankProgress
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Evidence:
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
     outputs: Sequence[NodeOutput] = ()
-    rank_progress: Sequence[RankProgress] = ()
+    rank_progress: Sequence[RankSnapshot] = ()
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None

@@ -1,11 +1,7 @@
-"""When silence is a hang: limits learned from the run.
+"""Limits of silence: when a rank, a program, or the output of all nodes is taken for a hang.
 
-Pure: heartbeats in, verdict out. Times are seconds of CLOCK_MONOTONIC.
-
-When a command that prints nothing any more hangs: by the output of all of its nodes.
-
-Of most programs one rank alone prints, so a node that prints nothing says nothing. Pure. Times are
-seconds of CLOCK_MONOTONIC.
+Pure: heartbeats, activity and lengths of output in, verdicts out. Times are seconds of
+CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -30,15 +26,12 @@ _ENDING = frozenset({Phase.DONE, Phase.STOPPED})
 
 @dataclass(frozen=True, slots=True)
 class SilenceLimits:
-    """Silence allowed in each phase.
+    """Silence allowed in each phase; None stands for the limit of a start.
 
     Attributes:
-        start_s: from the start of the processes to the first step, and for a recovery.
+        start_s: from the start of the processes to the first step, and in a recovery.
         step_s: in a step, while it waits for data, and where ranks agree on a save; None:
             max(60 s, 10 x median step).
-        save_s: a save, which may move terabytes.
-        restore_s: a restore, likewise.
-        evaluate_s: an evaluation.
         floor_s: least limit that is learned from the steps.
     """
 
@@ -49,16 +42,16 @@ class SilenceLimits:
     evaluate_s: float | None = None
     floor_s: float = MIN_LIMIT_S
 
-    def of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> float:
-        """The limit of a phase.
+    def limit_of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> float:
+        """Return the limit of a phase.
 
         Args:
-            phase: what the worker is doing.
-            has_stepped: whether it has completed a step; the first one compiles and connects.
+            phase: phase of the worker.
+            has_stepped: whether it has completed a step; the first step compiles and connects.
             step_s: limit of a step.
         """
         if phase in _ENDING:
-            # What a program does after its loop is not known here; an evaluation may be of it.
+            # A program may do anything after its loop, such as evaluate.
             return max(self.start_s, self.save_s or 0.0, self.evaluate_s or 0.0)
         limit_s = {
             Phase.START: self.start_s,
@@ -74,7 +67,7 @@ class SilenceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A verdict: which local rank is silent, for how long, and what it was doing."""
+    """A local rank that is silent beyond its limit, with the phase that it was in."""
 
     local_rank: int
     silent_s: float
@@ -85,11 +78,7 @@ class Hang:
 
 @dataclass(slots=True)
 class HangDetector:
-    """Learns the step time of the local ranks and judges their silence.
-
-    Attributes:
-        limits: by phase.
-    """
+    """Detector of silent local ranks, which learns their step time."""
 
     limits: SilenceLimits
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -106,9 +95,9 @@ class HangDetector:
 
     @property
     def stopped_limit_s(self) -> float:
-        """How long a process may be stopped by a signal, whatever it was doing.
+        """How long a process may be stopped by a signal, in any phase.
 
-        It does nothing meanwhile, so that no phase needs more time than a step.
+        A stopped process does nothing, so that no phase needs more time than a step.
         """
         is_known = self.limits.step_s is not None or bool(self._steps_s)
         return self.limit_s if is_known else MIN_LIMIT_S
@@ -122,14 +111,14 @@ class HangDetector:
         mute: Mapping[int, float] | None = None,
         stopped: Mapping[int, float] | None = None,
     ) -> Hang | None:
-        """The rank that has been silent longest beyond its limit, or None.
+        """Return the rank that has been silent longest beyond its limit, or None.
 
         Args:
-            beats: newest heartbeat of every local rank that still runs and takes part.
+            beats: newest heartbeat of every local rank that still runs.
             now_s: the time.
             since_s: when the processes were started.
-            mute: local ranks that run but have never written a heartbeat, and since when.
-            stopped: local ranks whose processes are stopped by a signal, and since when.
+            mute: start of local ranks that run but have never written a heartbeat.
+            stopped: when a signal stopped the processes of local ranks.
         """
         worst = self._longest_stopped(beats, stopped or {}, now_s=now_s)
         start_s = self.limits.start_s
@@ -143,7 +132,7 @@ class HangDetector:
                 continue
             # The beat, not the step: a worker that saves beats when the phase changes.
             last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)
-            limit_s = self.limits.of(
+            limit_s = self.limits.limit_of(
                 beat.phase, has_stepped=beat.stepped_ns > 0, step_s=self.limit_s
             )
             silent_s = now_s - last_s
@@ -166,21 +155,21 @@ class HangDetector:
 
     def _learn(self, local_rank: int, beat: Heartbeat) -> None:
         stepped_s = beat.stepped_ns / 1e9
-        step, before_s = self._last.get(local_rank, (beat.step, stepped_s))
-        if beat.step > step and before_s > 0:
-            self._steps_s.append(beat.stride * (stepped_s - before_s) / (beat.step - step))
+        step, previous_s = self._last.get(local_rank, (beat.step, stepped_s))
+        if beat.step > step and previous_s > 0:
+            self._steps_s.append(beat.stride * (stepped_s - previous_s) / (beat.step - step))
         self._last[local_rank] = (beat.step, stepped_s)
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramActivity:
-    """One reading of all processes of a program on a node.
+    """A reading of all processes of a program on a node.
 
     Attributes:
-        at_s: when.
-        log_bytes: length of its output so far.
-        io_bytes: read and written by its processes so far, through files, pipes and terminals.
-        cpu_s: processor time of its processes so far.
+        at_s: time of the reading.
+        log_bytes: length of the program's output.
+        io_bytes: bytes that its processes have moved through files, pipes and terminals.
+        cpu_s: processor time of its processes.
         utilisation_percent: mean of the devices, None where it is not known.
     """
 
@@ -193,10 +182,10 @@ class ProgramActivity:
 
 @dataclass(frozen=True, slots=True)
 class Inactivity:
-    """A verdict.
+    """A program without output, I/O or a change in its use of processors.
 
     Attributes:
-        silent_s: since output or I/O last grew.
+        silent_s: time since output or I/O last grew.
         cores: processors in use meanwhile.
     """
 
@@ -206,7 +195,7 @@ class Inactivity:
 
 @dataclass(slots=True)
 class ActivityDetector:
-    """Judges a program by what its processes do.
+    """Detector of hangs by the activity of a program's processes.
 
     Attributes:
         quiet_s: how long neither output nor I/O may stay the same.
@@ -217,9 +206,9 @@ class ActivityDetector:
     _changed_s: float | None = None
 
     def judge(self, now: ProgramActivity) -> Inactivity | None:
-        """Take in a reading; None while the program shows a sign of life."""
+        """Take in a reading. Returns None while the program shows a sign of life."""
         last = self._readings[-1] if self._readings else None
-        if last is None or self._changed_s is None or _moved(last, now):
+        if last is None or self._changed_s is None or _has_moved(last, now):
             self._changed_s = now.at_s
             self._readings.clear()
         self._readings.append(now)
@@ -236,12 +225,12 @@ class ActivityDetector:
         return Inactivity(silent_s, sum(cores) / len(cores))
 
 
-def _moved(previous: ProgramActivity, now: ProgramActivity) -> bool:
+def _has_moved(previous: ProgramActivity, now: ProgramActivity) -> bool:
     return (previous.log_bytes, previous.io_bytes) != (now.log_bytes, now.io_bytes)
 
 
 def _cores(readings: deque[ProgramActivity]) -> list[float]:
-    """Processors in use between each two readings."""
+    """Return the processors in use between each two readings."""
     pairs = zip(list(readings)[:-1], list(readings)[1:], strict=True)
     return [(b.cpu_s - a.cpu_s) / (b.at_s - a.at_s) for a, b in pairs if b.at_s > a.at_s] or [0.0]
 
@@ -252,7 +241,9 @@ def _spread(values: list[float]) -> float:
 
 @dataclass(slots=True)
 class SilentOutputDetector:
-    """Judges the output of one attempt.
+    """Detector of silence in the output of one attempt on all nodes together.
+
+    Many programs print from one rank alone, so that a silent node proves nothing.
 
     Attributes:
         limit_s: how long no node may print anything.
@@ -263,11 +254,9 @@ class SilentOutputDetector:
     _grew_s: float | None = None
 
     def judge(self, output_bytes: Mapping[str, int], *, now_s: float) -> float | None:
-        """Take in a look; for how long nothing has been printed, once that is beyond the limit.
+        """Take in the lengths of the output by node; nodes that give no answer are missing.
 
-        Args:
-            output_bytes: length of the output so far, by node; of nodes that gave no answer none.
-            now_s: the time.
+        Returns for how long no node has printed, once that is beyond the limit.
         """
         has_grown = any(self._sizes.get(node) != size for node, size in output_bytes.items())
         self._sizes.update(output_bytes)

@@ -18,19 +18,20 @@ from pathlib import Path
 from typing import Self
 
 from perdure.training.processes import read_rank
+from perdure.training.wire.agent_status import Pulse
 
 _OPERATION_BYTES = 48
 _RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
 _SEQUENCE = struct.Struct("<Q")
 _SIZE = 4096
-# Where a command starts its ranks itself, all of them inherit one name: each fills its own rank in.
+# Ranks that a command starts itself inherit the same path: each fills its own rank in.
 ANY_RANK = "{rank}"
 
 
 class Phase(IntEnum):
-    """What a worker is doing.
+    """The activity of a worker.
 
-    AGREE is a part of a save in which the ranks only talk to each other.
+    AGREE is the part of a save in which the ranks only talk to each other.
     """
 
     START = 0
@@ -48,24 +49,23 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One reading.
+    """A reading of a worker's record.
 
     Attributes:
         pid: process that wrote it.
-        phase: what it was doing.
         generation: life of the process groups, from 0.
         step: completed optimizer steps; -1 before the state was restored.
         entered: collectives entered since the newest step was completed. Every rank goes
-            through the same ones, so that counts of one step compare.
+            through the same collectives, so that counts of a step compare.
         left: those of them that have come to their end.
         beat_ns: when the training thread last wrote it.
-        stepped_ns: when a step was last completed, 0 before this process's first one.
-        waited_ns: time with a collective that was entered and had not ended, of the whole life
-            of the process. The rank that comes last to each waits least.
-        data_ns: spent on waiting for the data loader, likewise.
-        latency_ns: of the newest vote, the collective that ends a step.
+        stepped_ns: when a step was last completed, 0 before the first of this process.
+        waited_ns: time between entering and end of collectives, in the whole life of the process.
+            The rank that comes last to each waits least.
+        data_ns: time that it waited for the data loader, in the whole life of the process.
+        latency_ns: duration of the newest vote, the collective that ends a step.
         operation: the newest collective or transfer, with its group; ASCII.
-        stride: from one step that is known to the next, where not every one is.
+        stride: steps from one known step to the next, where some are not known.
     """
 
     pid: int
@@ -82,9 +82,32 @@ class Heartbeat:
     operation: str = ""
     stride: int = 1
 
+    def to_pulse(self, process_state: str, *, cpu_s: float = 0.0, io_bytes: int = 0) -> Pulse:
+        """Describe it for a supervisor, with ages in place of times.
+
+        Args:
+            process_state: the kernel's letter for the state of its process.
+            cpu_s: processor time of its session.
+            io_bytes: bytes that its session has read and written.
+        """
+        now_ns = time.monotonic_ns()
+        return Pulse(
+            entered=self.entered,
+            left=self.left,
+            operation=self.operation,
+            waited_s=self.waited_ns / 1e9,
+            data_s=self.data_ns / 1e9,
+            latency_s=self.latency_ns / 1e9,
+            beat_s=max(0.0, (now_ns - self.beat_ns) / 1e9),
+            step_age_s=max(0.0, (now_ns - self.stepped_ns) / 1e9) if self.stepped_ns else None,
+            process_state=process_state,
+            cpu_s=cpu_s,
+            io_bytes=io_bytes,
+        )
+
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat; ends of collectives are recorded by threads of their own.
+    """Writer of this process's heartbeat; threads of their own record ends of collectives.
 
     Args:
         path: PERDURE_HEARTBEAT; `{rank}` in it becomes the rank of this process, or its pid where
@@ -123,7 +146,7 @@ class HeartbeatWriter:
             if phase is not None:
                 self._phase = phase
             if step is not None and step != self._step:
-                # The first one is the restored step: none has been completed here yet.
+                # The first is the restored step: this process has completed none yet.
                 if self._step >= 0:
                     self._stepped_ns = time.monotonic_ns()
                 self._step = step
@@ -142,7 +165,7 @@ class HeartbeatWriter:
     def leave_collective(self) -> None:
         """Record that a collective has come to its end; no sign that the training thread lives."""
         with self._lock:
-            if self._left < self._entered:  # one of the step before may come late
+            if self._left < self._entered:  # a collective of the previous step may end late
                 self._left += 1
                 if self._left == self._entered:
                     self._waited_ns += time.monotonic_ns() - self._waits_from_ns
@@ -171,7 +194,7 @@ class HeartbeatWriter:
 
     def _write(self, *, is_beat: bool = True) -> None:
         # An odd sequence number marks a record under construction (seqlock), so a reader never
-        # takes half of one for whole, even if the writer was killed in between.
+        # takes half a record for a whole one, even if the writer was killed in between.
         if is_beat:
             self._beat_ns = time.monotonic_ns()
         _SEQUENCE.pack_into(self._map, 0, self._sequence + 1)
@@ -197,14 +220,14 @@ class HeartbeatWriter:
 
 
 class HeartbeatReader:
-    """Reads another process's heartbeat."""
+    """Reader of another process's heartbeat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last: Heartbeat | None = None
 
     def read(self) -> Heartbeat | None:
-        """The newest whole record that was ever read, None before there is one."""
+        """Read the newest whole record, or keep the previous one; None before the first."""
         try:
             data, second = (self._path.read_bytes()[: _RECORD.size] for _ in range(2))
         except FileNotFoundError:
@@ -221,7 +244,7 @@ class HeartbeatReader:
 
     @classmethod
     def of(cls, folder: Path, local_rank: int) -> Self:
-        """The reader for one local rank of the attempt whose folder this is."""
+        """Open the heartbeat of a local rank in the folder of its attempt."""
         return cls(folder / f"heartbeat-{local_rank}")
 
 
@@ -231,16 +254,11 @@ def _rank_name() -> str:
 
 
 def rank_of_file(path: Path) -> int | None:
-    """The rank whose heartbeat a file is, by its name; None: of a process without a rank."""
+    """Parse the rank from a heartbeat's file name; None for a process without a rank."""
     number = path.name.rpartition("-")[2]
     return int(number) if number.isdecimal() else None
 
 
 def stacks_file(folder: Path, local_rank: int) -> Path:
-    """Where a process prints them on SIGUSR2.
-
-    Args:
-        folder: of the attempt on its node.
-        local_rank: of the process.
-    """
+    """Return the file into which a local rank prints its stacks on SIGUSR2."""
     return folder / f"stacks-{local_rank}.txt"

@@ -14,7 +14,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.records import AttemptEnded
-from perdure.training.liveness.culprit import RankProgress, find_standstill
+from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RUNGS, Decision, Rung
 from perdure.training.reporting.ettr import duration_text
@@ -30,6 +30,7 @@ from perdure.training.reporting.markdown import (
 from perdure.training.reporting.rows import RECOVERING, event_text, outcome_of
 from perdure.training.wire.agent import NodeLog
 from perdure.training.wire.logs import logs_prefix
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 QUESTIONS = (
     "What broke?",
@@ -355,7 +356,7 @@ def save_hang_report(
     run_id: str,
     attempt: tuple[int, int],
     stacks: Stacks,
-    progress: Sequence[RankProgress],
+    progress: Sequence[RankSnapshot],
 ) -> str:
     """Save the stacks of all ranks in a hang, and say where they are.
 

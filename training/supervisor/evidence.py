@@ -11,9 +11,8 @@ from perdure.training.diagnosis.evidence import SilentRank
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.time_account import SeenStep
-from perdure.training.liveness.culprit import RankProgress
-from perdure.training.liveness.heartbeat import Phase
 from perdure.training.wire.agent_status import AgentStatus, HangReport
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 ENDED = "Z"  # the kernel's letter
 
@@ -43,27 +42,12 @@ def _why_silent(hang: HangReport) -> str:
     return f"by the heartbeat of rank {hang.rank}, after step {hang.step}"
 
 
-def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankProgress]:
-    """List the progress of every rank that lives, as far as it is known."""
+def progress_of(statuses: Iterable[AgentStatus]) -> Iterator[RankSnapshot]:
+    """List the ranks that live, as far as they are known."""
     for status in statuses:
-        for worker in status.known_ranks:
-            if worker.rank is None or worker.pulse is None or worker.exit_code is not None:
-                continue
-            if worker.pulse.process_state == ENDED:
-                continue
-            yield RankProgress(
-                rank=worker.rank,
-                node=status.node,
-                device=worker.local_rank,
-                step=worker.step if worker.step is not None else -1,
-                phase=worker.phase or ("" if status.is_command else Phase.START.name.lower()),
-                entered=worker.pulse.entered,
-                left=worker.pulse.left,
-                operation=worker.pulse.operation,
-                silent_s=worker.pulse.beat_s,
-                process_state=worker.pulse.process_state,
-                counts_collectives=not status.is_command,
-            )
+        for rank in RankSnapshot.all_of(status):
+            if rank.process_state != ENDED:
+                yield rank
 
 
 def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:

@@ -20,11 +20,11 @@ from perdure.training.telemetry.alerts import (
     AlertCondition,
     AlertMonitor,
     Key,
-    RankSample,
     RunSample,
     alert_key,
 )
 from perdure.training.wire.agent_status import AgentStatus
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 PERIOD_S = 1.0
 
@@ -140,25 +140,11 @@ class AttemptHealth:
         return AlertCleared(at_s=now_s, number=self._raised.pop(key).number)
 
 
-def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSample]:
+def _ranks(agents: Iterable[AgentStatus]) -> Iterator[RankSnapshot]:
     for status in agents:
-        for worker in status.known_ranks:
-            pulse = worker.pulse
-            if pulse is None or worker.exit_code is not None or worker.is_recovering:
-                continue
-            if worker.rank is None or worker.phase is None:
-                continue  # a command's rank without a heartbeat
-            yield RankSample(
-                rank=worker.rank,
-                node=status.node,
-                device=worker.local_rank or 0,
-                pid=worker.pid,
-                step=worker.step if worker.step is not None else -1,
-                phase=worker.phase,
-                waited_s=pulse.waited_s,
-                data_s=pulse.data_s,
-                latency_s=pulse.latency_s,
-            )
+        for rank in RankSnapshot.all_of(status):
+            if rank.has_heartbeat and not rank.is_recovering:
+                yield rank
 
 
 def _was_slow_elsewhere(alert: AlertRaised, history: RunHistory) -> bool:

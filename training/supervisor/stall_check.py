@@ -7,7 +7,7 @@ since the epoch.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from perdure.training.config.job import Job
@@ -17,11 +17,12 @@ from perdure.training.journal.events import AlertKind
 from perdure.training.liveness.culprit import find_standstill
 from perdure.training.liveness.hang_limits import MIN_LIMIT_S, SilentOutputDetector
 from perdure.training.liveness.heartbeat import Phase
-from perdure.training.liveness.stalled_rank import StalledRankDetector, StartingRank
+from perdure.training.liveness.stalled_rank import StalledRankDetector
 from perdure.training.supervisor.evidence import progress_of, silent_of
 from perdure.training.supervisor.watch import Progress, WatchResult
 from perdure.training.telemetry.alerts import AlertCondition
 from perdure.training.wire.agent_status import AgentState, AgentStatus
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 PERIOD_S = 1.0
 
@@ -103,38 +104,15 @@ class StallCheck:
         if not is_watched or now_s - self._compared_s < PERIOD_S:
             return None
         self._compared_s = now_s
-        nodes: dict[int, str] = {}
-        ranks: list[StartingRank] = []
-        for status in statuses:
-            for rank in _ranks(status):
-                nodes[rank.rank] = status.node
-                ranks.append(rank)
+        snapshots = (rank for status in statuses for rank in RankSnapshot.all_of(status))
+        ranks = [rank for rank in snapshots if not rank.is_recovering]
         late = self._left_behind.judge(ranks, now_s=now_s)
         if late is None:
             return None
+        nodes = {rank.rank: rank.node for rank in ranks}
         phase = late.phase.name.lower()
         why = (
-            f"most ranks were further than phase {phase} after {late.others_s:.0f} s, and since "
+            f"most ranks were further than phase {phase} after {late.peers_s:.0f} s, and since "
             f"then it has neither computed nor read nor written"
         )
         return SilentRank(late.rank, nodes[late.rank], late.late_s, late.limit_s, phase, why)
-
-
-def _ranks(status: AgentStatus) -> Iterator[StartingRank]:
-    for worker in status.workers:
-        pulse = worker.pulse
-        if pulse is None or worker.exit_code is not None or worker.is_recovering:
-            continue
-        yield StartingRank(
-            rank=worker.rank,
-            pid=worker.pid,
-            phase=Phase[(worker.phase or Phase.START.name).upper()],
-            generation=worker.generation or 0,
-            step=worker.step if worker.step is not None else -1,
-            entered=pulse.entered,
-            waits=pulse.left < pulse.entered,
-            has_stepped=pulse.step_age_s is not None,
-            silent_s=pulse.beat_s,
-            cpu_s=pulse.cpu_s,
-            io_bytes=pulse.io_bytes,
-        )

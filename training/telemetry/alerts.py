@@ -16,6 +16,7 @@ from statistics import fmean, median, pstdev
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind, AlertRaised, StepRecord
 from perdure.training.wire.node import NodeSample
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 Key = tuple[AlertKind, str | None, int | None]
 
@@ -35,27 +36,6 @@ _CLEAR_S = {AlertKind.HANG: 3.0}
 # Windows in a row before an alert about a rank. A window of ranks' waiting is itself some seconds
 # long.
 _HOLD_WINDOWS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class RankSample:
-    """A rank, by its heartbeat.
-
-    Attributes:
-        waited_s: time in collectives, of its whole life.
-        data_s: time of waits for its loader, of its whole life.
-        latency_s: time of its newest vote.
-    """
-
-    rank: int
-    node: str
-    device: int
-    pid: int
-    step: int
-    phase: str
-    waited_s: float
-    data_s: float
-    latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +72,7 @@ class RunSample:
 
     at_s: float
     nodes: Mapping[str, NodeSample] = field(default_factory=dict)
-    ranks: Sequence[RankSample] = ()
+    ranks: Sequence[RankSnapshot] = ()
     steps: Sequence[StepRecord] = ()
     commits_s: Sequence[float] = ()
     hang: AlertCondition | None = None
@@ -130,7 +110,7 @@ class AlertMonitor:
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=_LOSS_WINDOW))
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_WINDOW))
     _step: int = -1
-    _window: tuple[float, dict[int, RankSample]] | None = None
+    _window: tuple[float, dict[int, RankSnapshot]] | None = None
     _late_windows: dict[int, int] = field(default_factory=dict)
     _starved_windows: dict[int, int] = field(default_factory=dict)
     _window_conditions: tuple[AlertCondition, ...] = ()
@@ -231,7 +211,7 @@ class AlertMonitor:
         return True
 
     def _check_stragglers(
-        self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+        self, previous: Mapping[int, RankSnapshot], ranks: Mapping[int, RankSnapshot], took_s: float
     ) -> Iterator[AlertCondition]:
         """Report the rank that waits least for others, when they wait for it."""
         if len(ranks) < 2:
@@ -251,7 +231,7 @@ class AlertMonitor:
             )
 
     def _check_data(
-        self, previous: Mapping[int, RankSample], ranks: Mapping[int, RankSample], took_s: float
+        self, previous: Mapping[int, RankSnapshot], ranks: Mapping[int, RankSnapshot], took_s: float
     ) -> Iterator[AlertCondition]:
         """Report ranks that wait for their loader, by the rank that waits longest."""
         shares = {
@@ -273,7 +253,7 @@ class AlertMonitor:
 
 
 def _condition_of_rank(
-    point: AlertKind, text: str, value: float, limit: float, sample: RankSample
+    point: AlertKind, text: str, value: float, limit: float, sample: RankSnapshot
 ) -> AlertCondition:
     return AlertCondition(
         point,
@@ -282,12 +262,14 @@ def _condition_of_rank(
         limit,
         node=sample.node,
         rank=sample.rank,
-        device=sample.device,
+        device=sample.device or 0,
         step=sample.step,
     )
 
 
-def _are_same_processes(previous: Mapping[int, RankSample], now: Mapping[int, RankSample]) -> bool:
+def _are_same_processes(
+    previous: Mapping[int, RankSnapshot], now: Mapping[int, RankSnapshot]
+) -> bool:
     """Whether both samples are of the same processes, which only moved forward."""
     return previous.keys() == now.keys() and all(
         sample.pid == previous[rank].pid and sample.step >= previous[rank].step
@@ -352,7 +334,7 @@ def _split_steps(steps_s: Sequence[float], recent_s: float) -> tuple[list[float]
     return list(steps_s), []
 
 
-def _check_latency(spec: WatchSpec, ranks: Sequence[RankSample]) -> Iterator[AlertCondition]:
+def _check_latency(spec: WatchSpec, ranks: Sequence[RankSnapshot]) -> Iterator[AlertCondition]:
     """Compare the vote's time at the last rank to come, which waited for no other."""
     voted = [rank.latency_s for rank in ranks if rank.latency_s > 0]
     if len(voted) < len(ranks) or not voted:

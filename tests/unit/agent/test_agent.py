@@ -30,7 +30,7 @@ from perdure.training.wire.agent import (
     StopOrder,
 )
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
-from tests.jobs import job_document, small_job
+from tests.jobs import small_job
 from tests.unit.agent.conftest import EPOCH, Container, agent_job
 from tests.waiting import BEYOND_A_TEST_S, wait_for
 
@@ -212,10 +212,10 @@ def checkpoint_servers(container: Container) -> list[int]:
 @pytest.fixture
 def with_checkpoint_server(new_container, tmp_path) -> Container:
     """A container with a checkpoint server, and an attempt in it that failed to start."""
-    job = job_document(tmp_path, run_id=f"run-{uuid.uuid4().hex}")
+    job = small_job(tmp_path, run_id=f"run-{uuid.uuid4().hex}")
     (tmp_path / "file").write_text("not a folder")
     container = new_container()
-    changes = {"is_command": False, "job": json.dumps(job), "log_path": str(tmp_path / "file")}
+    changes = {"is_command": False, "job": job, "log_path": str(tmp_path / "file")}
     assert container.finish("true", **changes).staging_error is not None
     return container
 

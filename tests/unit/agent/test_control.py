@@ -9,7 +9,7 @@ from threading import Thread
 import psutil
 import pytest
 
-from perdure.training.agent.control import AgentClient, control_server
+from perdure.training.agent.control import AgentClient, ControlServer
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import (
     AgentReply,
@@ -36,7 +36,7 @@ def server(requests):
         requests.append(request)
         return AgentReply(text="received", offset=5)
 
-    server = control_server(HOST, TOKEN, handle)
+    server = ControlServer.open(HOST, TOKEN, handle)
     server.start()
     yield server
     server.close()
@@ -119,7 +119,7 @@ def test_a_handler_that_fails_costs_its_caller_the_answer_and_nobody_else(capfd)
             raise OSError("disk full")
         return AgentReply()
 
-    failing = control_server(HOST, TOKEN, handle)
+    failing = ControlServer.open(HOST, TOKEN, handle)
     failing.start()
     with pytest.raises(AgentUnreachable):
         client(failing.port).call(StopOrder(grace_s=0))
@@ -169,7 +169,7 @@ def test_the_server_listens_on_loopback_alone(server):
 @pytest.mark.parametrize("on_loopback", [True, False])
 def test_a_port_forward_is_answered_where_the_engine_wants_it(on_loopback):
     host = "127.0.0.2"
-    server = control_server(
+    server = ControlServer.open(
         host, TOKEN, lambda _: AgentReply(text="received"), on_loopback=on_loopback
     )
     server.start()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perdure.training.agent.coordinator_client import AgentCoordinatorClient, new_token
+from perdure.training.agent.coordinator_client import AgentCoordinatorClient
 from perdure.training.liveness.heartbeat import HeartbeatWriter
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.protocol import (
@@ -136,10 +136,6 @@ def test_an_address_that_refuses_connections_is_an_error(coordinator, orders):
         connect(address, orders)
 
 
-def test_tokens_are_not_repeated():
-    assert len({new_token() for _ in range(100)}) == 100
-
-
 # A group of workers whose ends the coordinator answers.
 
 
@@ -152,6 +148,12 @@ def until(group, condition: Callable[[Any], bool], *, local_rank: int = 0) -> An
         return status if condition(status) else None
 
     return wait_for(look)
+
+
+def replace(group, rank: int, generation: int) -> None:
+    """Do what an agent does when the coordinator orders a new process for a rank."""
+    if group.vacate(rank, generation):
+        group.fill(rank, generation)
 
 
 @pytest.fixture
@@ -250,7 +252,7 @@ def test_a_command_that_exits_well_has_no_step_to_be_judged_by(coordinated, coor
 def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_path):
     group = coordinated("sh", "-c", FAILING, slots_per_node=1, cwd=str(tmp_path))
     ended = until(group, lambda worker: worker.is_recovering)
-    group.replace(group.ranks[0], 4)
+    replace(group, group.ranks[0], 4)
     replaced = until(group, lambda worker: not worker.is_recovering)
     assert replaced.pid != ended.pid
     assert (ended.error, replaced.error, replaced.exit_code) == ("E: bad", None, None)
@@ -261,7 +263,7 @@ def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tm
     group = coordinated("sh", "-c", "echo $$ >> lives; exec sleep 600", slots_per_node=1)
     wait_for((tmp_path / "lives").exists)
     (ended,) = group.statuses()
-    group.replace(group.ranks[0], 2)
+    replace(group, group.ranks[0], 2)
     with pytest.raises(ProcessLookupError):
         os.kill(ended.pid, 0)
     assert not group.statuses()[0].is_recovering
@@ -272,7 +274,7 @@ def test_the_heartbeat_that_a_process_left_is_not_taken_for_that_of_its_successo
     HeartbeatWriter(group.folder / "heartbeat-0").beat(step=7)
     assert group.heartbeats() == {}
     began_s = group.mute_ranks()[0]
-    group.replace(group.ranks[0], 2)
+    replace(group, group.ranks[0], 2)
     assert group.mute_ranks()[0] > began_s, "it has all of its time to begin"
 
 
@@ -348,7 +350,7 @@ def test_nothing_is_replaced_once_the_attempt_is_asked_to_end(coordinated):
     group = coordinated("sh", "-c", "exit 3", slots_per_node=1)
     ended = until(group, lambda worker: worker.is_recovering)
     group.stop(60)
-    group.replace(group.ranks[0], 2)
+    replace(group, group.ranks[0], 2)
     wait_for(group.poll)
     (replaced,) = group.statuses()
     assert (replaced.pid, replaced.exit_code) == (ended.pid, 3)

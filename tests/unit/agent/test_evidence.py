@@ -10,10 +10,10 @@ import pytest
 from perdure.training.agent import evidence
 from perdure.training.agent.evidence import (
     NO_ANSWER,
-    ascend_folder,
     read_device_health,
     read_device_logs,
 )
+from perdure.training.agent.worker_output import ascend_folder
 from perdure.training.telemetry.npu_smi import parse_table
 from perdure.training.telemetry.sampling import health_command, link_commands
 from perdure.training.wire.agent import EvidenceQuery

@@ -14,7 +14,6 @@ import pytest
 from perdure.storage.errors import TransientError
 from perdure.storage.local import LocalStore
 from perdure.training.agent import log_collection
-from perdure.training.agent.evidence import ascend_folder
 from perdure.training.agent.log_collection import (
     COLLECTED_FILE,
     Collector,
@@ -23,6 +22,7 @@ from perdure.training.agent.log_collection import (
     compress,
     pack,
 )
+from perdure.training.agent.worker_output import ascend_folder
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.wire.agent import AgentConfig, ShutdownOrder
 from perdure.training.wire.logs import Collected, CollectOrder, logs_prefix

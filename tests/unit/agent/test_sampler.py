@@ -1,10 +1,10 @@
-"""The agent's looks at its node, while an attempt runs."""
+"""Samples of a node while an attempt runs."""
 
 from __future__ import annotations
 
 import threading
 
-from perdure.training.agent.sampler import Sampling
+from perdure.training.agent.sampler import PeriodicSampler
 from perdure.training.wire.agent import StopOrder
 from tests.unit.agent.conftest import agent_job
 from tests.waiting import wait_for
@@ -27,18 +27,18 @@ def test_samples_are_taken_while_an_attempt_runs_and_the_last_one_stays(new_cont
     assert container.status().sample == last
 
 
-def test_what_was_seen_before_a_look_that_hangs_says_nothing_of_now(tmp_path):
+def test_a_sample_that_is_older_than_one_that_hangs_does_not_describe_the_node(tmp_path):
     now = [100.0]
     sampled = threading.Event()
-    sampling = Sampling(tmp_path, lambda _sample: sampled.set(), clock=lambda: now[0])
-    sampling.begin(1, every_s=600.0)
+    sampling = PeriodicSampler(tmp_path, clock=lambda: now[0])
+    sampling.begin(1, 600.0, lambda _sample: sampled.set())
     try:
         assert sampled.wait(240)
         now[0] += 1800.0
         assert sampling.newest is not None
         assert sampling.newest.host.disk_free_bytes
         now[0] += 21.0
-        assert sampling.newest.gaps == ("no look at the node for 1821 s",)
+        assert sampling.newest.gaps == ("no sample of the node for 1821 s",)
         assert not sampling.newest.host.disk_free_bytes
     finally:
         sampling.end()

@@ -30,7 +30,7 @@ def test_a_command_that_is_started_once_per_device_knows_its_rank_as_torch_has_i
     group = new_group("sleep", "60", is_command=True, is_launcher=False)
     group.start(dict(os.environ), proc_start_cnt=1)
     assert [(status.rank, status.local_rank) for status in group.statuses()] == [(2, 0), (3, 1)]
-    assert [group.log_name(rank) for rank in group.ranks] == ["rank-00002", "rank-00003"]
+    assert [group.output.name(rank) for rank in group.ranks] == ["rank-00002", "rank-00003"]
     # Until it is sleep, it is a copy of this process.
     ranks = wait_for(lambda: len(r := group.command_statuses()) == 2 and r)
     assert [(status.rank, status.local_rank) for status in ranks] == [(2, 0), (3, 1)]

@@ -1,4 +1,4 @@
-"""Commands run in the processes of a node agent, as the agent's own tests have them."""
+"""Processes of an attempt for the tests of commands."""
 
 from __future__ import annotations
 

@@ -17,13 +17,11 @@ from perdure.training.commands.checkpoint_layouts import (
 )
 from perdure.training.commands.checkpoint_store import (
     NUM_AHEAD,
+    MemberCheckpoints,
     Save,
-    fetch_checkpoint,
-    fetch_part,
     find_surplus,
     list_stored_saves,
     list_whole_saves,
-    store_checkpoint,
 )
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 
@@ -66,7 +64,7 @@ def part(root: Path, step: int, *names: str) -> ProgramCheckpoint:
 
 def stored(store: LocalStore, saved: ProgramCheckpoint, member: int, **changes: Any) -> bool:
     settings: dict[str, Any] = {"attempt": FIRST, "keep": 0, **changes}
-    return store_checkpoint(store, "run", member, saved, **settings)
+    return MemberCheckpoints(store, "run", member).put(saved, **settings)
 
 
 def by_step(store: LocalStore) -> dict[int, list[int]]:
@@ -74,7 +72,7 @@ def by_step(store: LocalStore) -> dict[int, list[int]]:
 
 
 def brought(store: LocalStore, root: Path, step: int, member: int = 0) -> bool:
-    return fetch_checkpoint(store, "run", member, step, spec=GLOB, root=root / "step-*")
+    return MemberCheckpoints(store, "run", member).fetch(step, spec=GLOB, root=root / "step-*")
 
 
 def files(path: Path) -> dict[str, str]:
@@ -132,7 +130,9 @@ def test_what_the_program_has_deleted_or_written_anew_is_not_stored(store, tmp_p
 def test_a_member_gets_its_own_part_and_no_other(store, tmp_path):
     stored(store, part(tmp_path / "a", 10, "mp_rank_00/model_optim_rng.pt"), 0)
     stored(store, part(tmp_path / "b", 10, "mp_rank_01/model_optim_rng.pt"), 1)
-    fetch_part(store, "run", 1, Save(10, FIRST), tmp_path / "new" / "iter_0000010")
+    MemberCheckpoints(store, "run", 1).fetch_part(
+        Save(10, FIRST), tmp_path / "new" / "iter_0000010"
+    )
     assert files(tmp_path / "new" / "iter_0000010") == {
         "mp_rank_01/model_optim_rng.pt": "b mp_rank_01/model_optim_rng.pt"
     }
@@ -142,7 +142,9 @@ def test_a_part_that_its_member_has_not_stored_in_that_attempt_is_not_replaced(s
     stored(store, part(tmp_path / "a", 10, MODEL), 0)
     stored(store, part(tmp_path / "b", 10, MODEL), 1, attempt=SECOND)
     with pytest.raises(NotFound, match="the part of member 1 is not there"):
-        fetch_part(store, "run", 1, Save(10, FIRST), tmp_path / "new" / "iter_0000010")
+        MemberCheckpoints(store, "run", 1).fetch_part(
+            Save(10, FIRST), tmp_path / "new" / "iter_0000010"
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -150,7 +152,9 @@ def test_a_share_of_the_optimizer_comes_with_the_model_that_another_rank_has_sav
     share = "mp_rank_00/layer_wise_optimizer_1.pt"
     stored(store, part(tmp_path / "a", 10, MODEL, "mp_rank_01/model_optim_rng.pt"), 0)
     stored(store, part(tmp_path / "b", 10, share), 1)
-    fetch_part(store, "run", 1, Save(10, FIRST), tmp_path / "new" / "iter_0000010")
+    MemberCheckpoints(store, "run", 1).fetch_part(
+        Save(10, FIRST), tmp_path / "new" / "iter_0000010"
+    )
     saved = files(tmp_path / "new" / "iter_0000010")
     assert saved == {share: f"b {share}", MODEL: f"a {MODEL}"}, "and not that of mp_rank_01"
 
@@ -162,7 +166,9 @@ def test_replicas_that_save_nothing_get_the_files_of_the_ranks_that_they_replica
     names = (MODEL, "mp_rank_01/model_optim_rng.pt", "mp_rank_01/distrib_optim.pt")
     stored(store, part(tmp_path / "a", 10, *names), 0)
     stored(store, part(tmp_path / "b", 10, *folders), 1)
-    fetch_part(store, "run", 1, Save(10, FIRST), tmp_path / "new" / "iter_0000010")
+    MemberCheckpoints(store, "run", 1).fetch_part(
+        Save(10, FIRST), tmp_path / "new" / "iter_0000010"
+    )
     saved = files(tmp_path / "new" / "iter_0000010")
     # A distributed optimizer makes the folders of its ranks also where it saves nothing.
     wanted = names[1:] if folders else names
@@ -174,7 +180,7 @@ def test_of_a_distributed_checkpoint_every_node_gets_all_files(store, tmp_path):
     stored(store, part(tmp_path / "b", 10, "__1_0.distcp"), 1)
     for member in (0, 1):
         path = tmp_path / f"new-{member}" / "iter_0000010"
-        fetch_part(store, "run", member, Save(10, FIRST), path)
+        MemberCheckpoints(store, "run", member).fetch_part(Save(10, FIRST), path)
         assert set(files(path)) == {".metadata", "common.pt", "__0_0.distcp", "__1_0.distcp"}
 
 

@@ -28,7 +28,7 @@ def watch(folder: Path, **spec: Any) -> CommandCheckpointWatcher:
     job = small_job(worker={"command": ["true"], "checkpoints": where})
     order = start_order(folder, "true", is_command=True, job=job)
     watched = not_none(CommandCheckpointWatcher.of(order, 0, {"OUT": str(folder)}))
-    watched.look()
+    watched.poll()
     return watched
 
 
@@ -40,7 +40,7 @@ def save(folder: Path, step: int, *, age_s: float = 60.0) -> Path:
 
 
 def reported_steps(watched: CommandCheckpointWatcher) -> list[int]:
-    watched.look()
+    watched.poll()
     return [checkpoint.step for checkpoint in watched.newest]
 
 
@@ -105,7 +105,7 @@ def test_an_upload_waits_for_a_look_that_adds_to_what_it_reads(tmp_path):
     save(tmp_path, 10)
     assert reported_steps(watched) == [10]
     uploading = threading.Thread(target=watched.upload, args=(store,))
-    with watched._looking:
+    with watched._lock:
         uploading.start()
         uploading.join(0.2)
         assert list_stored_saves(store, watched.run_id) == {}
@@ -133,5 +133,5 @@ def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, nam
         tmp_path, "true", is_command=True, job=job, num_nodes=1, attempt=2,
         resume_step=10, resume_attempt=(1, 1),
     )  # fmt: skip
-    fetch_resume_checkpoint(order, 0, {})
-    assert file.read_bytes() == b"weights", "it is there, and nothing is brought"
+    fetch_resume_checkpoint(order, "node-0", 0)
+    assert file.read_bytes() == b"weights", "it is there, and nothing is fetched"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from perdure.training.commands import leftovers as left_running
+from perdure.training.commands import leftovers
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.processes import MARKER
 from perdure.training.wire.agent_status import LeftProcess
@@ -19,7 +19,7 @@ SLEEP = "sleep 300"
 @pytest.fixture
 def left_by(new_group, tmp_path, monkeypatch):
     """What a script of a shell leaves, after a second in which it may end by itself."""
-    monkeypatch.setattr(left_running, "LEFT_S", 1.0)
+    monkeypatch.setattr(leftovers, "WAIT_S", 1.0)
 
     def left_by(script: str, **changes) -> tuple[LeftProcess, ...]:
         (tmp_path / "torchrun").write_text(f"#!/bin/sh\n{SLEEP}\n")
@@ -28,7 +28,7 @@ def left_by(new_group, tmp_path, monkeypatch):
         group.start({**os.environ, MARKER: str(tmp_path)}, proc_start_cnt=1)
         wait_for(group.poll)
         assert all(status.exit_code == 0 for status in group.statuses())
-        return group.left.processes
+        return group.leftovers.processes
 
     return left_by
 

@@ -19,7 +19,7 @@ from perdure.storage.objects import ObjectInfo
 from perdure.training.commands import checkpoint_watch as saved_checkpoints
 from perdure.training.commands import megatron as saved_parts
 from perdure.training.commands.checkpoint_layouts import ProgramCheckpoint, find_parts
-from perdure.training.commands.checkpoint_store import Save, list_stored_saves, store_checkpoint
+from perdure.training.commands.checkpoint_store import MemberCheckpoints, Save, list_stored_saves
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher, answer_saved_query
 from perdure.training.commands.megatron import prepare_parts
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
@@ -67,9 +67,8 @@ class Node:
 
     def put(self, step: int, attempt: tuple[int, int]) -> None:
         (saved,) = (part for part in find_parts(self.root) if part.step == step)
-        assert store_checkpoint(
-            self.store, "run", self.member, saved, attempt=attempt, keep=9, num_members=2
-        )
+        checkpoints = MemberCheckpoints(self.store, "run", self.member)
+        assert checkpoints.put(saved, attempt=attempt, keep=9, num_members=2)
 
     def reported(self, member: int | None = None) -> set[Save]:
         query = SavedQuery(
@@ -175,7 +174,7 @@ def test_a_node_with_a_newer_part_is_led_back_and_says_so(first, caplog):
     first.start(SECOND, Save(10, FIRST))
     assert (first.sign, first.at(20)) == ("10", "20")
     assert (
-        f"{TRACKER} in {first.root} names step 10 now, 20 before: all nodes go on from step 10"
+        f"{TRACKER} in {first.root} names step 10 now, 20 before: all nodes resume from step 10"
     ) in caplog.text
     assert first.reported() == {Save(10, FIRST), Save(20, FIRST)}, "it was complete, and still is"
 
@@ -186,7 +185,7 @@ def test_where_all_begin_anew_the_sign_is_what_it_was_before_the_run(first, capl
     first.save(10, "10")
     first.start(SECOND)
     assert first.sign is None
-    assert "is deleted, it named step 10: all nodes begin anew" in caplog.text
+    assert "is deleted, it named step 10: all nodes start over" in caplog.text
     first.save(10, "10 again")
     assert first.reported() == {Save(10, SECOND)}
 
@@ -233,7 +232,7 @@ def test_an_agent_that_ends_while_it_brings_a_part_puts_no_wrong_attempt_on_reco
     second.start(SECOND)
     second.save(10, "10 again, and longer")
     with monkeypatch.context() as patch:
-        patch.setattr(saved_parts, "_brought", end)
+        patch.setattr(saved_parts, "_fetched_part", end)
         with pytest.raises(KeyboardInterrupt):
             second.start(THIRD, Save(10, FIRST))
     assert second.at(10) == "10", "it had come, and the record says nothing of it yet"
@@ -262,15 +261,14 @@ def test_a_step_of_which_nobody_has_stored_a_file_is_named_with_its_run_and_plac
     for node in (first, second):
         node.start(FIRST)
         nothing = ProgramCheckpoint(10, node.root / "iter_0000010", 0, time.time())
-        assert store_checkpoint(
-            store, "run", node.member, nothing, attempt=FIRST, keep=9, num_members=2
-        )
+        checkpoints = MemberCheckpoints(store, "run", node.member)
+        assert checkpoints.put(nothing, attempt=FIRST, keep=9, num_members=2)
     with pytest.raises(NotFound) as caught:
         second.start(SECOND, Save(10, FIRST))
     where = store.url("runs/run/program/step-00000010/p0001-a0001")
     assert str(caught.value) == (
         f"run run: step 10 of the command has no files in any member's part below {where}, "
-        f"nothing is brought to {second.root}/iter_0000010"
+        f"nothing is fetched to {second.root}/iter_0000010"
     )
 
 
@@ -347,7 +345,7 @@ def watch(node: Node, attempt: tuple[int, int] = FIRST, **spec: Any) -> CommandC
         placement=placement, attempt=number,
     )  # fmt: skip
     watched = not_none(CommandCheckpointWatcher.of(order, node.member, {"PERDURE_NODE": ""}))
-    watched.look()
+    watched.poll()
     return watched
 
 
@@ -356,7 +354,7 @@ def test_a_part_is_stored_once_the_first_member_has_stored_its_own(store, first,
     for node in (first, second):
         node.save(10, "10", signed=False)
     for watcher in (watches[1], watches[0]):
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
     assert list_stored_saves(store, "run") == {}, "nothing says yet that all are done"
     second.save(10, "10, whole now")
@@ -364,7 +362,7 @@ def test_a_part_is_stored_once_the_first_member_has_stored_its_own(store, first,
     watches[1].upload(store)
     assert list_stored_saves(store, "run") == {}
     for watcher in (watches[0], watches[1]):
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
     assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
     second.start(SECOND, Save(10, FIRST))
@@ -390,7 +388,7 @@ def test_a_node_that_saves_nothing_stores_that(store, first, second):
     first.save(10, "10")
     (second.root / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
     assert list_stored_saves(store, "run") == {Save(10, FIRST): [0, 1]}
     second.file = "mp_rank_00/model_optim_rng.pt"
@@ -404,7 +402,7 @@ def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
     first.save(10, "10")
     shutil.rmtree(second.root)
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
     assert list_stored_saves(store, "run") == {Save(10, FIRST): [0]}
 
@@ -412,7 +410,7 @@ def test_a_node_whose_disk_is_gone_stores_nothing(store, first, second):
 def test_a_node_whose_record_cannot_be_read_warns_and_goes_on(
     store, first, second, caplog, monkeypatch
 ):
-    monkeypatch.setattr(saved_checkpoints, "LOOK_S", 0.05)
+    monkeypatch.setattr(saved_checkpoints, "POLL_S", 0.05)
     monkeypatch.setattr(saved_checkpoints, "EMPTY_ASK_S", 0.0)
     second.start(FIRST)
     record = second.root / ".perdure-parts.json"
@@ -436,7 +434,7 @@ def test_a_record_that_is_none_counts_as_none_and_is_named(first, caplog):
     first.save(10, "10")
     (first.root / ".perdure-parts.json").write_bytes(b"\xff\x00")
     assert first.reported() == set()
-    assert f"{first.root}/.perdure-parts.json is no record" in caplog.text
+    assert f"{first.root}/.perdure-parts.json is not a record" in caplog.text
 
 
 def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first, second):
@@ -444,7 +442,7 @@ def test_a_part_that_the_program_has_deleted_is_not_taken_for_none(store, first,
     for node in (first, second):
         node.save(10, "10")
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
     (second.root / "iter_0000010" / second.file).unlink()
     for watcher in watches:
         watcher.upload(store)
@@ -458,7 +456,7 @@ def test_a_part_that_the_next_attempt_writes_anew_is_not_stored_as_the_last_ones
     for node in (first, second):
         node.save(10, "10")
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
         watcher.finish()
     second.save(10, "by the next attempt")
     for watcher in watches:
@@ -483,7 +481,7 @@ def test_a_node_asks_the_store_only_while_it_has_a_part_to_store(tmp_path, first
         for node in (first, second):
             node.save(step, str(step))
         for watcher in watches:
-            watcher.look()
+            watcher.poll()
             watcher.upload(store)
         store.num_lists = 0
         watches[1].upload(store)
@@ -511,7 +509,7 @@ def test_a_part_that_was_never_seen_is_not_none_where_others_of_the_attempt_were
     first.save(20, "20")
     second.save(10, "10, and 20 is deleted before it is seen")
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
     assert list_stored_saves(store, "run") == {Save(20, FIRST): [0]}
 
@@ -548,7 +546,7 @@ def test_nobody_waits_for_more_once_the_first_member_has_stored_its_last(
     watches = [watch(first), watch(second)]
     first.save(10, "10")
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
     at_the_end(watches[0], store).join(240)
     ending = at_the_end(watches[1], store)
@@ -592,9 +590,9 @@ def test_old_parts_are_deleted_up_to_the_newest_that_is_complete(store, first, s
             os.utime(node.root / f"iter_{step:07d}" / node.file, (time.time() - 9,) * 2)
     second.save(40, "half")
     for watcher in watches:
-        watcher.look()
+        watcher.poll()
         watcher.upload(store)
-        watcher.look()
+        watcher.poll()
     left = [
         sorted(int(path.name[5:]) for path in node.root.glob("iter*")) for node in (first, second)
     ]

@@ -46,7 +46,7 @@ def beat(folder, lasts_s: float, **launched: str) -> subprocess.Popen[bytes]:
 
 
 def test_ranks_are_known_by_what_their_launcher_gave_them_and_helpers_are_none(command):
-    assert [(rank.rank, rank.local_rank, rank.beat) for rank in command.ranks()] == [
+    assert [(rank.rank, rank.local_rank, rank.step) for rank in command.statuses()] == [
         (4, 0, None),
         (5, 1, None),
     ]
@@ -63,7 +63,7 @@ def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(c
     assert [process.text for process in command.stopped()] == [
         f"process {helper.pid} (sleep) of rank 5"
     ]
-    assert [(rank.rank, rank.state) for rank in command.ranks() if rank.state == "T"] == [(5, "T")]
+    assert [rank.rank for rank in command.statuses() if rank.pulse.process_state == "T"] == [5]
     first, *running = command.stacks_targets()
     assert (first.pid, first.name) == (
         helper.pid,
@@ -80,7 +80,7 @@ def test_the_step_of_a_rank_is_known_after_its_end_and_only_a_living_one_is_judg
         ranks = CommandRanks([living.pid], tmp_path)
         wait_for(lambda: len(ranks.heartbeats()) == 1)
         assert ranks.heartbeats().keys() == {living.pid}
-        readings = [(rank.rank, rank.pid, rank.beat and rank.beat.step) for rank in ranks.ranks()]
+        readings = [(rank.rank, rank.pid, rank.step) for rank in ranks.statuses()]
         assert readings == [(0, living.pid, 12), (1, ended.pid, 12)]
         living.kill()
 
@@ -97,7 +97,7 @@ def test_a_rank_that_started_after_the_last_look_is_found_by_its_first_heartbeat
     assert {process.name for process in ranks.processes()} <= {"sh", "sleep"}
     go.touch()
     wait_for(ranks.heartbeats)
-    (readings,) = ranks.ranks()
-    assert (readings.rank, readings.local_rank, readings.beat and readings.beat.step) == (4, 2, 12)
+    (status,) = ranks.statuses()
+    assert (status.rank, status.local_rank, status.step) == (4, 2, 12)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

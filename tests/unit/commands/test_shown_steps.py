@@ -12,9 +12,10 @@ import pytest
 from perdure.storage.local import LocalStore
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.commands.progress import GrowingLog, StepFollower
+from perdure.training.config.job import Job
 from perdure.training.journal.steps import read_kept_steps
 from perdure.training.liveness.heartbeat import Phase
-from tests.jobs import job_document
+from tests.jobs import small_job
 from tests.unit.agent.conftest import agent_config, start_order
 from tests.values import not_none
 from tests.waiting import wait_for
@@ -33,9 +34,9 @@ def log(tmp_path) -> Path:
     return path
 
 
-def job_of(folder: Path) -> str:
+def job_of(folder: Path) -> Job:
     worker = {"command": ["true"], "progress": PROGRESS}
-    return json.dumps(job_document(folder, run_id="run", worker=worker))
+    return small_job(folder, run_id="run", worker=worker)
 
 
 @pytest.fixture
@@ -78,21 +79,21 @@ def test_of_a_flood_of_output_the_newest_is_read(log, monkeypatch):
 
 
 def test_a_job_that_does_not_say_how_to_read_steps_has_none(tmp_path, log):
-    job = json.dumps(job_document(worker={"command": ["true"]}))
+    job = small_job(worker={"command": ["true"]})
     order = start_order(tmp_path, "true", is_command=True, job=job)
     assert StepFollower.of(order, tmp_path, [log]) is None
 
 
 def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
     write(log, "step 1 loss 3\nstep 2 loss 2\n")
-    shown.look()
+    shown.poll()
     assert (shown.newest.step, shown.newest.target) == (2, None)
     store = LocalStore(tmp_path / "store")
-    shown.keep(store)
+    shown.upload(store)
     write(log, "step 3/9 loss 1\n")
     shown.finish()
     assert (shown.newest.step, shown.newest.target) == (3, 9)
-    shown.keep(store)
+    shown.upload(store)
     assert {s: record.loss for s, record in read_kept_steps(store, "run").items()} == {
         1: 3,
         2: 2,
@@ -104,14 +105,14 @@ def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
 
 def test_two_steps_give_a_pace_and_the_last_one_an_end(shown, log):
     write(log, "step 10/20 loss 3\n")
-    shown.look()
+    shown.poll()
     assert shown.beat() is None
     write(log, "step 15/20 loss 2\n")
-    shown.look()
+    shown.poll()
     beat = not_none(shown.beat())
     assert (beat.phase, beat.step, beat.stride) == (Phase.STEP, 15, 5)
     write(log, "step 20/20 loss 2\n")
-    shown.look()
+    shown.poll()
     assert not_none(shown.beat()).phase is Phase.DONE
 
 
@@ -126,7 +127,7 @@ def test_a_command_that_prints_and_shows_no_further_step_hangs(new_group, tmp_pa
     check = HangCheck(config, is_command=True, marker=str(tmp_path))
 
     def hang() -> Any:
-        group.shown.look()
+        group.step_follower.poll()
         return check.check(group)
 
     hang_report = wait_for(hang)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perdure.training.agent.control import control_server
+from perdure.training.agent.control import ControlServer
 from perdure.training.config.drill import Victim
 from perdure.training.engines import agent_calls
 from perdure.training.engines import fleet as fleet_module
@@ -77,7 +77,7 @@ class Agents:
         self.answered = 0
         self.shown: ShownStep | None = None
         self._lock = threading.Lock()
-        self.server = control_server("0.0.0.0", TOKEN, self.answer)  # noqa: S104 all of 127/8
+        self.server = ControlServer.open("0.0.0.0", TOKEN, self.answer)  # noqa: S104 all of 127/8
         self.server.listeners[0].socket.listen(NUM_MEMBERS)
         self.server.start()
 

@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, SilentRank
-from perdure.training.liveness.culprit import RankProgress, find_standstill
+from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import FaultClass
+from perdure.training.wire.rank_snapshot import RankSnapshot
 from tests.values import not_none
 
 ALLREDUCE = "allreduce in world"
 
 
-def rank_at(rank: int, **changes: Any) -> RankProgress:
+def rank_at(rank: int, **changes: Any) -> RankSnapshot:
     """A rank that waits in the second collective of step 13."""
     fields: dict[str, Any] = {
         "rank": rank,
         "node": f"node-{rank // 2}",
         "device": rank % 2,
+        "pid": 100 + rank,
         "step": 12,
         "phase": "step",
         "entered": 2,
@@ -31,13 +33,13 @@ def rank_at(rank: int, **changes: Any) -> RankProgress:
         "silent_s": 70.0,
         "process_state": "S",
     }
-    return RankProgress(**{**fields, **changes})
+    return RankSnapshot(**{**fields, **changes})
 
 
 OUTSIDE = {"entered": 0, "left": 0}
 
 
-def missing(*ranks: RankProgress) -> list[int]:
+def missing(*ranks: RankSnapshot) -> list[int]:
     return [rank.rank for rank in not_none(find_standstill(ranks)).missing]
 
 

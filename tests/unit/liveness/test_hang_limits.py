@@ -173,8 +173,8 @@ def test_a_phase_may_have_a_limit_of_its_own(phase, limit_s):
 
 def test_no_phase_is_allowed_less_than_a_step():
     limits = SilenceLimits(5.0, 50.0, save_s=1.0)
-    assert limits.of(Phase.SAVE, has_stepped=True, step_s=50.0) == 50.0
-    assert limits.of(Phase.START, has_stepped=False, step_s=50.0) == 50.0
+    assert limits.limit_of(Phase.SAVE, has_stepped=True, step_s=50.0) == 50.0
+    assert limits.limit_of(Phase.START, has_stepped=False, step_s=50.0) == 50.0
 
 
 @pytest.mark.parametrize("phase", [Phase.DONE, Phase.STOPPED])

@@ -11,27 +11,24 @@ from perdure.training.liveness.stalled_rank import (
     FACTOR,
     StalledRank,
     StalledRankDetector,
-    StartingRank,
 )
+from perdure.training.wire.rank_snapshot import RankSnapshot
 from tests.values import not_none
 
 BEGAN_S = 1000.0
 LEAST_S = 60.0
-AWAY = StartingRank(
+AWAY = RankSnapshot(
     rank=2,
+    node="node-1",
+    device=0,
     pid=102,
-    phase=Phase.RESTORE,
-    generation=0,
-    step=-1,
-    entered=0,
-    waits=False,
-    has_stepped=False,
+    phase="restore",
     silent_s=9e9,
     cpu_s=5.0,
     io_bytes=7,
 )
-WAITING = replace(AWAY, entered=1, waits=True)
-TRAINING = replace(AWAY, phase=Phase.STEP, step=4, has_stepped=True, silent_s=0.1)
+WAITING = replace(AWAY, entered=1)
+TRAINING = replace(AWAY, phase="step", step=4, has_stepped=True, silent_s=0.1)
 
 
 def detector(**changes) -> StalledRankDetector:
@@ -39,7 +36,7 @@ def detector(**changes) -> StalledRankDetector:
 
 
 def look(
-    watch: StalledRankDetector, late: StartingRank, peers: StartingRank, at_s: float
+    watch: StalledRankDetector, late: RankSnapshot, peers: RankSnapshot, at_s: float
 ) -> StalledRank | None:
     """One look at four ranks, of which one is late."""
     ranks = [late if n == late.rank else replace(peers, rank=n, pid=100 + n) for n in range(4)]
@@ -52,7 +49,7 @@ def test_a_rank_that_the_others_wait_for_is_left_behind_after_the_least_time():
     assert look(watch, AWAY, WAITING, 5.0) is None
     assert look(watch, AWAY, WAITING, 5.0 + LEAST_S) is None
     late = not_none(look(watch, AWAY, WAITING, 6.0 + LEAST_S))
-    assert (late.rank, late.phase, late.limit_s, late.others_s) == (2, Phase.RESTORE, LEAST_S, 5.0)
+    assert (late.rank, late.phase, late.limit_s, late.peers_s) == (2, Phase.RESTORE, LEAST_S, 5.0)
     assert late.late_s == LEAST_S + 1.0
 
 
@@ -62,7 +59,7 @@ def test_where_the_others_took_minutes_a_rank_may_be_late_by_minutes():
     assert look(watch, AWAY, AWAY, 1.0) is None
     assert look(watch, AWAY, WAITING, took_s) is None
     assert look(watch, AWAY, WAITING, (1 + FACTOR) * took_s) is None
-    assert not_none(look(watch, AWAY, WAITING, (1 + FACTOR) * took_s + 1)).others_s == took_s
+    assert not_none(look(watch, AWAY, WAITING, (1 + FACTOR) * took_s + 1)).peers_s == took_s
 
 
 def test_ranks_that_are_all_on_their_way_take_as_long_as_they_need():
@@ -78,8 +75,8 @@ def test_ranks_that_are_all_on_their_way_take_as_long_as_they_need():
         pytest.param({"cpu_s": 5.0 + LEAST_S}, id="it computes"),
         pytest.param({"io_bytes": 8}, id="it reads or writes"),
         pytest.param({"silent_s": 1.0}, id="it beats"),
-        pytest.param({"waits": True, "entered": 1}, id="it has come to the collective"),
-        pytest.param({"phase": Phase.SAVE}, id="it saves, which has a limit of its own"),
+        pytest.param({"entered": 1}, id="it has come to the collective"),
+        pytest.param({"phase": "save"}, id="it saves, which has a limit of its own"),
         pytest.param({"pid": 202}, id="it is another process"),
     ],
 )
@@ -111,8 +108,8 @@ def test_a_process_that_took_the_place_of_another_has_the_time_that_a_start_take
     watch, start_s = detector(), 50.0
     assert look(watch, AWAY, AWAY, 1.0) is None
     assert look(watch, replace(TRAINING, rank=2), TRAINING, start_s) is None
-    waiting = replace(AWAY, phase=Phase.RECOVER, generation=2, silent_s=0.5)
-    fresh = replace(AWAY, pid=202, phase=Phase.START)
+    waiting = replace(AWAY, phase="recover", generation=2, silent_s=0.5)
+    fresh = replace(AWAY, pid=202, phase="start")
     began_s = 500.0
     assert look(watch, fresh, waiting, began_s) is None
     assert look(watch, fresh, waiting, began_s + 2 * LEAST_S) is None, "it builds its model"
@@ -121,12 +118,12 @@ def test_a_process_that_took_the_place_of_another_has_the_time_that_a_start_take
 def test_a_survivor_that_stops_in_a_recovery_is_left_behind_by_those_that_train():
     watch = detector()
     assert look(watch, replace(TRAINING, rank=2), TRAINING, 10.0) is None
-    lost = replace(AWAY, phase=Phase.RECOVER, generation=2, has_stepped=True, step=4)
+    lost = replace(AWAY, phase="recover", generation=2, has_stepped=True, step=4)
     gone_on = replace(TRAINING, generation=2)
     assert look(watch, lost, replace(lost, silent_s=0.5), 500.0) is None
     assert look(watch, lost, gone_on, 502.0) is None
     late = not_none(look(watch, lost, gone_on, 503.0 + LEAST_S))
-    assert (late.rank, late.phase, late.others_s) == (2, Phase.RECOVER, 2.0)
+    assert (late.rank, late.phase, late.peers_s) == (2, Phase.RECOVER, 2.0)
 
 
 def test_a_limit_that_was_set_for_a_phase_holds_for_it():

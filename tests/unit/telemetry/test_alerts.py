@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ from perdure.training.telemetry.alerts import (
     CLEAR_S,
     AlertCondition,
     AlertMonitor,
-    RankSample,
     RunSample,
 )
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
+from perdure.training.wire.rank_snapshot import RankSnapshot
 
 SPEC = WatchSpec()
 
@@ -30,7 +31,7 @@ def host(**readings: Any) -> dict[str, NodeSample]:
     return {"node-0": NodeSample(at_s=0.0, host=HostSample(**readings))}
 
 
-def rank(number: int, **changes: Any) -> RankSample:
+def rank(number: int, **changes: Any) -> RankSnapshot:
     fields: dict[str, Any] = {
         "rank": number,
         "node": f"node-{number // 2}",
@@ -42,7 +43,7 @@ def rank(number: int, **changes: Any) -> RankSample:
         "data_s": 0.0,
         "latency_s": 0.001,
     }
-    return RankSample(**{**fields, **changes})
+    return RankSnapshot(**{**fields, **changes})
 
 
 def raised(
@@ -231,14 +232,8 @@ def test_new_processes_are_not_compared_with_those_before_them():
     assert raised(look, until_s=100) == []
 
 
-def _renewed(ranks: Sequence[RankSample], life: int) -> list[RankSample]:
-    return [
-        RankSample(
-            sample.rank, sample.node, sample.device, sample.pid + 1000 * life,
-            sample.step, sample.phase, sample.waited_s, sample.data_s, sample.latency_s,
-        )
-        for sample in ranks
-    ]  # fmt: skip
+def _renewed(ranks: Sequence[RankSnapshot], life: int) -> list[RankSnapshot]:
+    return [replace(sample, pid=sample.pid + 1000 * life) for sample in ranks]
 
 
 def test_a_checkpoint_that_is_much_older_than_usual_raises_an_alert():
