@@ -26,8 +26,8 @@ help:
 	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
-	@echo "make bench-storage  likewise of saves and restores; takes about five minutes a section"
-	@echo "make bench-recovery  likewise of recovery and its cost; about twenty minutes a section"
+	@echo "make bench-storage  speed of saves and restores; takes about five minutes a section"
+	@echo "make bench-recovery  speed of recovery and its cost; about twenty minutes a section"
 	@echo "make bench-scale  how the replacement of a node grows with the number of ranks"
 	@echo "make check      format, lint, types, layers, spelling, names"
 

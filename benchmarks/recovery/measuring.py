@@ -105,7 +105,7 @@ class Recovery:
     Attributes:
         step_s: median before the fault.
         resume_s: from the fault to the next newly completed step, of any rank.
-        full_s: likewise by as many ranks as there were, None: never again.
+        full_s: until as many ranks as before completed a step; None: never.
         steps_lost: completed steps that were done again.
         difference: largest of the loss to the undisturbed run, relative; 0 when all digits agree.
         noticed_s: from the fault to the first survivor that noticed it, None: nothing says so.

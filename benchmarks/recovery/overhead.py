@@ -48,7 +48,7 @@ class Block:
 
     Attributes:
         median_s: of the steps of the first rank.
-        mean_s: likewise; what happens only every few steps is in it.
+        mean_s: of all steps, with the work that is done only every few steps.
         fast_s: the fastest of them: what others do to the machine has little part in it.
         cpu_s: of all ranks in a step, mean.
     """

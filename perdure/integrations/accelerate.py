@@ -152,8 +152,8 @@ class PlainStep:
         data: its batches.
         accelerator: of accelerate.
         model: prepared.
-        optimizers: likewise.
-        schedulers: likewise.
+        optimizers: as prepared by accelerate.
+        schedulers: as prepared by accelerate.
         max_grad_norm: to which gradients are clipped; None: they are not.
     """
 

@@ -75,7 +75,7 @@ class EngineSpec(FrozenModel):
 
     @property
     def num_warm_spares(self) -> int:
-        """Containers that stand by."""
+        """Containers that are kept warm on spare nodes."""
         return min(1, self.spares) if self.warm_spares is None else self.warm_spares
 
     def has_folder(self, folder: str) -> bool:  # noqa: ARG002 of some engines' sections

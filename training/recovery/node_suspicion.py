@@ -1,14 +1,15 @@
-"""The same node again and again: from when on faults of software are taken for their node's.
+"""Suspicion of a node: the number of software faults after which their node is to blame.
 
-A crash shows that a process ended, not why. One node that crashes time and again while the others
-that run the same program stay healthy is a sign that it is the node. How often it takes is in
-`ROWS`: were every node equally likely each time, then some node of the job would come so often by
-chance in fewer than one of a hundred cases (`nodes x P(Binomial(of, 1 / nodes) >= times)`).
+A crash shows that a process ended, not why. If processes crash repeatedly on the same node while
+the other nodes run the same program and stay healthy, the node is the likely cause. `ROWS` has the
+number of faults: if every node were equally likely each time, some node of the job would have that
+many faults by chance in fewer than one of a hundred cases
+(`nodes x P(Binomial(of, 1 / nodes) >= times)`).
 
-What counts: crashes, host memory and kernels that failed, on one node alone; and each was followed
-by progress, but for the newest. A program that never gets on is at fault itself, however often it
-picks the same node. Classes whose node is that of the rank that noticed first (time-outs, hangs,
-broken connections) are no sign: which rank notices first is no chance.
+Crashes, exhausted host memory and failed kernels count, if they hit one node alone and if progress
+followed each of them except the newest. A program that never makes progress is at fault itself,
+however often it fails on the same node. Classes that carry the node of the rank that noticed first
+(time-outs, hangs, broken connections) do not count: which rank notices first is no chance.
 
 Times are seconds since the epoch.
 """

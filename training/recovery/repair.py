@@ -92,7 +92,7 @@ class SkippedBatch(FrozenModel):
         start: global samples handed out before it.
         stop: the same, after it.
         loss: mean over it, None when it is not a number.
-        grad_norm: before clipping, likewise.
+        grad_norm: before clipping, of that step.
     """
 
     step: int
