@@ -5,9 +5,9 @@
 Section "recovery": each round runs every contender once, with four ranks on gloo, until one rank is
 killed in the middle of a step (or has the fault that a step retry is for); what counts is the
 log of completed steps that every process keeps. Section "node-lost" measures the same with the
-ranks on two nodes, of which one is killed as a whole while the agent of a third one waits; a node is an
-agent and what it started. Section "overhead": the same training without a fault, by a plain loop
-and in a session, in turns. With what is set by default, each section takes about twenty minutes on
+ranks on two nodes, of which one is killed as a whole while the agent of a third one waits; a node
+is an agent and its processes. Section "overhead": the same training without a fault, by a plain
+loop and in a session, in turns. By default, each section takes about twenty minutes on
 two cores; `--only node-lost --rounds 1` takes about six.
 """
 
