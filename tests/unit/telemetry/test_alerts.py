@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind, StepRecord
+from perdure.training.telemetry import alerts
 from perdure.training.telemetry.alerts import (
     CLEAR_S,
     AlertCondition,
@@ -263,3 +266,13 @@ def test_a_hang_is_raised_at_once_and_over_soon_after_whichever_rank_reports_it(
     assert watch.update(RunSample(1.0, hang=hang(0))).raised == ()
     assert watch.update(RunSample(3.0)).cleared == ()
     assert watch.update(RunSample(5.0)).cleared == ((AlertKind.HANG, None, None),)
+
+
+def test_every_kind_of_alert_has_a_condition_and_a_row_on_the_page():
+    source = Path(alerts.__file__).read_text(encoding="utf-8")
+    without = [kind.name for kind in AlertKind if f"AlertKind.{kind.name}" not in source]
+    assert not without, "training/telemetry/alerts.py: each kind of alert needs a condition"
+    page = (Path(__file__).parents[3] / "docs" / "watching.md").read_text(encoding="utf-8")
+    subjects = "".join(re.findall(r"^\|([^|]*)\|", page, flags=re.MULTILINE))
+    unlisted = [kind for kind in AlertKind if f"`{kind}`" not in subjects]
+    assert not unlisted, "docs/watching.md: the table of alerts needs a row for each kind"
