@@ -126,7 +126,8 @@ def merge(
     Raises:
         Corrupt: a share is missing or of another save, or the chunks do not cover a tensor.
     """
-    shares = sorted((each.share for each in written), key=lambda share: share.rank)
+    by_rank = sorted(written, key=lambda each: each.share.rank)
+    shares = [each.share for each in by_rank]
     first, save_id = shares[0], shares[0].save_id
     is_complete = [share.rank for share in shares] == list(range(save_id.world_size))
     if not is_complete or {(share.run_id, share.save_id) for share in shares} != {
@@ -146,7 +147,7 @@ def merge(
             world_size=save_id.world_size,
             written_at_s=written_at_s,
             tensors=tensors,
-            shards={each.share.shard: each.record for each in written},
+            shards={each.share.shard: each.record for each in by_rank},
             extra=first.extra,
         )
     except ValidationError as exc:

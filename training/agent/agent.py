@@ -220,6 +220,7 @@ class Agent:
             return AgentReply(error=f"it is the container of member {self._config.member}")
         self._checks.end()
         self._checks = NodeChecks(config, self._folder)
+        self._collector = Collector(config, self._folder)  # collects from now on
         self._config = self._container.config = config
         return AgentReply()
 

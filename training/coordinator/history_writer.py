@@ -9,11 +9,11 @@ always the last `MIN_STIMULI` stimuli, and whatever there is can be replayed
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from perdure.training.coordinator.metrics import package_version
 from perdure.training.masking import make_mask
 from perdure.training.recovery.actions import Action
 from perdure.training.recovery.attempt import Attempt
@@ -47,7 +47,7 @@ class HistoryWriter:
         self._folder = folder
         self._attempt = attempt
         self._mask = make_mask(secrets)
-        self._version = version("perdure")
+        self._version = package_version("perdure")
         self._limit = max(MIN_STIMULI, STIMULI_PER_RANK * attempt.memory.world_size)
         self._number = 0
         self._num_lines = 0
@@ -57,21 +57,30 @@ class HistoryWriter:
 
     def handle(self, stimulus: Stimulus, *, now_s: float) -> Sequence[Action]:
         """Have the attempt handle a stimulus, and write both down."""
-        self._begin_file()
+        self._keep(self._begin_file)
         state, self._number = self._attempt.memory.state, self._number + 1
         try:
             actions = self._attempt.handle(stimulus, now_s=now_s)
         except Exception as error:
-            self._write(stimulus, state, now_s=now_s, error=f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            self._keep(lambda: self._write(stimulus, state, (), now_s=now_s, error=text))
             raise
-        self._write(stimulus, state, actions, now_s=now_s)
+        self._keep(lambda: self._write(stimulus, state, actions, now_s=now_s))
         return actions
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """Write; an error ends the history alone, never the actions of a recovery."""
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001 whatever it is, the attempt goes on
+            _log.warning(f"{self._folder / HISTORY_FILE} is written no further: {error}")
+            self._file, self._is_broken = None, True
 
     def _write(
         self,
         stimulus: Stimulus,
         state: State,
-        actions: Sequence[Action] = (),
+        actions: Sequence[Action],
         *,
         now_s: float,
         error: str = "",
@@ -101,29 +110,17 @@ class HistoryWriter:
         if self._is_broken or (self._file is not None and self._num_lines < self._limit):
             return
         path = self._folder / HISTORY_FILE
-        try:
-            if self._file is not None:
-                self._append(self._step_line)
-                self._file.close()
-                path.replace(self._folder / OLDER_HISTORY_FILE)
-            path.touch(mode=0o600)
-            self._file = path.open("w", encoding="utf-8", errors="backslashreplace")
-        except OSError as error:
-            self._give_up(error)
-            return
+        if self._file is not None:
+            self._append(self._step_line)
+            self._file.close()
+            path.replace(self._folder / OLDER_HISTORY_FILE)
+        path.touch(mode=0o600)
+        self._file = path.open("w", encoding="utf-8", errors="backslashreplace")
         self._num_lines, self._step_line = 0, ""
         attempt, number = self._attempt, self._number + 1
         self._append(snapshot_line(attempt, number=number, version=self._version, mask=self._mask))
 
     def _append(self, text: str) -> None:
-        if self._file is None:
-            return
-        try:
+        if self._file is not None:
             self._file.write(text)
             self._file.flush()
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        _log.warning(f"{self._folder / HISTORY_FILE} is written no further: {error}")
-        self._file, self._is_broken = None, True

@@ -260,7 +260,7 @@ class RunMetrics(Collector):
 
     def _info(self) -> Metric:
         family = InfoMetricFamily("perdure_build", "What runs.", labels=BASE_LABELS)
-        versions = {name: _version(package) for name, package in PACKAGES}
+        versions = {name: package_version(package) for name, package in PACKAGES}
         family.add_metric(self._labels, {**versions, "python": platform.python_version()})
         return family
 
@@ -302,7 +302,8 @@ def _ratio(percent: float | None) -> float | None:
     return None if percent is None else percent / 100
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """Return the version of an installed package, or "unknown"."""
     try:
         return version(package)
     except PackageNotFoundError:

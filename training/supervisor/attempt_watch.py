@@ -129,7 +129,8 @@ class AttemptWatch:
         if request is None and EndKind.RESTARTED in ends:
             request = EndKind.RESTARTED
         # A fault comes before a request to stop: else nobody would learn of it.
-        if request is not None and not has_failed:
+        is_fault = has_failed or any(result.is_fault for result in results)
+        if request is not None and not is_fault:
             return self._end_on_request(request)
         if EndKind.FAILED in ends:
             return self.wind_up()

@@ -108,7 +108,7 @@ class NodeReplacer:
         try:
             answered = self._answer(progress.snapshot, progress)
         except _MoveFailed:  # `progress` has the fault
-            return WatchResult(EndKind.FAILED)
+            return WatchResult(EndKind.FAILED, is_fault=True)
         return WatchResult(answered_nodes=answered)
 
     def _answer(self, snapshot: Snapshot, progress: Progress) -> frozenset[str]:

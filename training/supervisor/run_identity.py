@@ -197,6 +197,8 @@ def _changed(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = ""
         then, current = recorded.get(name), now.get(name)
         if isinstance(then, Mapping) and isinstance(current, Mapping):
             yield from _changed(then, current, f"{path}{name}.")
+        elif _is_renamed_recipe(f"{path}{name}", then, current):
+            continue
         elif then != current and (has_user_names or (name in recorded and name in now)):
             yield f"{path}{name}"
 
@@ -206,8 +208,12 @@ def _compared(path: str, recorded: Any, now: Any) -> Iterator[str]:
         # Every field is on record: a field that is missing is another version's.
         for name in (name for name in recorded if name in now):
             yield from _compared(f"{path}.{name}", recorded[name], now[name])
-    elif recorded != now and not (path == "worker.recipe" and now == f"{PREFIX}{recorded}"):
+    elif recorded != now and not _is_renamed_recipe(path, recorded, now):
         yield f"{path}: {_shown(recorded)}, here {_shown(now)}"
+
+
+def _is_renamed_recipe(path: str, recorded: Any, now: Any) -> bool:
+    return path == "worker.recipe" and now == f"{PREFIX}{recorded}"
 
 
 def _shown(value: Any) -> str:

@@ -164,11 +164,13 @@ class WatchResult:
     Attributes:
         end: FAILED: something is wrong that no agent reports as a failure; RESTARTED: the attempt
             is to end well and to be started anew.
+        is_fault: whether FAILED comes before a request to stop or restart.
         culprit: holds the others up although nothing has failed.
         answered_nodes: nodes whose loss, or start, is answered inside the attempt.
     """
 
     end: EndKind | None = None
+    is_fault: bool = False
     culprit: SlowNode | SilentRank | None = None
     answered_nodes: frozenset[str] = frozenset()
 

@@ -112,3 +112,13 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_the_attempt_goes_on(
         writer.handle(StepCommitted(step), now_s=1.0)
     assert attempt.step == 12
     assert caplog.text.count("is written no further") == 1
+
+
+def test_an_error_of_the_history_costs_no_action_of_the_attempt(writer, monkeypatch, caplog):
+    def fail(*_arguments: Any, **_options: Any) -> str:
+        raise ValueError("no JSON")
+
+    monkeypatch.setattr(history_writer, "handled_line", fail)
+    assert len(writer.handle(PauseWanted(is_wanted=True), now_s=1.0)) == 4
+    assert "is written no further: no JSON" in caplog.text
+    assert len(writer.handle(PauseWanted(is_wanted=False), now_s=2.0)) == 4

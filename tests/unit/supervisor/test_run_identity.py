@@ -162,6 +162,15 @@ def test_how_a_complete_run_goes_on_is_in_its_line():
     assert line == f"run run was completed before; `{REOPEN}` has it go on"
 
 
+def test_a_built_in_recipe_under_its_former_name_is_no_difference():
+    recorded = session().model_dump(mode="json")
+    recorded["worker"]["recipe"] = "training.trainer.pretrain:main"
+    past = history(session(), saved(30))
+    past.job = recorded
+    job = session(worker={"recipe": "perdure.training.trainer.pretrain:main"})
+    assert "differs" not in completed_before(job, past)
+
+
 def test_settings_that_a_complete_run_ignores_are_named_without_their_values():
     was = history(command(env={"SIZE": "1", "OLD": "1"}))
     line = completed_before(command(env={"SIZE": "secret", "NEW": "1"}, log_path="/logs"), was)
