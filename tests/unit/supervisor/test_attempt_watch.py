@@ -14,7 +14,7 @@ from tests.unit.supervisor.cluster import Cluster, FakeFleet
 def stopped_watch(monkeypatch):
     """A watch whose run is asked to stop; an end is the word for its kind."""
     watch = AttemptWatch(
-        FakeFleet(Cluster(["done"]), lambda _call: None),
+        FakeFleet(Cluster(["done"]), lambda _call: None),  # type: ignore[arg-type]
         small_job(),
         started_s=0.0,
         stop_wanted=lambda: True,

@@ -163,11 +163,11 @@ def test_how_a_complete_run_goes_on_is_in_its_line():
 
 
 def test_a_built_in_recipe_under_its_former_name_is_no_difference():
-    recorded = session().model_dump(mode="json")
-    recorded["worker"]["recipe"] = "training.trainer.pretrain:main"
-    past = history(session(), saved(30))
-    past.job = recorded
     job = session(worker={"recipe": "perdure.training.trainer.pretrain:main"})
+    past = history(job, saved(30))
+    recorded = job.model_dump(mode="json")
+    recorded["worker"]["recipe"] = "training.trainer.pretrain:main"
+    past.job = recorded
     assert "differs" not in completed_before(job, past)
 
 
