@@ -10,11 +10,11 @@ from tests.ascend import hccl_ranks
 @pytest.mark.parametrize(
     ("parallelism", "size"),
     [
-        ("hsdp", 4),
-        pytest.param("ddp", 2, marks=pytest.mark.long),
+        ("ddp", 2),
         pytest.param("ddp", 4, marks=pytest.mark.long),
         pytest.param("fsdp2", 2, marks=pytest.mark.long),
         pytest.param("fsdp2", 4, marks=pytest.mark.long),
+        pytest.param("hsdp", 4, marks=pytest.mark.long),
         pytest.param("hsdp", 8, marks=pytest.mark.long),
     ],
 )
