@@ -28,7 +28,11 @@ from perdure.training.agent.healing import NodeHealing
 from perdure.training.agent.launcher import Launcher
 from perdure.training.agent.sampler import PeriodicSampler
 from perdure.training.agent.workers import WorkerGroup
-from perdure.training.commands.checkpoint_watch import fetch_resume_checkpoint
+from perdure.training.commands.checkpoint_watch import (
+    CommandCheckpointWatcher,
+    fetch_resume_checkpoint,
+    watch_checkpoints,
+)
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
@@ -234,6 +238,7 @@ class NodeAttempt:
         try:
             self._stage_data()
             fetch_resume_checkpoint(order, self._config.node, self._config.member)
+            watcher = watch_checkpoints(order, self._config.node, self._config.member)
             if not order.is_command:
                 container.launcher.prepare(order.variables)
             sources = order.job.env_from
@@ -246,7 +251,7 @@ class NodeAttempt:
             if self.state is not AgentState.STAGING:
                 return  # it was stopped meanwhile
             try:
-                self._launch(secrets)
+                self._launch(secrets, watcher)
             except (OSError, ValueError) as error:
                 # The checkpoint server may hold the only copy of a save.
                 kill_container(container.marker, spare=container.spare_pids)
@@ -267,7 +272,7 @@ class NodeAttempt:
             self.group = None
             self.state = AgentState.ENDED
 
-    def _launch(self, secrets: dict[str, str]) -> None:
+    def _launch(self, secrets: dict[str, str], watcher: CommandCheckpointWatcher | None) -> None:
         order, container, folder = self.order, self._container, self._folder
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
@@ -282,6 +287,7 @@ class NodeAttempt:
             fork=None if order.is_command else container.launcher.fork,
             secret_variables=secrets,
             oom_kills=oom_kills,
+            checkpoint_watcher=watcher,
         )
         environment = {
             **interface_variables(self._config.host),

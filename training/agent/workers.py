@@ -136,7 +136,7 @@ class WorkerGroup:
         self.output.open(self._environment, is_masked=bool(self.secret_variables))
         streams = (self.output.path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
         self.step_follower = StepFollower.of(self.order, self.folder, tuple(streams))
-        self.checkpoint_watcher = CommandCheckpointWatcher.of(
+        self.checkpoint_watcher = self.checkpoint_watcher or CommandCheckpointWatcher.of(
             self.order, self.config.member, self._environment
         )
         joins = {GENERATION: str(generation)} if generation is not None else {}

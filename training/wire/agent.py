@@ -274,7 +274,9 @@ class SavedQuery(FrozenModel):
         run_id: name of the run.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
+        is_over: whether its processes are known to have ended: nothing is written any more.
         is_in_parts: whether each node has a part of its own.
+        set_aside: paths of checkpoints to rename, so that no program finds them.
     """
 
     op: Literal["saved"] = "saved"
@@ -284,7 +286,9 @@ class SavedQuery(FrozenModel):
     run_id: str
     since_s: float
     until_s: float
+    is_over: bool = False
     is_in_parts: bool = False
+    set_aside: tuple[str, ...] = ()
 
 
 class KillOrder(FrozenModel):

@@ -136,13 +136,14 @@ class ShownStep(FrozenModel):
 
 
 class SavedCheckpoint(FrozenModel):
-    """A complete checkpoint that a command has saved.
+    """A complete checkpoint that a command has saved, or the remains of a save.
 
     Attributes:
         path: file or folder, absolute.
         written_s: modification time of its newest file.
         saved_in: placement and attempt that saved it; None: not known, or it does not matter.
         member: owner of this part, where all members have parts of a checkpoint.
+        is_whole: False: its save was cut short.
     """
 
     step: int
@@ -151,6 +152,7 @@ class SavedCheckpoint(FrozenModel):
     written_s: float
     saved_in: tuple[int, int] | None = None
     member: int | None = None
+    is_whole: bool = True
 
 
 class LeftProcess(FrozenModel):

@@ -48,8 +48,9 @@ class Nodes:
 
 
 def newest(nodes: Any, store: Any = None, **worker: Any) -> SavedCheckpoint | None:
-    ask = CheckpointFinder(job(**worker), nodes, store)
-    return ask.find_newest(RunHistory(), cwd="/here", variables={"A": "b"})
+    return CheckpointFinder(
+        job(**worker), nodes, store, RunHistory(), "/here", {"A": "b"}
+    ).choose().saved
 
 
 def test_without_a_place_of_checkpoints_nobody_is_asked():
@@ -111,8 +112,10 @@ class Parts:
         nodes = parse_job(
             job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
         )
-        ask = CheckpointFinder(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
-        checkpoint = ask.find_newest(RunHistory(), cwd="/", variables={})
+        ask = CheckpointFinder(
+            nodes, Nodes(self.on_nodes), self.store, RunHistory(), "/", {}  # type: ignore[arg-type]
+        )
+        checkpoint = ask.choose().saved
         return (checkpoint.step, checkpoint.saved_in) if checkpoint is not None else None
 
 
@@ -150,8 +153,11 @@ def test_of_the_only_node_a_checkpoint_counts_that_is_not_stored_yet(tmp_path):
         parse_job(job_document(worker=worker, engine={"nodes": 1})),
         nodes,  # type: ignore[arg-type]
         LocalStore(tmp_path),
+        RunHistory(),
+        "/",
+        {},
     )
-    assert ask.find_newest(RunHistory(), cwd="/", variables={}) == saved(20)
+    assert ask.choose().saved == saved(20)
     assert not nodes.asked[0].is_in_parts
 
 
