@@ -26,7 +26,13 @@ from perdure.training.agent.coordinator_client import (
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
 from perdure.training.agent.launcher import Launcher
+from perdure.training.agent.obstacles import (
+    SharedMemoryNames,
+    describe_obstacles,
+    remove_leftovers,
+)
 from perdure.training.agent.sampler import PeriodicSampler
+from perdure.training.agent.unmarked import UnmarkedRecord
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.commands.checkpoint_watch import (
     CommandCheckpointWatcher,
@@ -50,10 +56,17 @@ from perdure.training.wire.agent import (
     RejoinOrder,
     StartOrder,
 )
-from perdure.training.wire.agent_status import AgentState, AgentStatus, CoordinatorEnd, HangReport
+from perdure.training.wire.agent_status import (
+    AgentState,
+    AgentStatus,
+    CoordinatorEnd,
+    HangReport,
+    Obstacle,
+)
 from perdure.training.wire.node import HealOrder, NodeSample
 
 DATA_FOLDER = "data"
+OBSTACLES_TAIL_BYTES = 16 * 1024
 
 
 @dataclass(slots=True)
@@ -111,6 +124,9 @@ class NodeAttempt:
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
         self._staging_error: str | None = None
+        self._obstacles: tuple[Obstacle, ...] = ()
+        self._shared_memory: SharedMemoryNames | None = None
+        self._unmarked = UnmarkedRecord(container.folder, container.marker)
         self._oom_kills_before = oom_kills()
 
     @property
@@ -156,6 +172,7 @@ class NodeAttempt:
             saved=watcher.newest if watcher is not None else (),
             shown=follower.newest if follower is not None else None,
             left_running=group.leftovers.processes if group else (),
+            obstacles=self._obstacles,
             mended_retries=group.mended_retries() if group else {},
             sample=container.sampler.newest,
             metrics_url=metrics_url(self._folder),
@@ -201,11 +218,14 @@ class NodeAttempt:
 
     def poll(self) -> None:
         """Notice ends of processes and go on with stopping."""
+        if self.order.is_command and not self.is_over:
+            self._unmarked.update()
         if self.group is None or self.state not in (AgentState.RUNNING, AgentState.STOPPING):
             return
         container = self._container
         self._coordinator_end = self._coordinator_end or container.launcher.coordinator_end()
         if self.group.poll():
+            self._clear_up(self.group)
             self.state = AgentState.ENDED
             container.sampler.end()
             if self._coordinator is not None:
@@ -216,6 +236,14 @@ class NodeAttempt:
             container.healing.end()
         elif container.checkpoint_server.revive(now_s=time.monotonic()):
             self.group.spare = container.spare_pids
+
+    def _clear_up(self, group: WorkerGroup) -> None:
+        """Remove what the processes left in shared memory, and find out what was in their way."""
+        if self._shared_memory is not None:
+            self._shared_memory.remove_new(group.known_pids)
+        if group.has_failed:
+            tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
+            self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
 
     def check_hang(self) -> None:
         """Judge whether the workers make progress."""
@@ -241,6 +269,8 @@ class NodeAttempt:
             watcher = watch_checkpoints(order, self._config.node, self._config.member)
             if not order.is_command:
                 container.launcher.prepare(order.variables)
+            remove_leftovers(order.leftovers, since_s=order.created_s)
+            self._shared_memory = SharedMemoryNames()
             sources = order.job.env_from
             secrets = values_on_node(sources, delivered=order.delivered, environment=os.environ)
         except (StorageError, OSError, ValueError) as error:

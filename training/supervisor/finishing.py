@@ -17,6 +17,7 @@ from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.ending import blame_repeated_end
 from perdure.training.diagnosis.loading import Resumed, judge_loading
+from perdure.training.diagnosis.obstacles import judge_obstacles
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -332,6 +333,8 @@ class AttemptFinisher:
         if self._decider.job.worker.is_command:
             outputs = [worker.log for worker in end.evidence.workers if worker.has_failed]
             fault = judge_loading(fault, outputs, self._resumed(view))
+        is_first = len(self._writer.history.attempts) < 2
+        fault = judge_obstacles(fault, end.evidence.obstacles, is_first=is_first)
         return replace(diagnosis, fault=fault)
 
     def _resumed(self, view: AttemptView) -> Resumed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -26,6 +26,7 @@ from perdure.training.commands.checkpoint_store import (
     save_prefix,
 )
 from perdure.training.config.job import Job
+from perdure.training.diagnosis.obstacles import find_files
 from perdure.training.engines.base import Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
@@ -153,6 +154,7 @@ class AttemptStarter:
             resume_step=saved.step if saved is not None else None,
             resume_attempt=saved.saved_in if saved is not None else None,
             created_s=history.created_s,
+            leftovers=tuple(dict.fromkeys(_leftovers_of(history))),
         )
 
     def _job_of_workers(self) -> Job:
@@ -365,6 +367,13 @@ def _save_of(part: SavedCheckpoint) -> Save | None:
 
 def _is_on_all(by_node: Mapping[str, Sequence[SavedCheckpoint]], step: int) -> bool:
     return all(any(checkpoint.step == step for checkpoint in saved) for saved in by_node.values())
+
+
+def _leftovers_of(history: RunHistory) -> Iterator[str]:
+    """List the files that were in the way of earlier attempts."""
+    for view in history.attempts:
+        if view.fault is not None and view.fault.fault_class is FaultClass.LEFTOVER:
+            yield from find_files(view.fault.evidence)
 
 
 def _all_of(by_node: Mapping[str, Sequence[SavedCheckpoint]]) -> list[SavedCheckpoint]:

@@ -120,6 +120,9 @@ class StartOrder(FrozenModel):
         None, description="placement and attempt that saved it, where that has to be the same"
     )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
+    leftovers: tuple[str, ...] = Field(
+        (), description="files that were in the way of earlier attempts, removed before the start"
+    )
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
