@@ -38,13 +38,13 @@ def describe_obstacles(texts: Iterable[str], *, since_s: float) -> tuple[Obstacl
         texts: the ends of the output of processes that failed.
         since_s: when the run was created.
     """
-    found = dict.fromkeys(
+    things = dict.fromkeys(
         (kind, name)
         for text in texts
         for kind, name in find_obstacles(text)
         if kind is not ObstacleKind.FILE or os.path.lexists(name)
     )
-    return tuple(_describe(kind, name, since_s) for kind, name in [*found][:MAX_OBSTACLES])
+    return tuple(_describe(kind, name, since_s) for kind, name in [*things][:MAX_OBSTACLES])
 
 
 def remove_leftovers(paths: Iterable[str], *, since_s: float) -> None:
@@ -133,15 +133,17 @@ def _describe(kind: ObstacleKind, name: str, since_s: float) -> Obstacle:
         present = [Path(path) for path in paths if Path(path).exists()]
         where = str(present[0]) if present else f"device {name}"
         holders = [h for path in present for h in _holders_of_file(path, path.stat())]
-    who = " and ".join(map(_name, holders[:2]))
-    text = f"{where} is held by {who}" if who else f"no process that can be seen holds {where} now"
+    names = " and ".join(map(_name, holders[:2]))
+    text = (
+        f"{where} is held by {names}" if names else f"no process that can be seen holds {where} now"
+    )
     return Obstacle(kind=kind, name=name, text=text)
 
 
 def _describe_file(name: str, since_s: float) -> Obstacle:
     why_not = _why_not_the_runs(Path(name), since_s)
-    own = "a process of this run left it, and it is removed before the next start"
-    text = f"{name} is in the way: {why_not or own}"
+    removal = "a process of this run left it, and it is removed before the next start"
+    text = f"{name} is in the way: {why_not or removal}"
     return Obstacle(kind=ObstacleKind.FILE, name=name, is_of_run=why_not is None, text=text)
 
 
@@ -158,7 +160,7 @@ def _holders_of_file(path: Path, status: os.stat_result) -> Iterator[psutil.Proc
     """Find processes that have a file open, mapped or, for a socket, bound."""
     bound = set(_inodes_of_socket(path)) if stat.S_ISSOCK(status.st_mode) else set()
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and _holds(process.pid, path, status, bound):
+        if _holds(process.pid, path, status, bound):
             yield process
 
 

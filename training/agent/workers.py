@@ -433,7 +433,9 @@ class WorkerGroup:
     @property
     def known_pids(self) -> frozenset[int]:
         """Pids of all processes that the attempt is known to have had."""
-        return frozenset(self._started_pids | (self._command.known_pids if self._command else set()))
+        return frozenset(
+            self._started_pids | (self._command.known_pids if self._command else set())
+        )
 
     @property
     def has_failed(self) -> bool:

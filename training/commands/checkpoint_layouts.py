@@ -159,10 +159,10 @@ def set_aside(path: Path) -> Path | None:
     """Rename a checkpoint so that no program finds it; None where another node has done so."""
     for number in range(1_000):
         more = f".{number}" if number else ""
-        kept = path.with_name(f"{_SET_ASIDE}{path.name}{more}{_SET_ASIDE_SUFFIX}")
-        if not kept.exists():
+        new_path = path.with_name(f"{_SET_ASIDE}{path.name}{more}{_SET_ASIDE_SUFFIX}")
+        if not new_path.exists():
             try:
-                return path.rename(kept)
+                return path.rename(new_path)
             except FileNotFoundError:
                 return None
     raise FileExistsError(f"{path} was set aside too often: delete some of its {_SET_ASIDE}*")

@@ -268,9 +268,7 @@ class CommandCheckpointWatcher:
             pause_s = max(POLL_S, (time.monotonic() - began_s) / POLL_SHARE)
 
 
-def watch_checkpoints(
-    order: StartOrder, node: str, member: int
-) -> CommandCheckpointWatcher | None:
+def watch_checkpoints(order: StartOrder, node: str, member: int) -> CommandCheckpointWatcher | None:
     """Begin to watch an attempt before it starts; None where no path is known before that."""
     try:
         variables = _path_variables(node, order.variables, order.job.run_id)
@@ -349,9 +347,9 @@ def _set_aside(query: SavedQuery, root: Path, checkpoints: Sequence[ProgramCheck
     """Rename the checkpoints that the query names, and take the program's sign off them."""
     renamed = [saved for saved in checkpoints if str(saved.path) in query.set_aside]
     for saved in renamed:
-        kept = set_aside(saved.path)
-        if kept is not None:
-            _log.warning(f"step {saved.step} of the command is set aside: it is {kept} now")
+        new_path = set_aside(saved.path)
+        if new_path is not None:
+            _log.warning(f"step {saved.step} of the command is set aside: it is {new_path} now")
     tracker = Tracker(root)
     if query.spec.kind is CheckpointKind.MEGATRON and any(
         saved.step == tracker.step for saved in renamed

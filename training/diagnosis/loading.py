@@ -85,11 +85,11 @@ def judge_loading(fault: Fault, outputs: Collection[str], resumed: Resumed) -> F
     if not (is_corrupt or is_damage or (paths and resumed.has_trained)):
         return fault
     fault = _as_corrupt(fault, paths[0] if paths else None)
-    before = resumed.step_before
+    earlier_step = resumed.step_before
     is_chosen = resumed.path in paths or not (paths or any(map(_names_data, texts)))
-    if resumed.path is None or before is None or not is_chosen:
+    if resumed.path is None or earlier_step is None or not is_chosen:
         return fault_of_command(fault)
-    goes_on = f"from step {before}" if before else "anew"
+    goes_on = f"from step {earlier_step}" if earlier_step else "anew"
     why = (
         f"The checkpoint {resumed.path} of step {resumed.step} could not be loaded. It is set "
         f"aside and kept, and the next start goes on {goes_on}."
@@ -109,17 +109,17 @@ def find_checkpoint_paths(text: str, chosen: str | None) -> list[str]:
         text: the end of a program's output.
         chosen: path of the checkpoint that it was given.
     """
-    found: list[str] = []
+    checkpoints: list[str] = []
     for path in _read_paths(text):
         inside = _STEP_FOLDER.search(f"/{path}")
         whole = path[: inside.end() - 1] if inside is not None else path
         if path[len(whole) :][:1] not in ("", "/"):
             whole = path  # the number is followed by the rest of a file's name
         if chosen is not None and _is_at(path, whole, chosen):
-            found.append(chosen)
+            checkpoints.append(chosen)
         elif inside is not None:
-            found.append(whole)
-    return list(dict.fromkeys(found))
+            checkpoints.append(whole)
+    return list(dict.fromkeys(checkpoints))
 
 
 def _is_at(path: str, whole: str, chosen: str) -> bool:

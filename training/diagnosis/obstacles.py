@@ -1,4 +1,4 @@
-"""Things on a machine that are in the way of a start: shared memory, locks, sockets, ports, devices.
+"""Things on a machine in the way of a start: shared memory, locks, sockets, ports, devices.
 
 A killed process cleans nothing up, and the next one finds its names taken. The agent says who holds
 such a thing now, and whether it is the run's own. Pure.
@@ -23,7 +23,7 @@ _FILES = re.compile(
     rf"|/{_PATH}*{_LEFT_FILE}\b)"
     rf"|(?P<after>/dev/shm/{_PATH}+|/{_PATH}*{_LEFT_FILE})\b[^\n]{{0,80}}?{_EXISTS}"
 )
-_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use|[Pp]ort .{0,20}(?:in use|allocated)")
+_IN_USE = re.compile(r"EADDRINUSE|[aA]ddress already in use|[Pp]ort .{0,20}(?:in use|allocated)")
 _PORT = re.compile(
     r"\bport[ :=]{1,3}(\d{2,5})\b|(?<=[\w\]*'\"])(?<!\.cpp)(?<!\.hpp)(?<!\.cc)(?<!\.py):(\d{4,5})\b"
     r"|\(['\"][^'\"]*['\"], ?([\d_]{2,6})\)"
@@ -33,7 +33,9 @@ _DEVICE_BUSY = re.compile(
     r"[Dd]evice.{0,60}(?:busy|in use|occupied|unavailable)|(?:busy|in use|occupied).{0,60}[Dd]evice"
     r"|(?:[Oo]pen|[Ss]et|[Aa]cquire) ?[Dd]evice.{0,60}(?:fail|error)"
 )
-_DEVICE = re.compile(r"/dev/(?:davinci|nvidia|accel)\d+|[Dd]evice(?:[ _]?[Ii][Dd])?[ :=#]{1,3}(\d+)")
+_DEVICE = re.compile(
+    r"/dev/(?:davinci|nvidia|accel)\d+|[Dd]evice(?:[ _]?[Ii][Dd])?[ :=#]{1,3}(\d+)"
+)
 _CONTEXT_LINES = 4  # a traceback quotes the call above the line with the error
 # Classes that a line about something in the way may have by its words or type alone.
 _BY_WORDS = frozenset(
@@ -52,17 +54,17 @@ def find_obstacles(text: str) -> list[tuple[ObstacleKind, str]]:
 
     A device without a path is its number.
     """
-    found: list[tuple[ObstacleKind, str]] = []
+    things: list[tuple[ObstacleKind, str]] = []
     lines = text.splitlines()
     for index, line in enumerate(lines):
         near = lines[max(0, index - _CONTEXT_LINES) : index + 1]
-        found += ((ObstacleKind.FILE, path) for path in find_files(line))
+        things += ((ObstacleKind.FILE, path) for path in find_files(line))
         if _IN_USE.search(line):
-            found += ((ObstacleKind.PORT, port) for port in _find_ports(near))
-            found += ((ObstacleKind.FILE, m[0]) for m in _SOCKET.finditer("\n".join(near)))
+            things += ((ObstacleKind.PORT, port) for port in _find_ports(near))
+            things += ((ObstacleKind.FILE, m[0]) for m in _SOCKET.finditer("\n".join(near)))
         if _DEVICE_BUSY.search(line):
-            found += ((ObstacleKind.DEVICE, m[1] or m[0]) for m in _DEVICE.finditer(line))
-    return list(dict.fromkeys(found))
+            things += ((ObstacleKind.DEVICE, m[1] or m[0]) for m in _DEVICE.finditer(line))
+    return list(dict.fromkeys(things))
 
 
 def find_files(line: str) -> list[str]:
