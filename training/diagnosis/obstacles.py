@@ -23,7 +23,7 @@ _FILES = re.compile(
     rf"|/{_PATH}*{_LEFT_FILE}\b)"
     rf"|(?P<after>/dev/shm/{_PATH}+|/{_PATH}*{_LEFT_FILE})\b[^\n]{{0,80}}?{_EXISTS}"
 )
-_IN_USE = re.compile(r"EADDRINUSE|[aA]ddress already in use|[Pp]ort .{0,20}(?:in use|allocated)")
+_IN_USE = re.compile(r"EADDRINUSE|(?i:address already in use)|[Pp]ort .{0,20}(?:in use|allocated)")
 _PORT = re.compile(
     r"\bport[ :=]{1,3}(\d{2,5})\b|(?<=[\w\]*'\"])(?<!\.cpp)(?<!\.hpp)(?<!\.cc)(?<!\.py):(\d{4,5})\b"
     r"|\(['\"][^'\"]*['\"], ?([\d_]{2,6})\)"
