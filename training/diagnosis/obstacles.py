@@ -19,7 +19,7 @@ _EXISTS = r"(?:[Ff]ile exists|already exists|exists already|is held|is locked)"
 _PATH = r"[^\s'\"<>|;,()\[\]]"
 # shm_open and Python's shared_memory name an object by a path of a single part.
 _FILES = re.compile(
-    rf"{_EXISTS}[^\n]{{0,60}}?['\" ](?P<before>/dev/shm/{_PATH}+|/[^/\s'\"]+(?=['\"])"
+    rf"{_EXISTS}[^\n]{{0,60}}?['\" (](?P<before>/dev/shm/{_PATH}+|/[^/\s'\"]+(?=['\"])"
     rf"|/{_PATH}*{_LEFT_FILE}\b)"
     rf"|(?P<after>/dev/shm/{_PATH}+|/{_PATH}*{_LEFT_FILE})\b[^\n]{{0,80}}?{_EXISTS}"
 )
