@@ -66,9 +66,9 @@ with lives.open("a") as file:
 if deed == "shared-memory":
     os.open(sys.argv[3], os.O_CREAT | os.O_EXCL | os.O_RDWR)
 if deed == "orphan":
-    code = "import os, sys, time\\\\nwhile True:\\\\n print(os.getpid(), flush=True); time.sleep(0.1)"
-    launcher = ["env", "-i", "setsid", sys.executable, "-c", code]
-    subprocess.Popen(["sh", "-c", '"$@" & exit', "sh", *launcher], stdout=(out / "writers").open("a"))
+    code = "import os, time\\\\nwhile True: print(os.getpid(), flush=True); time.sleep(0.1)"
+    launcher = ["sh", "-c", '"$@" & exit', "sh", "env", "-i", "setsid", sys.executable, "-c", code]
+    subprocess.Popen(launcher, stdout=(out / "writers").open("a"))
 while step < STEPS:
     step += 1
     time.sleep(0.1)
