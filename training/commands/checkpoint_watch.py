@@ -335,26 +335,30 @@ def answer_saved_query(query: SavedQuery, node: str, member: int) -> AgentReply:
         now_s, since_s, is_over = query.until_s, query.since_s, query.is_over
         whole = find_checkpoints(query.spec, root, now_s=now_s, since_s=since_s, is_over=is_over)
         torn = find_torn(query.spec, root, now_s=now_s, since_s=since_s) if is_over else []
-        if query.set_aside:
-            _set_aside(query, root, [*whole, *torn])
+        renamed = [saved for saved in torn if str(saved.path) in query.torn]
+        renamed += [saved for saved in (*whole, *torn) if str(saved.path) in query.unreadable]
+        _set_aside(renamed, query.spec, root, whole)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
     remains = (_to_message(saved).model_copy(update={"is_whole": False}) for saved in torn)
     return AgentReply(saved=(*map(_to_message, whole), *remains))
 
 
-def _set_aside(query: SavedQuery, root: Path, checkpoints: Sequence[ProgramCheckpoint]) -> None:
-    """Rename the checkpoints that the query names, and take the program's sign off them."""
-    renamed = [saved for saved in checkpoints if str(saved.path) in query.set_aside]
+def _set_aside(
+    renamed: Sequence[ProgramCheckpoint],
+    spec: ProgramCheckpointsSpec,
+    root: Path,
+    whole: Sequence[ProgramCheckpoint],
+) -> None:
+    """Rename checkpoints, and take the program's sign off them."""
     for saved in renamed:
         new_path = set_aside(saved.path)
         if new_path is not None:
             _log.warning(f"step {saved.step} of the command is set aside: it is {new_path} now")
     tracker = Tracker(root)
-    if query.spec.kind is CheckpointKind.MEGATRON and any(
-        saved.step == tracker.step for saved in renamed
-    ):
-        remaining = [saved.step for saved in checkpoints if saved not in renamed]
+    is_signed = any(saved.step == tracker.step for saved in renamed)
+    if spec.kind is CheckpointKind.MEGATRON and is_signed:
+        remaining = [saved.step for saved in whole if saved not in renamed]
         tracker.write(str(max(remaining)) if remaining else None)
 
 

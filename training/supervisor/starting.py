@@ -237,7 +237,9 @@ class CheckpointFinder:
             return ResumeChoice()
         listed = self.fleet.list_saved(self._query())
         whole = {node: [save for save in saved if save.is_whole] for node, saved in listed.items()}
-        torn = [save for saved in listed.values() for save in saved if not save.is_whole]
+        # On storage that all share, a node may not see yet that a save is whole.
+        shown = set() if spec.upload else {save.path for save in _all_of(whole)}
+        torn = [c for c in _all_of(listed) if not c.is_whole and c.path not in shown]
         try:
             stored = [] if self.job.saves_in_parts or not spec.upload else self._stored()
             newest = self._newest(whole, stored)
@@ -252,14 +254,16 @@ class CheckpointFinder:
             set_aside |= unreadable
         return ResumeChoice(newest, tuple(set_aside.values()))
 
-    def rename(self, checkpoints: Iterable[SetAsideCheckpoint]) -> None:
+    def rename(self, checkpoints: Sequence[SetAsideCheckpoint]) -> None:
         """Have the nodes rename checkpoints, so that no program finds them.
 
         Raises:
             EngineError: a node cannot do it.
         """
-        paths = tuple(checkpoint.path for checkpoint in checkpoints)
-        self.fleet.list_saved(self._query().model_copy(update={"set_aside": paths}))
+        torn = tuple(c.path for c in checkpoints if c.why == _CUT_SHORT)
+        unreadable = tuple(c.path for c in checkpoints if c.why != _CUT_SHORT)
+        update = {"torn": torn, "unreadable": unreadable}
+        self.fleet.list_saved(self._query().model_copy(update=update))
 
     def _query(self) -> SavedQuery:
         history, spec = self.history, self.job.worker.checkpoints

@@ -279,7 +279,8 @@ class SavedQuery(FrozenModel):
         until_s: when the command ended; what was just written then may be half of a checkpoint.
         is_over: whether its processes are known to have ended: nothing is written any more.
         is_in_parts: whether each node has a part of its own.
-        set_aside: paths of checkpoints to rename, so that no program finds them.
+        torn: paths to rename where this node finds a save there that was cut short.
+        unreadable: paths of checkpoints to rename, so that no program finds them.
     """
 
     op: Literal["saved"] = "saved"
@@ -291,7 +292,8 @@ class SavedQuery(FrozenModel):
     until_s: float
     is_over: bool = False
     is_in_parts: bool = False
-    set_aside: tuple[str, ...] = ()
+    torn: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
 
 class KillOrder(FrozenModel):

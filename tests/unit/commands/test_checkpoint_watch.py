@@ -184,19 +184,21 @@ def test_a_torn_save_is_listed_as_such_and_renamed_on_order(tmp_path):
     torn = tmp_path / "iter_0000040"
     listed = answer_saved_query(query(tmp_path, "megatron"), "node-0", 0).saved
     assert [(saved.step, saved.is_whole) for saved in listed] == [(20, True), (40, False)]
-    order = query(tmp_path, "megatron", set_aside=(str(torn), "/etc/passwd"))
+    whole = tmp_path / "iter_0000020"
+    order = query(tmp_path, "megatron", torn=(str(torn), str(whole), "/etc/passwd"))
     answer_saved_query(order, "node-0", 0)
     assert not torn.exists()
     (kept,) = tmp_path.glob("set-aside-*")
     assert (kept / "mp_rank_00" / "model_optim_rng.pt").read_bytes() == b"weights"
     assert Path("/etc/passwd").exists(), "only checkpoints are renamed"
+    assert whole.exists(), "it is torn on another node's disk"
 
 
 @pytest.mark.parametrize("saved", [(20, 40), (40,)])
 def test_megatrons_sign_names_the_checkpoint_before_the_one_that_is_set_aside(tmp_path, saved):
     for step in saved:
         megatron_save(tmp_path, step)
-    order = query(tmp_path, "megatron", set_aside=(str(tmp_path / "iter_0000040"),))
+    order = query(tmp_path, "megatron", unreadable=(str(tmp_path / "iter_0000040"),))
     answer_saved_query(order, "node-0", 0)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     assert (tracker.read_text() if tracker.exists() else None) == ("20" if 20 in saved else None)

@@ -357,6 +357,14 @@ def test_what_was_cut_short_is_set_aside_and_never_chosen():
     assert choose(torn, unreadable=[]).saved is None
 
 
+def test_a_save_that_another_node_sees_whole_is_not_torn():
+    seen_late = saved(40, "/out/40").model_copy(update={"is_whole": False})
+    nodes: Any = Nodes({"node-0": (saved(40, "/out/40"),), "node-1": (seen_late,)})
+    spec = job(checkpoints=CHECKPOINTS)
+    finder = CheckpointFinder(spec, nodes, None, RunHistory(), "/", {})  # type: ignore[arg-type]
+    assert finder.choose() == ResumeChoice(saved(40, "/out/40"))
+
+
 def test_only_a_lost_node_leaves_it_open_whether_something_is_still_written():
     for fault_class, is_over in ((FaultClass.NATIVE_CRASH, True), (FaultClass.NODE_LOST, False)):
         history = RunHistory()
