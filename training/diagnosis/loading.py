@@ -96,7 +96,7 @@ def judge_loading(fault: Fault, outputs: Collection[str], resumed: Resumed) -> F
     )
     return replace(
         fault,
-        explanation=f"{fault.explanation} {why}".strip(),
+        explanation=f"{why} {fault.explanation}".strip(),
         recoverable_by=RecoverableBy.RETRY,
         user_fault=False,
     )
@@ -151,7 +151,7 @@ def _as_corrupt(fault: Fault, path: str | None) -> Fault:
         )
     if path is None or path in fault.explanation:
         return fault
-    return replace(fault, explanation=f"{fault.explanation} It is {path}.")
+    return replace(fault, explanation=f"The checkpoint is {path}. {fault.explanation}".strip())
 
 
 def _last_traceback(text: str) -> str:

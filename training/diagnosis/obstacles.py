@@ -109,7 +109,7 @@ def judge_obstacles(fault: Fault, obstacles: Iterable[Obstacle], *, is_first: bo
     if unnamed and fault.fault_class is FaultClass.LEFTOVER:
         fault = replace(fault, evidence=f"{fault.evidence} ({unnamed[0]} already exists)")
     texts = (f"{o.text[:1].upper()}{o.text[1:]}." for o in named)
-    return replace(fault, explanation=" ".join((fault.explanation, *texts)).strip())
+    return replace(fault, explanation=" ".join((*texts, fault.explanation)).strip())
 
 
 def _concerns(obstacle: Obstacle, fault: Fault) -> bool:
