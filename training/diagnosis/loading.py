@@ -31,10 +31,11 @@ _STEP_FOLDER = re.compile(
     r"/(?:checkpoint[-_]\d+|iter_\d{7,}|global_step\d+|step[-_=]?\d+|ckpt[-_]\d+"
     r"|epoch[-_=]?\d+[^/]*)(?=/|$|\.)|/ckpt\.pt$|\.ckpt(?=/|$)"
 )
-_FRAME = re.compile(r'^\s*File "[^"]*", line \d+, in (\w+)', re.MULTILINE)
+_FRAME = re.compile(r'\bFile "[^"]*", line \d+, in (\w+)')
 _LOADS = re.compile(r"load|resume|restore|checkpoint|ckpt|state_dict", re.IGNORECASE)
 _DAMAGE = re.compile(
-    r"^(?:[\w.]+\.)?(?:EOFError|UnpicklingError|BadZipFile|BadGzipFile|JSONDecodeError"
+    # Launchers put a rank before each line.
+    r"^(?:\[[^\]\n]{1,24}\]:? ?)*(?:[\w.]+\.)?(?:EOFError|UnpicklingError|BadZipFile|BadGzipFile|JSONDecodeError"
     r"|UnicodeDecodeError|SafetensorError|LZMAError|struct\.error|zlib\.error|error)\b",
     re.MULTILINE,
 )
@@ -78,7 +79,7 @@ def judge_loading(fault: Fault, outputs: Collection[str], resumed: Resumed) -> F
     """
     if resumed.has_stepped or fault.fault_class not in _BY_TYPE:
         return fault_of_command(fault)
-    texts = [_last_traceback(text) for text in (*outputs, fault.evidence)]
+    texts = [part for text in (*outputs, fault.evidence) for part in _tracebacks(text)]
     paths = [path for text in texts for path in find_checkpoint_paths(text, resumed.path)]
     is_damage = resumed.has_trained and any(map(_shows_damage, texts))
     is_corrupt = fault.fault_class is FaultClass.CHECKPOINT_CORRUPT
@@ -154,10 +155,12 @@ def _as_corrupt(fault: Fault, path: str | None) -> Fault:
     return replace(fault, explanation=f"The checkpoint is {path}. {fault.explanation}".strip())
 
 
-def _last_traceback(text: str) -> str:
-    """Return the last traceback with its message, or the last lines where there is none."""
-    begin = max((match.start() for match in re.finditer(TRACEBACK, text)), default=-1)
-    return text[begin:][:_MAX_TEXT_CHARS] if begin >= 0 else text[-_MAX_TEXT_CHARS // 4 :]
+def _tracebacks(text: str) -> list[str]:
+    """Split an output into its tracebacks, or return its end; the last may be a launcher's."""
+    begins = [match.start() for match in re.finditer(TRACEBACK, text)]
+    ends = [*begins[1:], len(text)]
+    parts = [text[begin:end][:_MAX_TEXT_CHARS] for begin, end in zip(begins, ends, strict=True)]
+    return parts or [text[-_MAX_TEXT_CHARS // 4 :]]
 
 
 def _shows_damage(text: str) -> bool:

@@ -82,6 +82,16 @@ def test_a_torn_folder_that_the_program_finds_itself_is_no_wrong_setting():
     assert judged.recoverable_by is RecoverableBy.USER_FIX, "Perdure has not chosen it"
 
 
+def test_a_launchers_traceback_behind_that_of_the_rank_hides_nothing():
+    rank = traceback("EOFError: Ran out of input")
+    prefixed = "".join(f"[rank0]: {line}\n" for line in rank.splitlines())
+    launcher = traceback("torch.distributed.elastic.ChildFailedError: train.py FAILED", "main")
+    before = fault(FaultClass.UNKNOWN, "ChildFailedError: train.py FAILED")
+    judged = judge_loading(before, [prefixed + launcher], RESUMED)
+    assert judged.fault_class is FaultClass.CHECKPOINT_CORRUPT
+    assert judged.recoverable_by is RecoverableBy.RETRY
+
+
 def test_other_damaged_data_rules_out_no_checkpoint():
     message = "safetensors_rust.SafetensorError: header too large: /models/base/model.safetensors"
     before = fault(FaultClass.CHECKPOINT_CORRUPT, message)
