@@ -7,6 +7,7 @@ does not fit the program is the user's. Pure.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -35,8 +36,9 @@ _FRAME = re.compile(r'\bFile "[^"]*", line \d+, in (\w+)')
 _LOADS = re.compile(r"load|resume|restore|checkpoint|ckpt|state_dict", re.IGNORECASE)
 _DAMAGE = re.compile(
     # Launchers put a rank before each line.
-    r"^(?:\[[^\]\n]{1,24}\]:? ?)*(?:[\w.]+\.)?(?:EOFError|UnpicklingError|BadZipFile|BadGzipFile|JSONDecodeError"
-    r"|UnicodeDecodeError|SafetensorError|LZMAError|struct\.error|zlib\.error|error)\b",
+    r"^(?:\[[^\]\n]{1,24}\]:? ?)*(?:[\w.]+\.)?"
+    r"(?:EOFError|UnpicklingError|BadZipFile|BadGzipFile|JSONDecodeError|UnicodeDecodeError"
+    r"|SafetensorError|LZMAError|error)\b",
     re.MULTILINE,
 )
 _MAX_TEXT_CHARS = 8_000
@@ -158,8 +160,9 @@ def _as_corrupt(fault: Fault, path: str | None) -> Fault:
 def _tracebacks(text: str) -> list[str]:
     """Split an output into its tracebacks, or return its end; the last may be a launcher's."""
     begins = [match.start() for match in re.finditer(TRACEBACK, text)]
-    ends = [*begins[1:], len(text)]
-    parts = [text[begin:end][:_MAX_TEXT_CHARS] for begin, end in zip(begins, ends, strict=True)]
+    parts = [
+        text[begin:end][:_MAX_TEXT_CHARS] for begin, end in itertools.pairwise([*begins, len(text)])
+    ]
     return parts or [text[-_MAX_TEXT_CHARS // 4 :]]
 
 
