@@ -347,7 +347,7 @@ class AttemptFinisher:
             has_stepped=current.first_step is not None,
             path=resume.path if resume is not None else None,
             step=step,
-            other_steps=history.saved_steps - {step},
+            other_steps=[other for other in history.saved_steps if other != step],
         )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
