@@ -56,7 +56,7 @@ def departures(job: Job, num_parameters: int | None) -> Iterator[str]:
 def _temporary_places(job: Job) -> Iterator[str]:
     address, folder = job.storage.address, job.storage.folder
     if folder is not None and is_temporary(folder):
-        yield f"storage.address={address} is temporary: all of the run is gone after a reboot"
+        yield f"storage.address={address} is temporary: a reboot deletes the run"
     if job.log_path is not None and is_temporary(Path(job.log_path)):
         yield f"log_path={job.log_path} is temporary: logs are gone after a reboot"
 
