@@ -45,7 +45,13 @@ from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
 from perdure.training.liveness.culprit import find_standstill
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.recovery.faults import (
+    NODE_UNWRITABLE,
+    TRAITS,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
 
 MAX_EVIDENCE_CHARS = 500
 _TRACED = "Traceback (most recent call last)"
@@ -96,6 +102,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """Name the first cause. Total: evidence that shows nothing gives `unknown`."""
     causes = [
         *_blame_lost_nodes(evidence),
+        *_blame_unwritable_nodes(evidence),
         *_blame_staging(evidence),
         *_blame_workers(evidence),
         *_blame_silent_ranks(evidence),
@@ -177,6 +184,24 @@ def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
             FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
         )
         yield _Cause(_Tier.NODE, fault)
+
+
+def _blame_unwritable_nodes(evidence: Evidence) -> Iterator[_Cause]:
+    """Blame nodes that take no files: the cause of a refused start, and of an unexplained end."""
+    for node, why_not in (evidence.unwritable or {}).items():
+        is_refused = evidence.refusal is not None or node in (evidence.staging_errors or {})
+        why = "The scratch folder of the node takes no files, so no processes can start there."
+        fault = _build_fault(
+            FaultClass.STORAGE_ERROR,
+            evidence,
+            f"{node} takes no files: {why_not}",
+            node=node,
+            code=NODE_UNWRITABLE,
+            why=why,
+        )
+        action = f"On {node}, make room, or have the folder mended: {why_not}"
+        fault = replace(fault, action=action, recoverable_by=RecoverableBy.ISOLATE)
+        yield _Cause(_Tier.ROOT if is_refused else _Tier.SYMPTOM, fault)
 
 
 def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:

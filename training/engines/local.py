@@ -29,7 +29,7 @@ from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
 from perdure.training.errors import EngineError
-from perdure.training.files import last_line, private_folder, write_whole
+from perdure.training.files import last_line, private_folder, why_unwritable, write_whole
 from perdure.training.injection.victims import processes_of
 from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER, is_alive, kill_container
@@ -216,6 +216,19 @@ class LocalEngine:
     def _launch(
         self, placement: Placement, members: Collection[int], ready: Collection[str]
     ) -> None:
+        """Start containers; a file system that takes no files is a reason as any other.
+
+        Raises:
+            EngineError: a container does not start.
+        """
+        try:
+            self._start_containers(placement, members, ready)
+        except OSError as error:
+            raise EngineError(f"a container cannot be started: {error}") from error
+
+    def _start_containers(
+        self, placement: Placement, members: Collection[int], ready: Collection[str]
+    ) -> None:
         launched = [member for member in placement.members if member.index in members]
         node_by_member = {
             member.index: member.node
@@ -286,8 +299,9 @@ class LocalEngine:
         while waiting := [c for c in containers if c.address() is None]:
             if time.monotonic() > deadline_s or any(p.poll() is not None for p in processes):
                 names = ", ".join(c.node for c in waiting)
-                log = last_line(waiting[0].path / "agent.log")
-                raise EngineError(f"the agents of {names} did not start: {log}")
+                folder = waiting[0].path
+                why = why_unwritable(folder) or last_line(folder / "agent.log")
+                raise EngineError(f"the agents of {names} did not start: {why}")
             time.sleep(0.05)
 
     def _end(self, containers: Collection[Container]) -> None:

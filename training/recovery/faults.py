@@ -189,7 +189,9 @@ TRAITS: Mapping[FaultClass, Traits] = {
 # (MindCluster faultCode.json, class User; ModelArts does not isolate the node for them).
 USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 
-STORE_FULL = "STORE_FULL"  # our own code: the run's store has no room left
+# Our own codes.
+STORE_FULL = "STORE_FULL"  # the run's store has no room left
+NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from perdure.training.recovery.chips import (
     times_in_a_row,
 )
 from perdure.training.recovery.faults import (
+    NODE_UNWRITABLE,
     STORE_FULL,
     TRAITS,
     USER_CAUSED_CODES,
@@ -51,6 +52,7 @@ SAME_CODE_WINDOW_S = 86400.0
 UNSUPPORTED = "unsupported"
 SWITCHED_OFF = "switched off"
 ENDED = "the processes have ended"
+LEAVES_THE_NODE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP)
 SETTINGS = frozenset({UNSUPPORTED, SWITCHED_OFF, ENDED})
 
 
@@ -87,10 +89,15 @@ class LadderInput:
         return self.fault.code in USER_CAUSED_CODES
 
     @property
+    def is_node_unwritable(self) -> bool:
+        """Whether the node takes no files, so that no process can start there."""
+        return self.fault.code == NODE_UNWRITABLE
+
+    @property
     def may_isolate(self) -> bool:
         """Whether there is evidence that it is the node."""
         often = self.too_often is not None and not self.is_user_caused
-        return often or self.node_suspicion is not None or points_at_hardware(self.fault)
+        return often or self.is_node_unwritable or self.node_suspicion is not None or points_at_hardware(self.fault)
 
     def used(self, *rungs: Rung) -> int:
         """Recoveries of the streak that were carried out; a last resort that failed counts too."""
@@ -113,6 +120,8 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     ladder = LADDER[fault.fault_class]
     if ladder == (Rung.STOP,):
         return ladder
+    if case.is_node_unwritable:
+        return LEAVES_THE_NODE
     allowed = set(ladder) - ISOLATES
     if fault.fault_class is FaultClass.CONTAINER_LOST:
         allowed |= {Rung.NODE_REPLACE, Rung.POD_RESCHEDULE}

@@ -367,10 +367,12 @@ class Capacity:
     Attributes:
         healthy: nodes that may take part, the one at fault counted; None: unknown.
         needed: nodes that the job runs on.
+        is_estimate: whether the platform chooses nodes, and may have more.
     """
 
     healthy: int | None
     needed: int
+    is_estimate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

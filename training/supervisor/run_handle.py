@@ -79,7 +79,9 @@ class RunHandle:
         placement = placement_of(self.history)
         if placement is None or self.history.ended is not None:
             return None
-        return AttemptObserver(self._make_fleet(self.history.epoch), placement)
+        attempts = self.history.attempts
+        key = attempts[-1].key if attempts else None
+        return AttemptObserver(self._make_fleet(self.history.epoch), placement, key=key)
 
     def _make_fleet(self, epoch: int) -> Fleet:
         return make_fleet(

@@ -287,6 +287,7 @@ class RunSupervisor(RunHandle):
         return AttemptWatch(
             self.fleet,
             job,
+            key=view.key,
             started_s=view.started.at_s,
             stop_wanted=stop_wanted,
             on_progress=recorder.record,
@@ -338,6 +339,7 @@ class RunSupervisor(RunHandle):
         watch = AttemptWatch(
             self.fleet,
             self.job,
+            key=view.key,
             started_s=view.started.at_s,
             stop_wanted=lambda: True,
             on_progress=lambda _progress: None,

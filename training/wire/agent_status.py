@@ -192,6 +192,8 @@ class AgentStatus(FrozenModel):
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
+        unwritable: why the node's scratch folder takes no files, once a start or a process has
+            failed; empty where it does.
     """
 
     node: str
@@ -217,6 +219,28 @@ class AgentStatus(FrozenModel):
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     is_warm: bool = Field(False, description="whether session programs start without imports")
     coordinator_end: CoordinatorEnd | None = None
+    unwritable: str = ""
+
+    def of_attempt(self, placement: int, attempt: int) -> AgentStatus:
+        """Return the state of the node in this attempt: idle until its processes are ordered.
+
+        Until then an agent reports the attempt before, whose steps, checkpoints and ends are none
+        of this one.
+        """
+        if (self.placement, self.attempt) == (placement, attempt):
+            return self
+        return AgentStatus(
+            node=self.node,
+            member=self.member,
+            state=AgentState.IDLE,
+            schedule_cnt=self.schedule_cnt,
+            proc_start_cnt=self.proc_start_cnt,
+            placement=0,
+            attempt=0,
+            sample=self.sample,
+            is_warm=self.is_warm,
+            unwritable=self.unwritable,
+        )
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:
