@@ -16,6 +16,7 @@ from pathlib import Path
 
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
+from perdure.storage.retry import Retry
 from perdure.training.agent.checkpoint_server import CheckpointServerProcess
 from perdure.training.agent.control import WakeupSignal
 from perdure.training.agent.coordinator_client import (
@@ -49,6 +50,7 @@ from perdure.training.wire.agent import (
 )
 from perdure.training.wire.agent_status import AgentState, AgentStatus, CoordinatorEnd, HangReport
 from perdure.training.wire.node import HealOrder, NodeSample
+from perdure.training.wire.store_wait import StoreWaitNote, read_store_wait
 
 DATA_FOLDER = "data"
 
@@ -195,6 +197,7 @@ class NodeAttempt:
             coordinator_end=self._coordinator_end,
             is_warm=container.launcher.is_warm,
             unwritable=container.unwritable,
+            store_wait=read_store_wait(container.folder),
         )
 
     def read_steps(self, offset: int) -> AgentReply:
@@ -256,9 +259,7 @@ class NodeAttempt:
     def make_room(self) -> None:
         """Give logs up where the disk is nearly full."""
         if self.group is not None and not self.is_over:
-            self._container.make_room(
-                self.order.job, self.group.output.log_folder, at_once=False
-            )
+            self._container.make_room(self.order.job, self.group.output.log_folder, at_once=False)
 
     def check_hang(self) -> None:
         """Judge whether the workers make progress."""
@@ -305,7 +306,9 @@ class NodeAttempt:
     def _stage_data(self) -> None:
         """Fetch the token shards of a session program into the container's folder."""
         if self.order.data_manifest_key is not None:
-            store = open_store(self.order.job.storage)
+            note = StoreWaitNote(self._container.folder, "agent")
+            retry = Retry.patient(on_failure=note.failed, on_success=note.passed)
+            store = open_store(self.order.job.storage, retry=retry)
             manifest = load_manifest(store, self.order.data_manifest_key)
             stage(manifest, store, self._container.folder / DATA_FOLDER)
 

@@ -55,9 +55,7 @@ class PeriodicSampler:
         self._stale_s = MISSED_SAMPLES * every_s + SAMPLE_LIMIT_S
         threading.Thread(
             target=self._run,
-            args=(
-                Sampler(self._folder, num_devices), every_s, on_sample, self._ended, self._due
-            ),
+            args=(Sampler(self._folder, num_devices), every_s, on_sample, self._ended, self._due),
             name="perdure-sampling",
             daemon=True,
         ).start()

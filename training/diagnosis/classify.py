@@ -199,7 +199,7 @@ def _blame_unwritable_nodes(evidence: Evidence) -> Iterator[_Cause]:
             code=NODE_UNWRITABLE,
             why=why,
         )
-        action = f"On {node}, make room, or have the folder mended: {why_not}"
+        action = "Make room on that node, or have its folder mended; then start the run again."
         fault = replace(fault, action=action, recoverable_by=RecoverableBy.ISOLATE)
         yield _Cause(_Tier.ROOT if is_refused else _Tier.SYMPTOM, fault)
 
@@ -252,7 +252,9 @@ def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
     line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
     fault = _build_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
-    yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))
+    is_explained = fault_class is FaultClass.UNKNOWN and lost.node in (evidence.unwritable or {})
+    tier = _Tier.UNEXPLAINED if is_explained else _Tier.ROOT
+    yield _Cause(tier, replace(fault, at_s=lost.ended_s))
 
 
 def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:

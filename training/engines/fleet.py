@@ -378,9 +378,7 @@ class Fleet:
         """Names of processes or objects that the run still has on the platform."""
         return self._engine.leftovers()
 
-    def metrics(
-        self, offset: int, *, of_attempt: tuple[int, int] | None = None
-    ) -> tuple[str, int]:
+    def metrics(self, offset: int, *, of_attempt: tuple[int, int] | None = None) -> tuple[str, int]:
         """Read the step records that the first rank wrote after `offset` bytes.
 
         Returns them with the new offset. They are empty while the agent is lost or owes an answer,

@@ -97,7 +97,12 @@ class LadderInput:
     def may_isolate(self) -> bool:
         """Whether there is evidence that it is the node."""
         often = self.too_often is not None and not self.is_user_caused
-        return often or self.is_node_unwritable or self.node_suspicion is not None or points_at_hardware(self.fault)
+        return (
+            often
+            or self.is_node_unwritable
+            or self.node_suspicion is not None
+            or points_at_hardware(self.fault)
+        )
 
     def used(self, *rungs: Rung) -> int:
         """Recoveries of the streak that were carried out; a last resort that failed counts too."""

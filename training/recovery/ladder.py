@@ -46,6 +46,8 @@ from perdure.training.recovery.rungs import (
     Rung,
 )
 
+UNWRITABLE_ADVICE = "make room there or have the folder mended, then start the run again"
+
 
 def decide(  # noqa: PLR0913 all that an answer may depend on
     fault: Fault,
@@ -161,7 +163,7 @@ def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) 
     if rung is Rung.STOP and case.is_node_unwritable:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
-        return f"{fault.fault_class}: {fault.evidence}{where}. {fault.action}".rstrip()
+        return f"{fault.fault_class}: {fault.evidence}{where}; {UNWRITABLE_ADVICE}"
     if is_the_users_again(case):
         return f"{fault.fault_class} again, and its evidence is for the user to fix"
     if LADDER[fault.fault_class] == (Rung.STOP,):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,7 @@ from perdure.training.diagnosis.evidence import (
 )
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
@@ -104,6 +106,17 @@ class AttemptWatch:
         self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
+        self._is_stopped = False  # on request, while this process waited for the store
+
+    def stop_where_wanted(self) -> None:
+        """Have the processes end on a request that comes while their end cannot be recorded."""
+        if self._is_stopped or not self._stop_wanted():
+            return
+        if _has_failure(self._poll()):
+            return  # the fault comes first, and is still to be recorded
+        with suppress(EngineError):  # another supervisor has the run
+            self._fleet.stop(self._request_grace_s)
+            self._is_stopped = True
 
     def _follower(self) -> Follower:
         return Follower(partial(self._fleet.metrics, of_attempt=self._key))
@@ -140,7 +153,7 @@ class AttemptWatch:
             request = EndKind.RESTARTED
         # A fault comes before a request to stop: else nobody would learn of it.
         is_fault = has_failed or any(result.is_fault for result in results)
-        if request is not None and not is_fault:
+        if request is not None and (not is_fault or self._is_stopped):
             return self._end_on_request(request)
         if EndKind.FAILED in ends:
             return self.wind_up()

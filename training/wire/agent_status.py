@@ -11,6 +11,7 @@ from pydantic import Field
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.wire.node import NodeSample
+from perdure.training.wire.store_wait import Wait
 
 
 class AgentState(StrEnum):
@@ -220,6 +221,7 @@ class AgentStatus(FrozenModel):
     is_warm: bool = Field(False, description="whether session programs start without imports")
     coordinator_end: CoordinatorEnd | None = None
     unwritable: str = ""
+    store_wait: Wait | None = Field(None, description="of its processes, for the run's store")
 
     def of_attempt(self, placement: int, attempt: int) -> AgentStatus:
         """Return the state of the node in this attempt: idle until its processes are ordered.
@@ -240,6 +242,7 @@ class AgentStatus(FrozenModel):
             sample=self.sample,
             is_warm=self.is_warm,
             unwritable=self.unwritable,
+            store_wait=self.store_wait,
         )
 
     @property

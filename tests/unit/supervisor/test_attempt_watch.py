@@ -16,6 +16,7 @@ def stopped_watch(monkeypatch):
     watch = AttemptWatch(
         FakeFleet(Cluster(["done"]), lambda _call: None),  # type: ignore[arg-type]
         small_job(),
+        key=(1, 1),
         started_s=0.0,
         stop_wanted=lambda: True,
         on_progress=lambda _progress: None,
