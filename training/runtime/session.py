@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import datetime as dt
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO, ClassVar
 
 import torch

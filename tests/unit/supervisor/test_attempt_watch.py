@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from perdure.training.engines.base import Snapshot
 from perdure.training.supervisor.attempt_watch import AttemptWatch
-from perdure.training.supervisor.watch import EndKind, WatchResult
+from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
+from perdure.training.wire.agent_status import (
+    AgentState,
+    AgentStatus,
+    SavedCheckpoint,
+    ShownStep,
+    WorkerStatus,
+)
 from tests.jobs import small_job
 from tests.unit.supervisor.cluster import Cluster, FakeFleet
 
@@ -24,6 +32,44 @@ def stopped_watch(monkeypatch):
     monkeypatch.setattr(watch, "wind_up", lambda **_options: "fault")
     monkeypatch.setattr(watch, "_end_on_request", lambda _request: "request")
     return watch
+
+
+class FleetOfTheAttemptBefore(FakeFleet):
+    """Agents that refused the second attempt, and still report the first."""
+
+    def poll(self) -> Snapshot:
+        worker = WorkerStatus(rank=0, local_rank=0, pid=1, exit_code=1, ended_s=5.0, error="old")
+        saved = SavedCheckpoint(step=40, path="/c/40", size_bytes=1, written_s=4.0)
+        status = AgentStatus(
+            node="node-0", member=0, state=AgentState.ENDED, schedule_cnt=1, proc_start_cnt=1,
+            placement=1, attempt=1, workers=(worker,), is_command=True, saved=(saved,),
+            shown=ShownStep(step=45, age_s=1.0), unwritable="No space left on device: /scratch",
+        )  # fmt: skip
+        return Snapshot({0: status})
+
+    def metrics(
+        self, offset: int, *, of_attempt: tuple[int, int] | None = None
+    ) -> tuple[str, int]:
+        assert of_attempt == (1, 2), "the log of the attempt before is none of this one"
+        return "", offset
+
+
+def test_nothing_of_the_attempt_before_is_taken_for_an_attempt_that_was_refused():
+    progress: list[Progress] = []
+    watch = AttemptWatch(
+        FleetOfTheAttemptBefore(Cluster(["done"]), lambda _call: None),  # type: ignore[arg-type]
+        small_job(),
+        key=(1, 2),
+        started_s=0.0,
+        stop_wanted=lambda: False,
+        on_progress=progress.append,
+    )
+    end = watch.wind_up(refusal="refused rendezvous")
+    assert (end.kind, end.last_step, end.stepped_s) == (EndKind.FAILED, None, None)
+    assert end.evidence.workers == ()
+    assert end.evidence.unwritable == {"node-0": "No space left on device: /scratch"}
+    assert all(not poll.saved and not poll.checkpoints for poll in progress)
+    assert end.evidence.lost_nodes == ()
 
 
 @pytest.mark.parametrize(
