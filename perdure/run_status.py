@@ -165,7 +165,7 @@ class RunStatus(FrozenModel):
     sub_healthy: int = Field(description="collectives that were repeated after a broken connection")
     pause_wanted: bool = Field(description="whether a pause has been requested")
     pause: PauseStatus | None = Field(description="the pause under way")
-    waits: Wait | None = Field(None, description="what the run waits for, since when, and why")
+    waits: Wait | None = Field(description="what the run waits for, since when, and why")
     attempts: tuple[AttemptRow, ...] = Field(description="oldest first")
     abnormal: AbnormalSteps | None = Field(
         description="steps of abnormal loss or gradient norm, and skipped batches"

@@ -339,7 +339,7 @@ def _list_runs(*, as_json: bool) -> None:
 
 def _run_row(run_id: str) -> _RunRow:
     try:
-        snapshot = RunMonitor(run_to_observe(run_id)).snapshot()
+        snapshot = RunMonitor(run_to_observe(run_id, is_brief=True)).snapshot()
     except (StorageError, PerdureError) as error:
         return _RunRow(run_id, problem=" ".join(str(error).split()))
     status, history = snapshot.status, snapshot.history

@@ -18,6 +18,7 @@ from pathlib import Path
 LOW_BYTES = 1 << 30  # on a large disk a smaller share is enough
 KEPT_BYTES = 16 << 20  # of a log, at most
 LEAST_KEPT_BYTES = 64 << 10  # what a diagnosis reads
+BLOCK_BYTES = 512  # of st_blocks, on every file system
 _LINE_BYTES = 64 << 10  # in which the end of a line is looked for
 _ATTEMPTS_LOGS = "*/attempts/p????-a????/*.log"  # of every container of the node
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
@@ -87,19 +88,19 @@ def give_up_logs(paths: Sequence[Path], *, low_bytes: int) -> int:
 
 def _cut_beginning(path: Path, kept_bytes: int) -> int:
     """Make a hole of a log's beginning. Returns the space that this has freed."""
-    before = path.stat()
-    if before.st_blocks * 512 <= 2 * kept_bytes:
+    size_bytes, blocks = path.stat().st_size, path.stat().st_blocks
+    if blocks * BLOCK_BYTES <= 2 * kept_bytes:
         return 0
     with path.open("r+b", buffering=0) as file:
-        file.seek(before.st_size - kept_bytes)
+        file.seek(size_bytes - kept_bytes)
         # A line without its beginning may have the end of a secret, which nothing masks.
         end_of_line = file.read(_LINE_BYTES).find(b"\n") + 1
-        end = before.st_size - kept_bytes + end_of_line
+        end = size_bytes - kept_bytes + end_of_line
         libc = ctypes.CDLL(None, use_errno=True)
         offset, length = ctypes.c_int64(0), ctypes.c_int64(end)
         if libc.fallocate(file.fileno(), _KEEP_SIZE | _PUNCH_HOLE, offset, length) != 0:
             raise OSError(ctypes.get_errno(), "fallocate", str(path))
-    return max(0, (before.st_blocks - path.stat().st_blocks) * 512)
+    return max(0, (blocks - path.stat().st_blocks) * BLOCK_BYTES)
 
 
 def first_kept_byte(path: Path) -> int:

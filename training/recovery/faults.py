@@ -241,6 +241,11 @@ class Fault:
         return self.code if is_chip else None
 
     @property
+    def is_of_unwritable_node(self) -> bool:
+        """Whether no process can start on the node, because it takes no files."""
+        return self.code == NODE_UNWRITABLE
+
+    @property
     def where(self) -> str:
         """Rank and node, for messages."""
         if self.rank is None:

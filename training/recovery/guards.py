@@ -21,7 +21,6 @@ from perdure.training.recovery.chips import (
     times_in_a_row,
 )
 from perdure.training.recovery.faults import (
-    NODE_UNWRITABLE,
     STORE_FULL,
     TRAITS,
     USER_CAUSED_CODES,
@@ -34,6 +33,7 @@ from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,
+    LEAVES_THE_NODE,
     RESCHEDULES,
     RUNGS,
     STAYS_ON_CHIP,
@@ -52,7 +52,6 @@ SAME_CODE_WINDOW_S = 86400.0
 UNSUPPORTED = "unsupported"
 SWITCHED_OFF = "switched off"
 ENDED = "the processes have ended"
-LEAVES_THE_NODE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP)
 SETTINGS = frozenset({UNSUPPORTED, SWITCHED_OFF, ENDED})
 
 
@@ -89,17 +88,12 @@ class LadderInput:
         return self.fault.code in USER_CAUSED_CODES
 
     @property
-    def is_node_unwritable(self) -> bool:
-        """Whether the node takes no files, so that no process can start there."""
-        return self.fault.code == NODE_UNWRITABLE
-
-    @property
     def may_isolate(self) -> bool:
         """Whether there is evidence that it is the node."""
         often = self.too_often is not None and not self.is_user_caused
         return (
             often
-            or self.is_node_unwritable
+            or self.fault.is_of_unwritable_node
             or self.node_suspicion is not None
             or points_at_hardware(self.fault)
         )
@@ -125,7 +119,7 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     ladder = LADDER[fault.fault_class]
     if ladder == (Rung.STOP,):
         return ladder
-    if case.is_node_unwritable:
+    if case.fault.is_of_unwritable_node:
         return LEAVES_THE_NODE
     allowed = set(ladder) - ISOLATES
     if fault.fault_class is FaultClass.CONTAINER_LOST:

@@ -114,7 +114,7 @@ def _has_nowhere_to_go(case: LadderInput, capacity: Capacity | None) -> bool:
     """Whether the only nodes there are include one that takes no files."""
     if capacity is None or capacity.healthy is None or capacity.is_estimate:
         return False
-    return case.is_node_unwritable and capacity.healthy <= capacity.needed
+    return case.fault.is_of_unwritable_node and capacity.healthy <= capacity.needed
 
 
 def _decision(
@@ -160,7 +160,7 @@ def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) 
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
     if is_store_full(case):
         return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
-    if rung is Rung.STOP and case.is_node_unwritable:
+    if rung is Rung.STOP and case.fault.is_of_unwritable_node:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
         return f"{fault.fault_class}: {fault.evidence}{where}; {UNWRITABLE_ADVICE}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -213,4 +212,4 @@ def test_a_folder_that_vanished_or_is_none_takes_no_files(tmp_path):
 def test_only_a_file_system_that_takes_no_files_is_a_refusal(tmp_path, error, refusal):
     answer = write_refusal(error, [tmp_path])
     assert answer.startswith(refusal) if refusal else answer == ""
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []

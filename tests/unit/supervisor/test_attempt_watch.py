@@ -47,9 +47,7 @@ class FleetOfTheAttemptBefore(FakeFleet):
         )  # fmt: skip
         return Snapshot({0: status})
 
-    def metrics(
-        self, offset: int, *, of_attempt: tuple[int, int] | None = None
-    ) -> tuple[str, int]:
+    def metrics(self, offset: int, *, of_attempt: tuple[int, int] | None = None) -> tuple[str, int]:
         assert of_attempt == (1, 2), "the log of the attempt before is none of this one"
         return "", offset
 

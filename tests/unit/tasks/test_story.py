@@ -91,12 +91,12 @@ def test_the_activity_follows_recoveries_and_pauses(see):
     assert see(LINK_BEGAN, fresh=1, steps=[STEP]) == "recovering: link_down -> step_retry"
     assert see(LINK_BEGAN) == "recovering: link_down -> step_retry"
     assert see(LINK_BEGAN, LINK_RECOVERED, fresh=1) == "training"
-    assert see(STANDS, fresh=1) .startswith("paused at step 20 since ")
+    assert see(STANDS, fresh=1).startswith("paused at step 20 since ")
     assert see(STANDS, GOES_ON, fresh=1) == "training"
 
 
 def test_a_supervisor_that_adopts_a_paused_attempt_shows_that_it_is_paused(see, reported):
-    assert see(STANDS, fresh=0) .startswith("paused at step 20 since ")
+    assert see(STANDS, fresh=0).startswith("paused at step 20 since ")
     assert reported.events == [], "what is on record was reported by the supervisor before"
 
 
