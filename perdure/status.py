@@ -53,6 +53,7 @@ from perdure.training.reporting.rows import OPEN, AlertRow, losses_of_steps, sto
 from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.job_registry import known_runs
 from perdure.training.supervisor.store_outage import read_outage
+from perdure.training.wire.store_wait import WaitKind
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 NOT_KNOWN = "not known"
@@ -178,7 +179,8 @@ def _field_text(status: RunStatus, name: str) -> str:
 def _headline(status: RunStatus) -> str:
     """State, step, speed and remaining time, in a line."""
     target = f" / {status.target_step}" if status.target_step is not None else ""
-    waits = [status.waits.text] if status.waits is not None else []
+    is_waiting = status.waits is not None and status.waits.kind is not WaitKind.RESUME
+    waits = [status.waits.text] if status.waits is not None and is_waiting else []
     parts = [_field_text(status, "state"), *waits, f"step {_field_text(status, 'step')}{target}"]
     is_running = status.state is RunState.RUNNING
     if status.tokens_per_s and is_running:

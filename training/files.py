@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -74,18 +74,21 @@ def why_unwritable(folder: Path) -> str:
     return ""
 
 
-def write_refusal(error: Exception | None, folders: Iterable[Path]) -> str:
+def write_refusal(error: Exception | None, folders: Sequence[Path]) -> str:
     """Return why nothing could be written, reason and path; empty where that is not why.
 
     Args:
         error: ended a start; None: there was none.
-        folders: take the files of this machine.
+        folders: take the files of this machine. Elsewhere, a missing file or right is no refusal.
     """
-    refused = isinstance(error, OSError) and error.errno in REFUSALS
-    if isinstance(error, OSError) and refused and error.filename:
-        return f"{error.strerror}: {os.fsdecode(error.filename)}"
+    if isinstance(error, OSError) and error.filename:
+        path = Path(os.fsdecode(error.filename))
+        is_inside = any(path.is_relative_to(folder) for folder in folders)
+        if is_inside or error.errno in REFUSALS:
+            return f"{error.strerror}: {path}"
     probed = next(filter(None, map(why_unwritable, folders)), "")
-    return probed or (str(error) if refused else "")
+    is_refusal = isinstance(error, OSError) and error.errno in REFUSALS
+    return probed or (str(error) if is_refusal else "")
 
 
 def last_line(path: Path) -> str:

@@ -315,7 +315,8 @@ class NodeAttempt:
     def _fail_staging(self, error: Exception) -> None:
         if self.state is AgentState.STAGING:
             self._staging_error = f"{type(error).__name__}: {error}"
-            self._container.note_refusal(error)
+            log_path = self.order.log_path
+            self._container.note_refusal(error, Path(log_path) if log_path else None)
             self.group = None
             self.state = AgentState.ENDED
 

@@ -118,7 +118,10 @@ class ControlServer:
                 return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
             if not is_authentic(request.token, token):
                 return AgentReply(error="wrong token")
-            return handler(request)
+            try:
+                return handler(request)
+            except OSError as error:  # a disk that takes no files; silence would be a lost node
+                return AgentReply(error=f"{type(error).__name__}: {error}")
 
         first = RequestServer(host, answer, port=port)
         if not on_loopback:

@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -216,19 +217,6 @@ class LocalEngine:
     def _launch(
         self, placement: Placement, members: Collection[int], ready: Collection[str]
     ) -> None:
-        """Start containers; a file system that takes no files is a reason as any other.
-
-        Raises:
-            EngineError: a container does not start.
-        """
-        try:
-            self._start_containers(placement, members, ready)
-        except OSError as error:
-            raise EngineError(f"a container cannot be started: {error}") from error
-
-    def _start_containers(
-        self, placement: Placement, members: Collection[int], ready: Collection[str]
-    ) -> None:
         launched = [member for member in placement.members if member.index in members]
         node_by_member = {
             member.index: member.node
@@ -255,6 +243,10 @@ class LocalEngine:
         self._await_agents(started, [self._spawn(container) for container in started])
 
     def _create(self, member: Member, name: str) -> Container:
+        with _as_engine_error(f"no container on {member.node}"):
+            return self._write_container(member, name)
+
+    def _write_container(self, member: Member, name: str) -> Container:
         folder = self._root / "nodes" / member.node / name
         # An earlier supervisor left it, where it died between this line and `_save`.
         shutil.rmtree(folder, ignore_errors=True)
@@ -279,7 +271,8 @@ class LocalEngine:
         number = int(container.node.rpartition("-")[2])
         devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
         node_env = {MARKER: container.folder, **devices}
-        with (container.path / "agent.log").open("ab") as log:
+        errors = _as_engine_error(f"no agent on {container.node}")
+        with errors, (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "perdure.training.agent", container.folder],
                 cwd=container.path,
@@ -322,8 +315,9 @@ class LocalEngine:
             containers=tuple(c for _, c in sorted(self._containers.items())),
             standing_by=tuple(c for _, c in sorted(self._spares.items())),
         )
-        private_folder(self._root)
-        write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
+        with _as_engine_error("the containers are not on record"):
+            private_folder(self._root)
+            write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
 
     def _load(self) -> int | None:
         """Read the containers from disk. Returns their placement's number; None: there is no file.
@@ -342,6 +336,15 @@ class LocalEngine:
         self._spares = {c.node: c for c in document.standing_by}
         self._placement = document.placement
         return document.placement
+
+
+@contextmanager
+def _as_engine_error(subject: str) -> Iterator[None]:
+    """Tell a disk that takes no files as any other reason why a container does not start."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(f"{subject}: {error.strerror}: {error.filename}") from error
 
 
 def devices_of_node(

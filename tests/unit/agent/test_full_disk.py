@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -198,6 +200,26 @@ def test_a_folder_that_vanished_or_is_none_takes_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == [file], "the probe is gone"
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOENT, errno.ENOTDIR])
+def test_a_file_of_the_node_that_is_refused_is_the_nodes_whatever_the_reason(tmp_path, number):
+    path = tmp_path / "attempts" / "p0001-a0002"
+    error = OSError(number, os.strerror(number), str(path))
+    assert write_refusal(error, [tmp_path]) == f"{os.strerror(number)}: {path}"
+
+
+def test_attempts_that_are_no_folder_any_more_refuse_the_start(new_container):
+    running = new_container()
+    running.finish("true")
+    attempts = running.folder / "attempts"
+    attempts.rename(attempts.with_name("moved"))
+    attempts.touch()
+    refused = running.finish("true")
+    assert refused.unwritable.endswith(f": {attempts / f'p0003-a{refused.attempt:04d}'}")
+    assert refused.staging_error is not None
+    attempts.unlink()
+    assert running.finish("true").unwritable == ""
+
+
 @pytest.mark.parametrize(
     ("error", "refusal"),
     [
@@ -205,6 +227,7 @@ def test_a_folder_that_vanished_or_is_none_takes_no_files(tmp_path):
         (OSError(30, "Read-only file system", "/elsewhere/x"), "Read-only file system: /elsewhere"),
         (OSError(122, "Disk quota exceeded"), "[Errno 122] Disk quota exceeded"),
         (FileNotFoundError(2, "No such file or directory", "/secrets/token"), ""),
+        (PermissionError(13, "Permission denied", "/secrets/token"), ""),
         (ValueError("a secret is missing"), ""),
         (None, ""),
     ],
