@@ -106,17 +106,18 @@ class AttemptWatch:
         self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
-        self._is_stopped = False  # on request, while this process waited for the store
+        # While this process waited for the store.
+        self._stop_ordered = self._ended_on_request = False
 
     def stop_where_wanted(self) -> None:
         """Have the processes end on a request that comes while their end cannot be recorded."""
-        if self._is_stopped or not self._stop_wanted():
+        if self._stop_ordered or not self._stop_wanted():
             return
-        if _has_failure(self._poll()):
-            return  # the fault comes first, and is still to be recorded
         with suppress(EngineError):  # another supervisor has the run
+            # A fault comes first all the same: it is still to be recorded.
+            self._ended_on_request = not _has_failure(self._poll())
             self._fleet.stop(self._request_grace_s)
-            self._is_stopped = True
+            self._stop_ordered = True
 
     def _follower(self) -> Follower:
         return Follower(partial(self._fleet.metrics, of_attempt=self._key))
@@ -153,7 +154,7 @@ class AttemptWatch:
             request = EndKind.RESTARTED
         # A fault comes before a request to stop: else nobody would learn of it.
         is_fault = has_failed or any(result.is_fault for result in results)
-        if request is not None and (not is_fault or self._is_stopped):
+        if request is not None and (not is_fault or self._ended_on_request):
             return self._end_on_request(request)
         if EndKind.FAILED in ends:
             return self.wind_up()

@@ -81,3 +81,41 @@ def test_nothing_of_the_attempt_before_is_taken_for_an_attempt_that_was_refused(
 )
 def test_a_failed_move_comes_before_a_stop_and_a_false_success_after_it(result, end, stopped_watch):
     assert stopped_watch._end_after([result], is_late=False) == end
+
+
+class FleetThatStops(FakeFleet):
+    """Ranks that train until they are ordered to stop."""
+
+    num_stops = 0
+
+    def poll(self) -> Snapshot:
+        code = 75 if self.num_stops else None
+        worker = WorkerStatus(
+            rank=0, local_rank=0, pid=1, exit_code=code, stopped_by_agent=bool(self.num_stops)
+        )
+        status = AgentStatus(
+            node="node-0", member=0, schedule_cnt=1, proc_start_cnt=1, placement=1, attempt=1,
+            state=AgentState.ENDED if self.num_stops else AgentState.RUNNING, workers=(worker,),
+        )  # fmt: skip
+        return Snapshot({0: status})
+
+    def stop(self, grace_s: float) -> None:
+        self.num_stops += 1
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_request_that_comes_while_the_store_is_silent_ends_the_processes_once(is_wanted):
+    fleet = FleetThatStops(Cluster(["done"]), lambda _call: None)
+    watch = AttemptWatch(
+        fleet,  # type: ignore[arg-type]
+        small_job(),
+        key=(1, 1),
+        started_s=0.0,
+        stop_wanted=lambda: is_wanted,
+        on_progress=lambda _progress: None,
+    )
+    watch.stop_where_wanted()
+    watch.stop_where_wanted()
+    assert fleet.num_stops == int(is_wanted)
+    if is_wanted:
+        assert watch.run().kind is EndKind.STOPPED, "an end on request is no fault"
