@@ -243,10 +243,10 @@ def test_a_wait_for_the_store_is_the_phase_once_no_step_comes(story, see, report
     see(steps=[STEP])
     story.waits(STORE_WAIT)
     assert story.phase == "waiting for the store since 1970-01-01 00:16:40 UTC: SlowDown"
-    assert reported.shown["progress"].text.startswith(story.phase)
+    assert reported.shown["progress"].description.startswith(story.phase)
     story.waits(None)
     assert story.phase == "training"
-    assert reported.shown["progress"].text.startswith("training")
+    assert reported.shown["progress"].description.startswith("training")
 
 
 def test_a_run_that_trains_beside_a_wait_says_both(story, see):
