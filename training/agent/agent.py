@@ -299,7 +299,10 @@ class Agent:
         with self._lock:
             if not self._is_quiet:
                 return AgentReply(error="an attempt is running")
-        return AgentReply(checks=self._checks.run(order))
+        try:
+            return AgentReply(checks=self._checks.run(order))
+        except OSError as error:  # of a disk that takes no files; silence would say nothing
+            return AgentReply(error=str(error))
 
     def _heal(self, order: HealOrder) -> AgentReply:
         if not self._is_quiet:

@@ -33,13 +33,15 @@ def disk(tmp_path) -> Iterator[Path]:
     if subprocess.run(command, check=False, capture_output=True).returncode != 0:
         pytest.skip("file systems cannot be mounted here: not root, or without the right")
     yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    while os.path.ismount(folder):  # a test may have put another in its place
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture
 def container(disk) -> Iterator[Container]:
     """An agent on that file system."""
     running = start_container(disk / "container", {})
+    running.status()  # it listens: its own start needs room, too
     yield running
     end_container(running)
 
@@ -57,7 +59,9 @@ def use_up_inodes(folder: Path) -> None:
 
 
 def remount_read_only(folder: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    # Open logs keep the file system itself writable; a second mount in its place is not.
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +119,14 @@ def test_a_refused_rendezvous_leaves_the_attempt_before_without_a_word_about_the
 
 
 def test_a_flood_costs_logs_and_not_the_run(container, disk):
+    # It pauses before the disk is full: the agent looks once a second, whatever the machine does.
     program = (
-        "import sys, time\n"
+        "import os, sys, time\n"
         "for number in range(60):\n"
         "    sys.stdout.write('a line of the flood\\n' * 50_000)\n"
         "    sys.stdout.flush()\n"
-        "    time.sleep(0.2)\n"
+        f"    while os.statvfs({str(disk)!r}).f_bavail * 4096 < 1 << 20:\n"
+        "        time.sleep(0.05)\n"
         "print('the last line')\n"
     )
     container.start(sys.executable, "-c", program)

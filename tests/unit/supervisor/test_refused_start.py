@@ -16,6 +16,7 @@ from perdure.training.wire.agent import StartOrder
 from perdure.training.wire.agent_status import SavedCheckpoint
 from tests.unit.supervisor.cluster import Cluster, FakeFleet
 from tests.unit.supervisor.test_runbook import ClusterDriver
+from tests.values import not_none
 
 FULL = "No space left on device: /scratch/run"
 
@@ -92,12 +93,12 @@ def test_a_refused_start_leaves_the_node_for_another(job, play):
 
 def test_without_another_node_the_run_ends_with_what_a_person_must_do(job, play):
     played = play(without_pods(job, spares=0), "node-0", "node-1")
-    assert played.ended == "failed"
+    assert not_none(played.history.ended).outcome == "failed"
     _, refused = played.history.attempts
     assert refused.decision is not None
     assert refused.decision.rung is Rung.STOP
-    assert FULL in played.history.ended.message
-    assert "no other node is free; make room there" in played.history.ended.message
+    assert FULL in not_none(played.history.ended).message
+    assert "no other node is free; make room there" in not_none(played.history.ended).message
     assert not played.history.isolated
 
 
@@ -115,5 +116,5 @@ def test_an_attempt_that_never_trained_has_no_step_and_no_checkpoint(job, play):
 
 def test_starts_that_every_node_refuses_use_up_the_budget(job, play):
     played = play(without_pods(job), "node-0", "node-1", "node-2")
-    assert played.ended == "failed"
+    assert not_none(played.history.ended).outcome == "failed"
     assert len(played.history.attempts) <= 1 + 3 + 1
