@@ -216,10 +216,8 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     records = StepReader(store, job.run_id).read()
     kept_steps = drop_lost_steps(records)
     if kept_steps:
-        picture = folder / "loss.png"
-        picture.write_bytes(loss_picture(history, kept_steps))
         console.print(f"steps kept: {num_kept(history, kept_steps)}")
-        console.print(f"loss picture: {picture}", soft_wrap=True)
+        _save_picture(console, "loss", folder / "loss.png", loss_picture(history, kept_steps))
     _print_account(console, account_time(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
 
@@ -228,8 +226,16 @@ def _print_account(console: Console, spent: Account, folder: Path) -> None:
     """Print the account of the wall time, and save its picture."""
     if not spent.intervals:
         return
-    picture = folder / "timeline.png"
-    picture.write_bytes(timeline_picture(spent))
     console.print(ettr_text(spent))
     console.print(account_table(spent))
-    console.print(f"timeline picture: {picture}", soft_wrap=True)
+    _save_picture(console, "timeline", folder / "timeline.png", timeline_picture(spent))
+
+
+def _save_picture(console: Console, name: str, path: Path, picture: bytes) -> None:
+    """Save a picture and print its place; a full disk costs the picture, not the outcome."""
+    try:
+        path.write_bytes(picture)
+    except OSError as error:
+        warn(f"no {name} picture: {error.strerror}: {path}")
+        return
+    console.print(f"{name} picture: {path}", soft_wrap=True)

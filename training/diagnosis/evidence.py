@@ -146,6 +146,7 @@ class Evidence:
     Attributes:
         losses: containers that the engine has lost, or is about to lose.
         rank_progress: progress of all ranks at the moment when a rank was silent.
+        unwritable: nodes whose scratch folder takes no files, with the reason and the path.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
         obstacles: things that its output says to be taken.
@@ -158,6 +159,7 @@ class Evidence:
     losses: Sequence[NodeLoss] = ()
     silent: Sequence[SilentRank] = ()
     staging_errors: Mapping[str, str] | None = None
+    unwritable: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
     outputs: Sequence[NodeOutput] = ()

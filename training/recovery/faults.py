@@ -196,7 +196,9 @@ TRAITS: Mapping[FaultClass, Traits] = {
 # (MindCluster faultCode.json, class User; ModelArts does not isolate the node for them).
 USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 
-STORE_FULL = "STORE_FULL"  # our own code: the run's store has no room left
+# Our own codes.
+STORE_FULL = "STORE_FULL"  # the run's store has no room left
+NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,11 @@ class Fault:
         """The code when a chip reported it (eight hexadecimal digits), else None."""
         is_chip = self.code is not None and re.fullmatch(r"[0-9A-F]{8}", self.code)
         return self.code if is_chip else None
+
+    @property
+    def is_of_unwritable_node(self) -> bool:
+        """Whether no process can start on the node, because it takes no files."""
+        return self.code == NODE_UNWRITABLE
 
     @property
     def where(self) -> str:

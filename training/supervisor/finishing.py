@@ -184,7 +184,11 @@ class Decider:
             supported=self.fleet.capabilities,
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             survivors=survivors,
-            capacity=Capacity(healthy=healthy, needed=self.job.engine.nodes),
+            capacity=Capacity(
+                healthy=healthy,
+                needed=self.job.engine.nodes,
+                is_estimate=self.fleet.nodes() is None,
+            ),
             no_replica=no_replica,
             no_replica_of_node=no_replica_of_node,
         )
