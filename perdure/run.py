@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -30,15 +32,18 @@ from perdure.console import (
 from perdure.preflight import warn_of_departures
 from perdure.runs import credentials_of, store_of
 from perdure.storage.address import StorageSpec, has_store
+from perdure.tasks.termination import EXIT_BY_PLATFORM
 from perdure.training.config.drill import DrillSpec, Kill, Victim
 from perdure.training.config.engine import LocalEngineSpec
 from perdure.training.config.job import Job, JobTemplate
 from perdure.training.config.job_file import load_job
 from perdure.training.config.model import BatchSpec, DataSpec, ModelSpec, OptimizerSpec
 from perdure.training.config.recovery import CheckpointSpec, RestartSpec
+from perdure.training.drill.termination import raise_on_termination
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.injection.outside import KillInjector
+from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import RunReopened
 from perdure.training.journal.steps import StepReader, drop_lost_steps
@@ -139,13 +144,39 @@ def _supervise(
         reopen: whether a completed run continues.
         resume_hint: the command that continues a completed run.
     """
+    try:
+        with raise_on_termination(signal.SIGTERM):
+            code = _supervise_here(checked, injector, reopen=reopen, resume_hint=resume_hint)
+    except SystemExit as end:  # before Prefect took the signal over
+        code = end.code if isinstance(end.code, int) else EXIT_FAILED
+    if code == EXIT_BY_PLATFORM:
+        _leave(checked.job)
+    return code
+
+
+def _leave(job: Job) -> NoReturn:
+    """End this process now: at the interpreter's exit Prefect waits for a server that is gone."""
+    if not has_store(job.storage) or not Ledger(store_of(job), job.run_id).read().attempts:
+        server.stop_started()  # there is nothing to see in its UI
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(EXIT_BY_PLATFORM)
+
+
+def _supervise_here(
+    checked: CheckedJob, injector: KillInjector | None, *, reopen: bool, resume_hint: str
+) -> int:
+    """Run the flow under a live view, then print the table; return the exit code."""
     job = checked.job
     console = make_console()
     with console.status("starting the Prefect server"):
         ui_url = server.use_server()
+        from prefect.exceptions import TerminationSignal  # noqa: PLC0415
+
         from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
-        from perdure.tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.entry import NOT_TRAINED, Left  # noqa: PLC0415 imports Prefect
         from perdure.tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from perdure.tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
         from perdure.tasks.pretrain import checked_already  # noqa: PLC0415 imports Prefect
@@ -173,6 +204,12 @@ def _supervise(
             state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
             raise PerdureError("cancelled: the processes of the run are stopped") from None
+        except Left as left:
+            print(left.state.message)
+            return EXIT_BY_PLATFORM
+        except TerminationSignal:
+            print(_left_text(job))
+            return EXIT_BY_PLATFORM
     if has_store(job.storage):
         _print_outcome(console, job, ui_url)
     # Prefect puts this before the text of every exception (3.8.8).
@@ -181,6 +218,18 @@ def _supervise(
     text = f"{kind}: {message}".replace(REOPEN, resume_hint)
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
+
+
+def _left_text(job: Job) -> str:
+    """Say what SIGTERM to this process alone leaves behind."""
+    history = Ledger(store_of(job), job.run_id).read() if has_store(job.storage) else RunHistory()
+    if history.open_attempt is None:
+        return f"{job.run_id}: ended by the platform (SIGTERM); start it again to go on"
+    attempt = "{}.{}".format(*history.open_attempt.key)
+    return (
+        f"{job.run_id}: SIGTERM ended this supervisor; attempt {attempt} goes on; start the same "
+        "command again to adopt it"
+    )
 
 
 def _reopen(job: Job) -> None:

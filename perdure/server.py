@@ -42,6 +42,7 @@ STOP_TIMEOUT_S = 8.0
 MAX_COMMAND = 80  # characters
 _PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)
 _ANSWER_S = 2.0
+_started: list[int] = []  # servers of this process
 
 CLIENT_SETTINGS = {
     # Ten wait half an hour for a server that is down. After the default five, a minute, a flow
@@ -189,6 +190,12 @@ def _running_server() -> ServerRecord | None:
     return None
 
 
+def stop_started() -> None:
+    """Stop the server if this process has started it."""
+    if _started:
+        stop_server()
+
+
 def _start_as_before() -> ServerRecord:
     """Start a server on the port that the user chose at an earlier start, or on a free one.
 
@@ -235,6 +242,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
             stderr=log,
             start_new_session=True,  # Ctrl-C in the terminal of this command is not for it
         )
+    _started.append(process.pid)
     started_s = psutil.Process(process.pid).create_time()
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
     # Before it answers: a second command waits for this server instead of starting its own.

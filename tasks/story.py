@@ -17,7 +17,7 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.artifacts import Artifact, ArtifactKind, checkpoint_rows
 from perdure.tasks.engine_log import silence_engine_log
 from perdure.tasks.observe import Observation, publish
-from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, Reporter
 from perdure.tasks.runs import flow_runs_of
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import (
@@ -112,9 +112,9 @@ class RunReporter:
         self.reporter.start()
         self.update()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what is waiting, for a bounded time, and end."""
-        self.reporter.close()
+        self.reporter.close(timeout_s)
 
     def show(self, activity: str) -> None:
         """Show what is being done now, on the terminal and in the UI."""

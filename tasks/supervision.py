@@ -20,7 +20,7 @@ import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, PrefectException
+from prefect.exceptions import Abort, PrefectException, TerminationSignal
 from prefect.runtime import flow_run as flow_run_runtime
 
 from perdure.storage.errors import StorageError
@@ -30,10 +30,11 @@ from perdure.tasks.orphaned_task_runs import close_flow_runs, close_orphaned_tas
 from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from perdure.tasks.prefect_client import client_without_retries
 from perdure.tasks.remote_jobs import artifact_of, is_kept
-from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, Reporter
 from perdure.tasks.retry_delay import RetryDelay
 from perdure.tasks.runs import flow_runs_of, run_of
 from perdure.tasks.story import RunReporter
+from perdure.tasks.termination import TerminationSignals
 from perdure.training.config.job import Job
 from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
@@ -47,6 +48,7 @@ from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import clear_requests, is_pause_wanted
 
 CONTROL_PERIOD_S = 3.0
+TERMINATED_CLOSE_S = 2.0  # the platform does not wait for what the server was not told yet
 POLL_ENDS_S = 10.0  # a few requests of 5 s at most; the end of the flow does not wait for more
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
@@ -207,9 +209,11 @@ class Supervision:
         self.retry_delay = RetryDelay(self.stop_wanted)
         self._lease = LeaseRenewal(self.run, logger, self.outage)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
+        self._signal = TerminationSignals(self.run.termination, job.engine.grace_s)
 
     def __enter__(self) -> Self:
         history = self._take()
+        self._signal.install()
         if history.attempts:
             self.logger.info(
                 "run %s is taken up again: %s so far, committed step %d",
@@ -232,11 +236,13 @@ class Supervision:
     ) -> None:
         self.outage.give_up()  # first: the renewal of the lease may be waiting for the store
         self._end_threads()
+        is_terminated = self.run.termination.is_wanted or kind is TerminationSignal
         # A flow's process is ended by no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
         # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
-        self.story.close()
+        self.story.close(TERMINATED_CLOSE_S if is_terminated else CLOSE_TIMEOUT_S)
+        self._signal.restore()
 
     def _end_threads(self) -> None:
         """End what would otherwise write after this process has set its last word."""
@@ -335,6 +341,7 @@ class Supervision:
         # Ctrl-C in `perdure run`; in the terminal of what serves deployments it is for that alone.
         if cancelled or (issubclass(kind, KeyboardInterrupt) and not _is_of_deployment()):
             self.logger.info("cancelled: stopping the processes of the run")
+            self._signal.disarm()
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
             self.has_cancelled = True
             self.close_own()
@@ -348,8 +355,8 @@ class Supervision:
                 "%s: this supervisor ends, the attempt goes on; start the run again to adopt it",
                 kind.__name__,
             )
-        with suppress(StorageError):  # the next supervisor need not wait for the lease to run out
-            self.run.ledger.release()
+        self.run.withdraw()
+        self.run.leave()
 
 
 def _is_of_deployment() -> bool:

@@ -54,6 +54,7 @@ from perdure.training.supervisor.run_identity import (
 from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
+from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import (
     EndKind,
@@ -64,6 +65,7 @@ from perdure.training.wire.requests import clear_requests, is_cancel_wanted
 
 _log = logging.getLogger("perdure.supervisor")
 CANCEL_POLL_S = 2.0
+LAST_ENDS = (EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE)  # which a request to end does not cut
 LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
 
 
@@ -100,6 +102,7 @@ class RunSupervisor(RunHandle):
         self._identity = Identity.of_this_process(flow_run=flow_run)
         self._fleet: Fleet | None = None
         self._warm_spares: WarmSpares | None = None
+        self.termination = Termination()
 
     @property
     def history(self) -> RunHistory:
@@ -234,6 +237,19 @@ class RunSupervisor(RunHandle):
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
         """Start the next attempt, or adopt the living attempt, and watch it to its end."""
+        with self.termination.deferred():
+            result = self._attempt(placement, data_manifest_key, stop_wanted, on_progress)
+        if self.termination.is_wanted and result.kind not in LAST_ENDS:
+            self.termination.leave_now()
+        return result
+
+    def _attempt(
+        self,
+        placement: Placement,
+        data_manifest_key: str | None,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> AttemptResult:
         start_compiler()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
@@ -297,6 +313,7 @@ class RunSupervisor(RunHandle):
                 stall,
                 SlowNodeCheck(replacer),
             ),
+            termination=self.termination,
         )
 
     def end(self, outcome: str, message: str) -> None:
@@ -329,6 +346,18 @@ class RunSupervisor(RunHandle):
             command=self.job.worker.command,
         )
         self.ledger.release()
+
+    def leave(self) -> None:
+        """Give the run up without an end: the next supervisor goes on with it."""
+        with suppress(StorageError):  # else it waits for the lease to run out
+            self.ledger.release()
+
+    def withdraw(self) -> None:
+        """Take the containers down where nothing was ever started in them."""
+        if self._fleet is None or self.refresh().placement is None or self.history.attempts:
+            return
+        with suppress(EngineError, AgentUnreachable):  # the next supervisor takes them over
+            self._fleet.cancel(0.0)
 
     def _keep_fault(self) -> None:
         """Record the fault of an attempt that has failed already, and was not concluded yet."""

@@ -217,6 +217,7 @@ class AgentStatus(FrozenModel):
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     is_warm: bool = Field(False, description="whether session programs start without imports")
     coordinator_end: CoordinatorEnd | None = None
+    is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:
