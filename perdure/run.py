@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -32,6 +33,7 @@ from perdure.console import (
 from perdure.preflight import warn_of_departures
 from perdure.runs import credentials_of, store_of
 from perdure.storage.address import StorageSpec, has_store
+from perdure.storage.errors import StorageError
 from perdure.tasks.termination import EXIT_BY_PLATFORM
 from perdure.training.config.drill import DrillSpec, Kill, Victim
 from perdure.training.config.engine import LocalEngineSpec
@@ -156,12 +158,17 @@ def _supervise(
 
 def _leave(job: Job) -> NoReturn:
     """End this process now: at the interpreter's exit Prefect waits for a server that is gone."""
-    if not has_store(job.storage) or not Ledger(store_of(job), job.run_id).read().attempts:
-        server.stop_started()  # there is nothing to see in its UI
+    with suppress(StorageError):
+        if not _history(job).attempts:
+            server.stop_started()  # there is nothing to see in its UI
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
     os._exit(EXIT_BY_PLATFORM)
+
+
+def _history(job: Job) -> RunHistory:
+    return Ledger(store_of(job), job.run_id).read() if has_store(job.storage) else RunHistory()
 
 
 def _supervise_here(
@@ -172,7 +179,7 @@ def _supervise_here(
     console = make_console()
     with console.status("starting the Prefect server"):
         ui_url = server.use_server()
-        from prefect.exceptions import TerminationSignal  # noqa: PLC0415
+        from prefect.exceptions import TerminationSignal  # noqa: PLC0415 imports Prefect
 
         from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
@@ -188,28 +195,24 @@ def _supervise_here(
         if reopen:
             _reopen(job)
 
-    def hit(victim: Victim, index: int) -> bool:
-        observer = RunHandle(job, home=home_folder()).observer()
-        return observer is not None and observer.kill(victim, index)
-
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:
-            injector.inject(hit, observation.steps[-1].step)
+            injector.inject(partial(_hit, job), observation.steps[-1].step)
 
-    if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
-        warn(f"{job.run_id}: a pause is requested; `perdure resume {job.run_id}` continues it")
-    view = LiveView(console, ui_url=ui_url)
+    _warn_of_pause(job)
+    view, left_text = LiveView(console, ui_url=ui_url), ""
     with view, checked_already(checked), observed_by(view.observe), observed_by(inject):
         try:
             state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
             raise PerdureError("cancelled: the processes of the run are stopped") from None
         except Left as left:
-            print(left.state.message)
-            return EXIT_BY_PLATFORM
+            left_text = str(left)
         except TerminationSignal:
-            print(_left_text(job))
-            return EXIT_BY_PLATFORM
+            left_text = _left_text(job)
+    if left_text:
+        console.print(f"{job.run_id}: {left_text}", soft_wrap=True)
+        return EXIT_BY_PLATFORM
     if has_store(job.storage):
         _print_outcome(console, job, ui_url)
     # Prefect puts this before the text of every exception (3.8.8).
@@ -220,16 +223,26 @@ def _supervise_here(
     return 0 if state.is_completed() else EXIT_FAILED
 
 
+def _warn_of_pause(job: Job) -> None:
+    if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
+        warn(f"{job.run_id}: a pause is requested; `perdure resume {job.run_id}` continues it")
+
+
 def _left_text(job: Job) -> str:
     """Say what SIGTERM to this process alone leaves behind."""
-    history = Ledger(store_of(job), job.run_id).read() if has_store(job.storage) else RunHistory()
-    if history.open_attempt is None:
-        return f"{job.run_id}: ended by the platform (SIGTERM); start it again to go on"
-    attempt = "{}.{}".format(*history.open_attempt.key)
-    return (
-        f"{job.run_id}: SIGTERM ended this supervisor; attempt {attempt} goes on; start the same "
-        "command again to adopt it"
-    )
+    try:
+        view = _history(job).open_attempt
+    except StorageError:
+        view = None
+    if view is None:
+        return "ended by the platform (SIGTERM); start it again to go on"
+    attempt = "{}.{}".format(*view.key)
+    return f"SIGTERM ended this supervisor; attempt {attempt} goes on; start it again to adopt it"
+
+
+def _hit(job: Job, victim: Victim, index: int) -> bool:
+    observer = RunHandle(job, home=home_folder()).observer()
+    return observer is not None and observer.kill(victim, index)
 
 
 def _reopen(job: Job) -> None:

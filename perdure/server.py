@@ -6,13 +6,15 @@ command that started it, so the UI still shows runs that have ended. Times are s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -104,15 +106,16 @@ Port = Annotated[
 @app.command("start")
 def start(port: Port = None) -> None:
     """Start the server unless it already runs."""
-    record = _running_server()
-    if record is not None and port and port != record.port:
-        raise InputError(
-            "--port",
-            f"{port}: the server of this PERDURE_HOME already runs on port {record.port}; stop it "
-            "first with `perdure server stop`",
-        )
-    if record is None:
-        record = _start_as_before() if port is None else start_server(port=port or None)
+    with _one_start():
+        record = _running_server()
+        if record is not None and port and port != record.port:
+            raise InputError(
+                "--port",
+                f"{port}: the server of this PERDURE_HOME already runs on port {record.port}; stop "
+                "it first with `perdure server stop`",
+            )
+        if record is None:
+            record = _start_as_before() if port is None else start_server(port=port or None)
     if port is not None:
         _remember(ServerSettings(port=port or None))
     print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
@@ -149,7 +152,8 @@ def use_server() -> str:
         os.environ.setdefault(name, value)
     api_url = os.environ.get("PREFECT_API_URL") or configured_api()
     if not api_url:
-        record = _running_server() or _start_as_before()
+        with _one_start():
+            record = _running_server() or _start_as_before()
         api_url = os.environ["PREFECT_API_URL"] = record.api_url
         # This machine's server has it from the same shell as its clients.
         if of_server := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
@@ -178,6 +182,15 @@ def _refuse_unauthorized(api_url: str) -> None:
             ) from None
     except httpx.HTTPError:
         return  # the flow waits for its server
+
+
+@contextmanager
+def _one_start() -> Iterator[None]:
+    """Have one command at a time look for the server and start it; the others then find it."""
+    folder = private_folder(_record_path().parent)
+    with (folder / "start.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _running_server() -> ServerRecord | None:

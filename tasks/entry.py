@@ -193,7 +193,10 @@ def leave_with(state: State[Any]) -> NoReturn:
     context = FlowRunContext.get()
     flow_run = context.flow_run if context is not None else None
     if flow_run is not None:
-        with suppress(httpx.HTTPError, PrefectException, OSError), client_without_retries() as client:
+        with (
+            suppress(httpx.HTTPError, PrefectException, OSError),
+            client_without_retries() as client,
+        ):
             client.set_flow_run_state(flow_run.id, state)
     raise Left(state)
 

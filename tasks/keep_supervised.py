@@ -40,6 +40,7 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.entry import NOT_TRAINED, job_of
 from perdure.tasks.following import is_follower
 from perdure.tasks.hooks import take_down_run
+from perdure.tasks.limits import limits_of_pretrain
 from perdure.tasks.orphaned_task_runs import ADOPTED
 from perdure.tasks.relaunch import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
 from perdure.tasks.remote_jobs import learn
@@ -66,6 +67,7 @@ from perdure.training.supervisor.run_handle import RunHandle
 
 QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)
+TICK_LASTS = timedelta(minutes=10)  # at most, unless its process was killed
 CRASH_IS_NEWS_S = 86_400.0  # an older one is not started again out of the blue
 MOST = 200  # flow runs in one answer of the server
 # Cancelled by type, but no user wants the run to end: another flow run has it.
@@ -161,6 +163,31 @@ def forget_quiet(now: datetime) -> None:
         for flow_run in quiet_runs:
             with suppress(ObjectNotFound):  # another tick was faster
                 client.delete_flow_run(flow_run.id)
+
+
+def end_stuck(now: datetime) -> None:
+    """End ticks of this flow that have no process any more: they hold places of its queue."""
+    with get_client(sync_client=True) as client:
+        begun = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=["keep-supervised"])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(
+                    type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])
+                ),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+            limit=MOST,
+        )
+        for flow_run in begun:
+            if flow_run.state is not None and now - flow_run.state.timestamp > TICK_LASTS:
+                ended: State[Any] = Cancelled(message="its process is gone")
+                client.set_flow_run_state(flow_run.id, ended, force=True)
+
+
+def limits() -> list[str]:
+    """List the concurrency limits that a flow run may be waiting for, a line for each."""
+    with get_client(sync_client=True) as client:
+        return limits_of_pretrain(client)
 
 
 def _of_known(client: SyncPrefectClient, run_id: str) -> RunCase | None:

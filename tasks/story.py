@@ -105,6 +105,7 @@ class RunReporter:
         self._last: StepRecord | None = None
         self._called_for: set[tuple[NeedKind, str]] = set()
         self._was_interrupted = False  # at the last look, by a pause or a recovery
+        self.limits: Sequence[str] = ()  # concurrency limits on its flow run
 
     def start(self) -> None:
         """Begin to send to the server: first what the ledger says now."""
@@ -229,7 +230,9 @@ class RunReporter:
             self.reporter.artifact(
                 Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)
             )
-        items = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
+        items = attention(
+            run_id, history, spares=spares, warm=self._run.warm_spares, limits=self.limits
+        )
         self.reporter.artifact(
             Artifact("needs-you", ArtifactKind.MARKDOWN, items.body, items.title)
         )

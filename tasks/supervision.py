@@ -26,6 +26,7 @@ from prefect.runtime import flow_run as flow_run_runtime
 from perdure.storage.errors import StorageError
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import BlockSecrets
+from perdure.tasks.limits import limits_of
 from perdure.tasks.orphaned_task_runs import close_flow_runs, close_orphaned_task_runs
 from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from perdure.tasks.prefect_client import client_without_retries
@@ -223,6 +224,7 @@ class Supervision:
         if is_kept(self.job):
             self.story.reporter.artifact(artifact_of(self.job, history.epoch))
         self.story.reporter.submit("left open", lambda: self._close_orphaned_task_runs(history))
+        self.story.reporter.submit("limits", self._name_limits)
         self._lease.start()
         if self._requests is not None:
             self._requests.start()
@@ -280,6 +282,18 @@ class Supervision:
             )
             if flow_run_id is not None:
                 close_flow_runs(client, history, successor=flow_run_id)
+
+    def _name_limits(self) -> None:
+        """Show the concurrency limits that can keep the next supervisor waiting."""
+        if self.flow_run_id is None:
+            return
+        with get_client(sync_client=True) as client:
+            deployment_id = client.read_flow_run(self.flow_run_id).deployment_id
+            if deployment_id is None:
+                return  # of a terminal: no limit is asked
+            self.story.limits = limits_of(client, [client.read_deployment(deployment_id)])
+        for limit in self.story.limits:
+            self.logger.warning("%s: a supervisor that has ended may wait for its slot", limit)
 
     def close_own(self) -> None:
         """Have the task runs of this process end as the ledger has it, not by the signal."""

@@ -7,7 +7,7 @@ due before it began, and for an older one that began before it was due.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -20,9 +20,10 @@ from prefect.client.schemas.filters import (
     FlowRunFilterState,
     FlowRunFilterStateType,
 )
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
+from prefect.states import Cancelled
 
 BEGINNING = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING]
 BEGINS_WITHIN = timedelta(minutes=10)  # a tick that runs for longer has begun its work
@@ -95,6 +96,7 @@ def rival_text(tick: FlowRun, *, only_newer: bool = False) -> str | None:
             for flow_run in _due_flow_runs(client, tick, now)
             if flow_run.created_by == made_by
         ]
+        _skip_overtaken(client, flow_runs)
     ticks = {flow_run.id: _tick_of(flow_run) for flow_run in flow_runs}
     itself = ticks.pop(tick.id, None) or _tick_of(tick)
     if itself is None:
@@ -107,6 +109,21 @@ def rival_text(tick: FlowRun, *, only_newer: bool = False) -> str | None:
         return None
     when = "after it" if rival.due > itself.due else "before it and begins as well"
     return f"flow run {rival.name}, which was due {when}, does the work of this tick"
+
+
+def _skip_overtaken(client: SyncPrefectClient, flow_runs: Sequence[FlowRun]) -> None:
+    """End ticks that no process has begun, up to the newest: each costs an interpreter's start.
+
+    Args:
+        client: client of the Prefect server.
+        flow_runs: ticks that are due, newest first.
+    """
+    for flow_run in flow_runs[1:]:
+        is_begun = flow_run.start_time is not None or flow_run.run_count > 0
+        if flow_run.state is not None and flow_run.state.is_scheduled() and not is_begun:
+            message = f"flow run {flow_runs[0].name}, which was due after it, does its work"
+            skipped: State[object] = Cancelled(message=message)
+            client.set_flow_run_state(flow_run.id, skipped)
 
 
 def _due_flow_runs(client: SyncPrefectClient, tick: FlowRun, now: datetime) -> list[FlowRun]:

@@ -3,9 +3,9 @@
 `python -m perdure.training.agent.checkpoint_server JOB SOCKET HOST [DISK_FOLDER]`
 
 It is a child of the agent and apart from it, so that hashing and uploading starve neither
-heartbeats nor training. When its agent closes its pipe, or ends, it publishes the saves that it has,
-then ends. SIGTERM is not for it: at the end of an allocation every process gets one, and the ranks
-are yet to save. Times are seconds.
+heartbeats nor training. When its agent closes its pipe, or ends, it publishes the saves that it
+has, then ends. SIGTERM is not for it: at the end of an allocation every process gets one, and the
+ranks are yet to save. Times are seconds.
 """
 
 from __future__ import annotations

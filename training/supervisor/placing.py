@@ -161,9 +161,7 @@ class Placer:
         if history.open_attempt is not None:
             if not alive:
                 is_from_outside = self._is_from_outside(history)
-                self._decider.record_vanished(
-                    history.open_attempt, is_from_outside=is_from_outside
-                )
+                self._decider.record_vanished(history.open_attempt, is_from_outside=is_from_outside)
             return bool(alive)
         if history.restarts_on_schedule:
             return bool(alive)
