@@ -34,7 +34,7 @@ from perdure.preflight import warn_of_departures
 from perdure.runs import credentials_of, store_of
 from perdure.storage.address import StorageSpec, has_store
 from perdure.storage.errors import StorageError
-from perdure.tasks.termination import EXIT_BY_PLATFORM
+from perdure.tasks.termination import EXIT_BY_PLATFORM, ended_in_time, limit_of
 from perdure.training.config.drill import DrillSpec, Kill, Victim
 from perdure.training.config.engine import LocalEngineSpec
 from perdure.training.config.job import Job, JobTemplate
@@ -147,7 +147,8 @@ def _supervise(
         resume_hint: the command that continues a completed run.
     """
     try:
-        with raise_on_termination(signal.SIGTERM):
+        limit_s = limit_of(checked.job.engine.grace_s)
+        with raise_on_termination(signal.SIGTERM), ended_in_time(limit_s):
             code = _supervise_here(checked, injector, reopen=reopen, resume_hint=resume_hint)
     except SystemExit as end:  # before Prefect took the signal over
         code = end.code if isinstance(end.code, int) else EXIT_FAILED

@@ -245,6 +245,8 @@ class Supervision:
             self._interrupted(kind)
         self.story.close(TERMINATED_CLOSE_S if is_terminated else CLOSE_TIMEOUT_S)
         self._signal.restore()
+        if kind is TerminationSignal:
+            self._signal.hurry()
 
     def _end_threads(self) -> None:
         """End what would otherwise write after this process has set its last word."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -47,7 +46,7 @@ _log = logging.getLogger("perdure.agent")
 CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
 # Only the save after next waits for the checkpoint server: it can sit out an outage of the store.
 OUTAGE_S = 1200.0
-FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # set for the checkpoint server of the first node
+FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # set by agents; empty but on the first node
 HELD_FILE = "held.json"
 REVIVED_AFTER_S = 5.0  # a server that dies sooner is not started again
 
@@ -98,10 +97,10 @@ def serve() -> None:
 
 def _await_end() -> None:
     """Wait until the agent's end of the pipe closes, however it died."""
-    if stat.S_ISFIFO(os.fstat(0).st_mode):
+    if FIRST_CONTAINER_ENV in os.environ:  # an agent has started it
         while os.read(0, 1):
             pass
-    else:  # it was started by hand
+    else:
         signal.sigwait({signal.SIGTERM})
 
 
