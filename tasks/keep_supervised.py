@@ -17,6 +17,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import psutil
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -306,8 +307,8 @@ def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) ->
 def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
     """Flow runs that lately crashed or were never started, and that are to be brought back.
 
-    A worker that dies when it has just taken a flow run leaves it Pending for ever, with no process
-    (3.8.8); one that waits for its container has one, on the server's record.
+    A worker that dies when it has just taken a flow run leaves it Pending for ever (3.8.8), with no
+    process, or with one that died with it.
     """
     flow_runs = client.read_flow_runs(
         flow_filter=PRETRAIN,
@@ -326,8 +327,20 @@ def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
         for flow_run in flow_runs
         if flow_run.state is not None
         and flow_run.state.timestamp > since
-        and (flow_run.infrastructure_pid is None or not flow_run.state.is_pending())
+        and (not flow_run.state.is_pending() or not may_begin(flow_run))
     ]
+
+
+def may_begin(flow_run: FlowRun) -> bool:
+    """Whether a Pending flow run has a process that is to run it, or a container.
+
+    A process that ended with its worker is of this machine: keep-supervised is the worker's own.
+    """
+    started = flow_run.infrastructure_pid
+    if started is None:
+        return False
+    pid = started.rpartition(":")[2]
+    return not pid.isdigit() or psutil.pid_exists(int(pid))
 
 
 def _apply(case: RunCase) -> str:

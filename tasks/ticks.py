@@ -36,7 +36,8 @@ class Tick:
 
     Attributes:
         due: when it was to start.
-        began: when its process began to run; None: it did not yet.
+        began: when a worker took it; None: none did yet. Its process may run much later: on a
+            busy machine the next tick is due before it does.
         changed: when it entered its state.
     """
 
@@ -97,8 +98,8 @@ def rival_text(tick: FlowRun, *, only_newer: bool = False) -> str | None:
             if flow_run.created_by == made_by
         ]
         _skip_overtaken(client, flow_runs)
-    ticks = {flow_run.id: _tick_of(flow_run) for flow_run in flow_runs}
-    itself = ticks.pop(tick.id, None) or _tick_of(tick)
+        ticks = {flow_run.id: _tick_of(client, flow_run) for flow_run in flow_runs}
+        itself = ticks.pop(tick.id, None) or _tick_of(client, tick)
     if itself is None:
         return None
     others = [other for other in ticks.values() if other is not None]
@@ -139,9 +140,10 @@ def _due_flow_runs(client: SyncPrefectClient, tick: FlowRun, now: datetime) -> l
     )
 
 
-def _tick_of(flow_run: FlowRun) -> Tick | None:
+def _tick_of(client: SyncPrefectClient, flow_run: FlowRun) -> Tick | None:
     state, due = flow_run.state, flow_run.expected_start_time
     if state is None or due is None:
         return None
-    began = flow_run.start_time or (state.timestamp if state.is_running() else None)
-    return Tick(flow_run.name, due, began, state.timestamp)
+    states = [] if state.is_scheduled() else client.read_flow_run_states(flow_run.id)
+    taken = [past.timestamp for past in states if past.is_pending() or past.is_running()]
+    return Tick(flow_run.name, due, min(taken, default=None), state.timestamp)

@@ -165,11 +165,15 @@ class AttemptWatch:
         return self._end(EndKind.COMPLETED if is_completed else request, final)
 
     def is_from_outside(self, snapshot: Snapshot) -> bool:
-        """Whether SIGTERM has come to this process and to agents, or ends its whole container."""
-        if not self._termination.is_wanted:
-            return False
-        are_asked = any(status.is_terminated for status in snapshot.agents.values())
-        return are_asked or self._termination.owns_machine or self._fleet.are_terminated
+        """Whether SIGTERM has come to this process and all agents, or ends its whole container.
+
+        A node that is drained takes some agents, and maybe this process, and the attempt goes on.
+        """
+        if not self._termination.is_wanted or self._termination.owns_machine:
+            return self._termination.is_wanted
+        if snapshot.agents:
+            return all(status.is_terminated for status in snapshot.agents.values())
+        return self._fleet.are_terminated
 
     def end_from_outside(self) -> AttemptEnd:
         """Let the agents end the attempt, with its last save, as far as the platform's grace goes.

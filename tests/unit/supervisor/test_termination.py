@@ -139,6 +139,13 @@ def test_a_command_that_saves_and_exits_with_0_has_only_ended_at_its_target(
     assert watched(Agents(ended, ended, GONE), **COMMAND).run().kind is kind
 
 
+def test_a_drained_node_takes_its_supervisor_along_and_not_the_attempt(without_waits):
+    drained, other = status(None, asked=True), status(None, asked=False)
+    fleet = Agents(of(drained, other.model_copy(update={"node": "node-1", "member": 1})))
+    with pytest.raises(Left):
+        watched(fleet, since_s=time.monotonic() - module.ALONE_AFTER_S).run()
+
+
 def test_processes_that_outlive_the_grace_period_delay_no_record(without_waits):
     fleet = Agents(of(status(None, asked=True)))
     long_ago = time.monotonic() - 3600

@@ -47,6 +47,14 @@ def test_a_tick_that_began_in_time_is_not_ended_by_the_next():
     assert workers([first, second], now=1.3) == ["due-0"]
 
 
+def test_on_a_machine_too_slow_for_its_schedule_a_tick_works_all_the_same():
+    # Each is taken at once, and its process runs when the next ones are due.
+    slow = [tick(due, due + 0.1) for due in range(5)]
+    assert workers(slow, now=4.5) == ["due-0"]
+    newer = [other for other in slow if other.due > slow[1].due]
+    assert rival_of(slow[1], newer, now=at(4.5)) is None, "of keep-supervised each"
+
+
 def test_ticks_whose_work_overlaps_never_leave_it_to_each_other():
     for begin in (0.2, 0.9, 1.0, 1.1, 3.0):
         for other in (1.0, 1.5, 3.0):
@@ -56,7 +64,7 @@ def test_ticks_whose_work_overlaps_never_leave_it_to_each_other():
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (tick(20, None, 20), "is Pending for too long: no process will come of it"),
+        (tick(20, None, 20), "is Late for too long: no worker takes it"),
         (tick(20, 21), "has been at work for long: its run or its lease says more"),
         (tick(-5, 0), "began long ago"),
     ],
