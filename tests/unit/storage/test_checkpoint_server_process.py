@@ -231,7 +231,10 @@ def test_sigterm_to_all_leaves_the_server_of_an_agent_until_the_agent_closes_its
         cwd=tmp_path,
         env={**os.environ, FIRST_CONTAINER_ENV: ""},
         stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
+    assert process.stdout is not None
+    assert b"ready" in process.stdout.readline()
     with CheckpointClient(name) as client:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
