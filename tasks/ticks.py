@@ -1,7 +1,7 @@
 """Ticks of a schedule that are started together: of a backlog, only the newest has work to do.
 
 A worker that comes back starts all that came due without it. Each of them decides alike from the
-server's record of the others, without waiting for an event: a tick ends for a newer one that was
+server's record of the siblings, without waiting for an event: a tick ends for a newer one that was
 due before it began, and for an older one that began before it was due.
 """
 
@@ -47,7 +47,7 @@ class Tick:
     changed: datetime
 
 
-def rival_of(tick: Tick, others: Iterable[Tick], *, now: datetime) -> Tick | None:
+def rival_of(tick: Tick, siblings: Iterable[Tick], *, now: datetime) -> Tick | None:
     """The tick that this one leaves the work to; None: it does the work itself.
 
     Two ticks never leave it to each other: of two, the newer one gives way exactly where the older
@@ -55,11 +55,11 @@ def rival_of(tick: Tick, others: Iterable[Tick], *, now: datetime) -> Tick | Non
 
     Args:
         tick: begins now.
-        others: of the same schedule.
+        siblings: of the same schedule.
         now: time of the server's answer.
     """
     began = tick.began or now
-    for other in sorted(others, key=lambda other: other.due, reverse=True):
+    for other in sorted(siblings, key=lambda other: other.due, reverse=True):
         if other.due > tick.due:
             is_stuck = other.began is None and now - max(other.due, other.changed) > BEGINS_WITHIN
             if other.due <= began and not is_stuck and not _is_at_work(other, now):
@@ -102,10 +102,10 @@ def rival_text(tick: FlowRun, *, only_newer: bool = False) -> str | None:
         itself = ticks.pop(tick.id, None) or _tick_of(client, tick)
     if itself is None:
         return None
-    others = [other for other in ticks.values() if other is not None]
+    siblings = [other for other in ticks.values() if other is not None]
     if only_newer:
-        others = [other for other in others if other.due > itself.due]
-    rival = rival_of(itself, others, now=now)
+        siblings = [other for other in siblings if other.due > itself.due]
+    rival = rival_of(itself, siblings, now=now)
     if rival is None:
         return None
     when = "after it" if rival.due > itself.due else "before it and begins as well"
@@ -145,5 +145,5 @@ def _tick_of(client: SyncPrefectClient, flow_run: FlowRun) -> Tick | None:
     if state is None or due is None:
         return None
     states = [] if state.is_scheduled() else client.read_flow_run_states(flow_run.id)
-    taken = [past.timestamp for past in states if past.is_pending() or past.is_running()]
-    return Tick(flow_run.name, due, min(taken, default=None), state.timestamp)
+    begin_times = [past.timestamp for past in states if past.is_pending() or past.is_running()]
+    return Tick(flow_run.name, due, min(begin_times, default=None), state.timestamp)
