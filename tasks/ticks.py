@@ -1,7 +1,7 @@
 """Ticks of a schedule that are started together: of a backlog, only the newest has work to do.
 
 A worker that comes back starts all that came due without it. Each of them decides alike from the
-server's record of the siblings, without waiting for an event: a tick ends for a newer one that was
+server's record of the others, without waiting for an event: a tick ends for a newer one that was
 due before it began, and for an older one that began before it was due.
 """
 
