@@ -344,6 +344,10 @@ class WorkerSpec(FrozenModel):
         None, description="commands: arguments and variables to add when the program starts again "
         "and this run has a checkpoint; ${PERDURE_CHECKPOINT} is its path"
     )  # fmt: skip
+    restart_codes: tuple[Annotated[int, Field(ge=1, le=255)], ...] = Field(
+        (), description="exit codes by which the program asks to be started again, such as [85, "
+        "99]: no fault, and free while each start comes further than the one before"
+    )  # fmt: skip
 
     @field_validator("recipe")
     @classmethod

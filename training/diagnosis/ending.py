@@ -78,6 +78,20 @@ def _read_entry(match: re.Match[str]) -> FailedRank:
     return FailedRank(time, int(rank), int(local_rank), int(exit_code))
 
 
+def find_exit_codes(text: str, exit_code: int) -> set[int]:
+    """Find the exit codes of ranks that torchrun's summary names; else that of the process.
+
+    Args:
+        text: the end of the output of a node's launcher.
+        exit_code: of the launcher, which is 1 whatever the ranks' codes were.
+    """
+    place = text.rfind(_ROOT) if exit_code == 1 else -1
+    begin = max(0, text.rfind("Failures:", 0, place))
+    entries = [_read_entry(match) for match in _ENTRY.finditer(text, begin)] if place >= 0 else []
+    codes = {entry.exit_code for entry in entries} - _ECHOES
+    return codes or {exit_code}
+
+
 _CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
 CORRUPT_ACTION = (
     "Move the damaged checkpoint away, so that the program resumes from the one before it."

@@ -124,7 +124,7 @@ def test_anything_that_resembles_a_time_is_read_or_left_alone(line):
         ("RuntimeError: npu:6 is lost", "device", 6),
         ("tensor on cuda:1", "device", 1),
         ("GPU 7 has 80 GiB", "device", 7),
-        ("[default2]:TypeError: x", "device", 2),
+        ("[default2]:TypeError: x", "device", None),
         ("node-1:5776:5902 [4] NCCL WARN x", "device", 4),
         ("local_rank: 1 (pid: 4711)", "device", 1),
         ("no device named", "device", None),
