@@ -25,6 +25,7 @@ from perdure.training.agent.coordinator_client import (
 )
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
+from perdure.training.agent.last_words import LastWordsCheck
 from perdure.training.agent.launcher import Launcher
 from perdure.training.agent.sampler import PeriodicSampler
 from perdure.training.agent.workers import WorkerGroup
@@ -103,6 +104,7 @@ class NodeAttempt:
         self._config = container.config
         self._folder = container.attempt_folder(order)
         self._hang_check = HangCheck(self._config, order.is_command, container.marker)
+        self._last_words = LastWordsCheck()
         self._hang: HangReport | None = None
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
@@ -212,6 +214,11 @@ class NodeAttempt:
             container.healing.end()
         elif container.checkpoint_server.revive(now_s=time.monotonic()):
             self.group.spare = container.spare_pids
+
+    def check_last_words(self) -> None:
+        """End workers that live on after an exception has ended their program."""
+        if self.group is not None and self.state is AgentState.RUNNING:
+            self._last_words.check(self.group)
 
     def check_hang(self) -> None:
         """Judge whether the workers make progress."""

@@ -94,8 +94,10 @@ def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> li
             reports += [
                 _recovery_report(history, index, recovery, place) for recovery in view.recoveries
             ]
-        if (index >= first or isolates) and view.ended is not None and view.ended.fault is not None:
-            reports.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
+        ended = view.ended
+        if (index >= first or isolates) and ended is not None and ended.fault is not None:
+            if ended.is_fault:
+                reports.append(_attempt_report(history, index, ended, ended.fault, place))
     return reports
 
 
