@@ -37,9 +37,11 @@ class LastWordsCheck:
 
     Attributes:
         exit_time_s: how long a process may live on after its last words.
+        period_s: time between two looks at the output.
     """
 
     exit_time_s: float = EXIT_TIME_S
+    period_s: float = PERIOD_S
     _checked_s: float = 0.0
     _num_bytes: int = -1
     _words: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class LastWordsCheck:
     def check(self, group: WorkerGroup) -> None:
         """End the workers that live on after an exception has ended their program."""
         now_s = time.monotonic()
-        if now_s - self._checked_s < PERIOD_S or group.is_stopping:
+        if now_s - self._checked_s < self.period_s or group.is_stopping:
             return
         self._checked_s = now_s
         self._read(group, now_s)

@@ -86,6 +86,7 @@ def _tier_of(finding: Finding) -> _Tier:
 # Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
+_FROM_OUTSIDE = frozenset({FaultClass.NODE_LOST, FaultClass.FAIL_SLOW})
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
 
@@ -166,7 +167,9 @@ def _build_fault(
         action=KILLED_ACTION if is_killed else traits.action,
         recoverable_by=traits.recoverable_by,
         user_fault=traits.user_fault,
-        hardware_fault=traits.hardware_fault,
+        # Silence and slowness alone show no broken machine: the network, the platform or a person
+        # may be behind them.
+        hardware_fault=traits.hardware_fault and fault_class not in _FROM_OUTSIDE,
     )
 
 

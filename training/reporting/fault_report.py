@@ -316,7 +316,8 @@ def _act(
         command = code(f"perdure nodes {place.run_id} --release {node}")
         waits = place.waits and not is_over
         when = "now: the run waits for a node" if waits else "but it can wait"
-        return f"Yes, {when}. Have {text(node)} repaired, then let it back in: {command}"
+        deed = "repaired" if fault.hardware_fault else "checked"
+        return f"Yes, {when}. Have {text(node)} {deed}, then let it back in: {command}"
     if node is not None:
         return f"No. {text(node)} was released"
     if history.ended is not None and not is_over and not history.ended_well:

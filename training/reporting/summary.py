@@ -84,7 +84,7 @@ def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
     """Count faults; a fault that was not recovered inside the processes counts once."""
     counts: Counter[FaultClass] = Counter()
     for view in history.attempts:
-        ended = view.ended.fault if view.ended is not None else None
+        ended = view.ended.fault if view.ended is not None and view.ended.is_fault else None
         inside = view.recoveries
         if ended is not None:
             counts[ended.fault_class] += 1

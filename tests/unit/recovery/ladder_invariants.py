@@ -491,6 +491,12 @@ def a_full_store_is_not_filled_again(asked: Asked) -> bool:
     return not is_full or asked.decision.rung is Rung.STOP
 
 
+def a_job_that_a_person_cancelled_is_not_started_again(asked: Asked) -> bool:
+    met = asked.fault
+    is_cancelled = met.fault_class == "preempted" and met.recoverable_by == "user-fix"
+    return not is_cancelled or asked.decision.rung is Rung.STOP
+
+
 def an_unsupported_rung_is_skipped_and_the_decision_names_it(asked: Asked) -> bool:
     rung, skipped = asked.decision.rung, asked.decision.skipped
     named = [Rung(text.split(":")[0]) for text in skipped]
