@@ -99,7 +99,7 @@ class _Proof:
     @classmethod
     def begin(cls, worker: Worker) -> _Proof:
         proof = cls(worker.rank)
-        thread = threading.Thread(target=proof._look, args=(worker.process.pid,), daemon=True)  # noqa: SLF001 its own
+        thread = threading.Thread(target=proof._look, args=(worker.process.pid,), daemon=True)
         thread.start()
         return proof
 

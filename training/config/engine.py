@@ -347,7 +347,8 @@ class WorkerSpec(FrozenModel):
     )  # fmt: skip
     restart_codes: tuple[int, ...] = Field(
         (), description="exit codes by which the program asks to be started again, such as [85, "
-        "99], each from 1 to 255: no fault, and free while each start comes further than the one before"
+        "99], each from 1 to 255: no fault, and free while each start comes further than the "
+        "one before",
     )  # fmt: skip
 
     @field_validator("recipe")

@@ -364,12 +364,18 @@ def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -
     if requested:
         line = f"{end.name} asked with exit code {min(requested)} to be started again"
         return _cause_of_end(_Tier.SYMPTOM, FaultClass.RESTART_REQUESTED, line, end, evidence)
+    return _blame_exit(end, finding, evidence)
+
+
+def _blame_exit(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
     is_oom = end.node in evidence.oom_nodes
     meaning = explain_exit(end.exit_code, is_oom=is_oom, is_command=end.is_command)
     number = signal_of(end.exit_code)
-    if finding is not None and finding.fault_class is FaultClass.PREEMPTED:
-        if (meaning is not None and meaning.is_symptom) or finding.names_sender:
-            return _blame_by_output(end, finding, evidence)
+    was_asked = meaning is not None and meaning.is_symptom
+    is_preempted = finding is not None and finding.fault_class is FaultClass.PREEMPTED
+    # Output tells more of a signal than the exit code: which rank got it, or who sent it.
+    if finding is not None and is_preempted and (was_asked or finding.names_sender):
+        return _blame_by_output(end, finding, evidence)
     if meaning is not None and number is None:
         line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT

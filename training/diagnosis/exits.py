@@ -91,9 +91,7 @@ _OF_ANY: Mapping[int, ExitMeaning] = {
     -signal.SIGXFSZ: ExitMeaning(
         FaultClass.STORAGE_ERROR, "The process reached the largest size that a file may have."
     ),
-    -signal.SIGPIPE: ExitMeaning(
-        FaultClass.UNKNOWN, "The program that read its output has ended."
-    ),
+    -signal.SIGPIPE: ExitMeaning(FaultClass.UNKNOWN, "The program that read its output has ended."),
     -signal.SIGALRM: ExitMeaning(
         FaultClass.UNKNOWN, "A timer that the program had set itself ran out."
     ),

@@ -98,7 +98,8 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
     ends = any(
-        ends_run(case) for ends_run in (is_cancelled, is_oom_again, is_store_full, is_the_users_again)
+        ends_run(case)
+        for ends_run in (is_cancelled, is_oom_again, is_store_full, is_the_users_again)
     )
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP

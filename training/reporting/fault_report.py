@@ -95,9 +95,10 @@ def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> li
                 _recovery_report(history, index, recovery, place) for recovery in view.recoveries
             ]
         ended = view.ended
-        if (index >= first or isolates) and ended is not None and ended.fault is not None:
-            if ended.is_fault:
-                reports.append(_attempt_report(history, index, ended, ended.fault, place))
+        if ended is None or ended.fault is None or not ended.is_fault:
+            continue
+        if index >= first or isolates:
+            reports.append(_attempt_report(history, index, ended, ended.fault, place))
     return reports
 
 

@@ -36,8 +36,7 @@ def attempts_title(history: RunHistory) -> str:
     last = history.attempts[-1]
     name = "{}.{}".format(*last.key)
     earlier = sum(
-        attempt.ended is not None and attempt.ended.is_fault
-        for attempt in history.attempts
+        attempt.ended is not None and attempt.ended.is_fault for attempt in history.attempts
     )
     if last.ended is None:
         failures = f", after {counted(earlier, 'failed attempt')}" if earlier else ""

@@ -14,7 +14,7 @@ from perdure.training.diagnosis.ending import find_last_traceback
 from tests.waiting import wait_for
 
 WORDS = "ValueError: sample 3: expected 2048 tokens, got 0"
-RAISE = f"raise {WORDS.split(':')[0]}({WORDS.partition(': ')[2]!r})"
+RAISE = "raise ValueError('sample 3: expected 2048 tokens, got 0')"
 HANDLED = f"try:\n    {RAISE}\nexcept ValueError:\n    import traceback; traceback.print_exc()\n"
 LINGERING = {
     "a hook at exit": f"import atexit, time; atexit.register(time.sleep, 9999)\n{RAISE}",
@@ -23,7 +23,8 @@ LINGERING = {
         f"    time.sleep(9999)\natexit.register(upload)\n{RAISE}"
     ),
     "a thread": (
-        f"import threading, time; threading.Thread(target=time.sleep, args=(9999,)).start()\n{RAISE}"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(9999,)).start()\n"
+        f"{RAISE}"
     ),
     "a hook for exceptions": (
         "import sys, time\ndef hook(*raised):\n    sys.__excepthook__(*raised)\n"
@@ -67,7 +68,7 @@ def test_a_process_that_lives_on_after_an_exception_ends_as_that_exception(new_g
 
 
 def test_ranks_below_a_launcher_are_looked_at_too(new_group):
-    script = f"{sys.executable} -u -c \"$PROGRAM\" & wait"
+    script = f'{sys.executable} -u -c "$PROGRAM" & wait'
     group = new_group("bash", "-c", script.replace("$", "$$"), is_command=True)
     group.start({**os.environ, "PROGRAM": LINGERING["a hook at exit"]}, proc_start_cnt=1)
     check = LastWordsCheck(exit_time_s=0.0, period_s=0.0)
@@ -95,14 +96,14 @@ def test_a_program_that_runs_as_a_module_is_inside_of_itself(module):
     stacks = (
         "Process 7: python -m tool\nPython v3.11.7 (python3.11)\n\nThread 7 (idle)\n"
         f"    read ({module}.py:3)\n    _run_code (<frozen runpy>:88)\n"
-        "    _run_module_as_main (<frozen runpy>:198)\nThread 8 (idle): \"loader\"\n    f (x.py:1)\n"
+        '    _run_module_as_main (<frozen runpy>:198)\nThread 8 (idle): "loader"\n    f (x.py:1)\n'
     )
     assert not has_left_program(stacks, 7)
 
 
 def test_stacks_that_cannot_be_read_prove_nothing():
     assert not has_left_program(None, 7)
-    assert not has_left_program("Thread 8 (idle): \"loader\"\n    f (x.py:1)\n", 7)
+    assert not has_left_program('Thread 8 (idle): "loader"\n    f (x.py:1)\n', 7)
 
 
 TRACEBACK = f'Traceback (most recent call last):\n  File "x.py", line 3, in f\n{WORDS}\n'

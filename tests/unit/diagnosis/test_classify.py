@@ -272,7 +272,7 @@ def test_an_end_without_a_word_quotes_its_exit_code():
     assert cause(end(3)).evidence == ended
     assert cause(end(3, log="\n last words \n\n")).evidence == f"{ended}, after: last words"
     named = cause(end(3, error="MyError: no", log="later noise"))
-    assert named.evidence == f"{ended}, after: MyError: no"
+    assert named.evidence == "MyError: no"
 
 
 def test_evidence_is_cut_to_a_readable_length():

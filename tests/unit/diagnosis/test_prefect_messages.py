@@ -32,8 +32,8 @@ STAMP = "10:00:00.123 | ERROR   | Flow run 'bold-owl' - "
         (f"{CRASH}cancelled by the runtime environment.", FaultClass.PREEMPTED, None, "lease"),
         (f"{CRASH}aborted by Python system exit call.", FaultClass.UNKNOWN, None, "before it"),
         (
-            "Crash detected! Request to http://127.0.0.1:4200/api/task_runs/ failed: "
-            "ConnectError: All connection attempts failed.",
+            ("Crash detected! Request to http://127.0.0.1:4200/api/task_runs/ failed: "
+            "ConnectError: All connection attempts failed."),
             FaultClass.STORAGE_ERROR, "API_UNREACHABLE", "PREFECT_API_URL",
         ),
         (
@@ -41,8 +41,8 @@ STAMP = "10:00:00.123 | ERROR   | Flow run 'bold-owl' - "
             FaultClass.STORAGE_ERROR, "API_UNREACHABLE", "NO_PROXY",
         ),
         (
-            "Aborted submission of flow run '0b6a'. Server sent an abort signal: This run has "
-            "already terminated.",
+            ("Aborted submission of flow run '0b6a'. Server sent an abort signal: This run has "
+            "already terminated."),
             FaultClass.PREEMPTED, "SUBMISSION_ABORTED", "states of the flow run",
         ),
         (
@@ -51,8 +51,8 @@ STAMP = "10:00:00.123 | ERROR   | Flow run 'bold-owl' - "
         ),
         (NOT_FOUND, FaultClass.LAUNCH_MISCONFIGURED, "WORKER_NOT_FOUND", "Start the worker again"),
         (
-            "prefect.exceptions.PrefectHTTPStatusError: Client error '410 Gone' for url "
-            "'http://127.0.0.1:4200/api/v2/concurrency_limits/leases/6b1c/renew'",
+            ("prefect.exceptions.PrefectHTTPStatusError: Client error '410 Gone' for url "
+            "'http://127.0.0.1:4200/api/v2/concurrency_limits/leases/6b1c/renew'"),
             FaultClass.PREEMPTED, "LEASE_LOST", "concurrency limit",
         ),
         (
@@ -81,8 +81,11 @@ def test_a_lost_lease_explains_the_crash_that_follows_it():
 @pytest.mark.parametrize(
     "line",
     [
-        "10:00:00.000 | WARNING | Flow run 'bold-owl' - Concurrency lease renewal failed - slots "
-        "are no longer reserved. Execution will continue, but concurrency limits may be exceeded.",
+        (
+            "10:00:00.000 | WARNING | Flow run 'bold-owl' - Concurrency lease renewal failed - "
+            "slots are no longer reserved. Execution will continue, but concurrency limits may be "
+            "exceeded."
+        ),
         "10:00:00.000 | INFO    | prefect.runner - Process for flow run 'bold-owl' exited cleanly.",
         "10:00:00.000 | INFO    | Flow run 'bold-owl' - Finished in state Completed()",
     ],
