@@ -377,7 +377,8 @@ def _blame_exit(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> 
     if finding is not None and is_preempted and (was_asked or finding.names_sender):
         return _blame_by_output(end, finding, evidence)
     if meaning is not None and number is None:
-        line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
+        code = f"{end.name} ended with exit code {end.exit_code}"
+        line = finding.line if finding else f"{code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
         return _cause_of_end(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
     if meaning and number and (end.exit_code < 0 or finding is None or _is_guess(finding)):

@@ -47,9 +47,6 @@ class ExitMeaning:
 
 
 _OF_RUNTIME: Mapping[int, ExitMeaning] = {
-    EXIT_USER: ExitMeaning(
-        FaultClass.USER_CODE_ERROR, "The program reports that its user must fix it."
-    ),
     # Every survivor of a fault asks for a restart. A rank that asks for it while the others go on
     # has lost its connection to the coordinator.
     EXIT_RESTART_ME: ExitMeaning(
@@ -63,6 +60,10 @@ _OF_RUNTIME: Mapping[int, ExitMeaning] = {
     ),
 }
 _OF_ANY: Mapping[int, ExitMeaning] = {
+    EXIT_USER: ExitMeaning(
+        FaultClass.USER_CODE_ERROR,
+        "The program reports that its user must fix it; by convention: wrong arguments.",
+    ),
     _EXIT_NOT_EXECUTABLE: ExitMeaning(
         FaultClass.LAUNCH_MISCONFIGURED, "The command cannot be started: it may not be executed."
     ),
@@ -98,7 +99,6 @@ _OF_ANY: Mapping[int, ExitMeaning] = {
 }
 # Words for codes that name no fault class: sysexits.h, and what schedulers and launchers agree on.
 _CONVENTIONS: Mapping[int, str] = {
-    2: "by convention: wrong arguments",
     os.EX_USAGE: "sysexits: the command was used in a wrong way",
     os.EX_DATAERR: "sysexits: the input data is wrong",
     os.EX_NOINPUT: "sysexits: an input file is not there or not readable",

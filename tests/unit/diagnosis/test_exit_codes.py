@@ -46,7 +46,6 @@ def summary(*exit_codes: int) -> str:
         (78, "a configuration error"),
         (66, "an input file is not there"),
         (124, "timeout"),
-        (2, "wrong arguments"),
         (255, "ssh"),
         (42, ""),
     ],
@@ -95,6 +94,21 @@ def test_a_signal_is_read_from_the_sum_that_a_shell_or_a_launcher_makes_of_it(
 @pytest.mark.parametrize("exit_code", [1, 2, 85, 99, 127, 200, 253, 254, 255])
 def test_a_code_that_programs_choose_themselves_is_no_signal(exit_code):
     assert signal_of(exit_code) is None
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "fault_class", "words"),
+    [
+        (2, FaultClass.USER_CODE_ERROR, "wrong arguments"),
+        (126, FaultClass.LAUNCH_MISCONFIGURED, "may not be executed"),
+        (127, FaultClass.LAUNCH_MISCONFIGURED, "it is not there"),
+    ],
+)
+def test_a_code_that_means_a_mistake_of_the_user_stops(exit_code, fault_class, words):
+    fault = cause(command(exit_code))
+    assert fault.fault_class is fault_class
+    assert fault.evidence.startswith(f"the command on node-0 ended with exit code {exit_code}: ")
+    assert words in fault.evidence
 
 
 @pytest.mark.parametrize("exit_code", [EXIT_RESTART_ME, 76])
