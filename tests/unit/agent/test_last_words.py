@@ -10,6 +10,7 @@ import pytest
 
 from perdure.training.agent.evidence import dump_stacks
 from perdure.training.agent.last_words import LastWordsCheck, has_left_program
+from perdure.training.agent.workers import WorkerGroup
 from perdure.training.diagnosis.ending import find_last_traceback
 from tests.waiting import wait_for
 
@@ -51,10 +52,8 @@ def program(text: str) -> list[str]:
     return [sys.executable, "-u", "-c", f"print('step 1/9 loss 2.0')\n{text}"]
 
 
-@pytest.mark.parametrize("text", LINGERING.values(), ids=LINGERING)
-def test_a_process_that_lives_on_after_an_exception_ends_as_that_exception(new_group, text):
-    group = new_group(*program(text), is_command=True)
-    group.start(dict(os.environ), proc_start_cnt=1)
+def run_to_end(group: WorkerGroup) -> None:
+    """Poll a group as its agent does, until no process of it is left."""
     check = LastWordsCheck(exit_time_s=0.0, period_s=0.0)
 
     def is_over() -> bool:
@@ -62,6 +61,13 @@ def test_a_process_that_lives_on_after_an_exception_ends_as_that_exception(new_g
         return group.poll()
 
     wait_for(is_over)
+
+
+@pytest.mark.parametrize("text", LINGERING.values(), ids=LINGERING)
+def test_a_process_that_lives_on_after_an_exception_ends_as_that_exception(new_group, text):
+    group = new_group(*program(text), is_command=True)
+    group.start(dict(os.environ), proc_start_cnt=1)
+    run_to_end(group)
     (status,) = group.statuses()
     assert (status.exit_code, status.error) == (1, WORDS)
     assert not status.stopped_by_agent, "its end is a failure"
@@ -71,8 +77,7 @@ def test_ranks_below_a_launcher_are_looked_at_too(new_group):
     script = f'{sys.executable} -u -c "$PROGRAM" & wait'
     group = new_group("bash", "-c", script.replace("$", "$$"), is_command=True)
     group.start({**os.environ, "PROGRAM": LINGERING["a hook at exit"]}, proc_start_cnt=1)
-    check = LastWordsCheck(exit_time_s=0.0, period_s=0.0)
-    wait_for(lambda: check.check(group) or group.poll())
+    run_to_end(group)
     (status,) = group.statuses()
     assert (status.exit_code, status.error) == (1, WORDS)
 

@@ -242,7 +242,8 @@ def a_critical_chip_fault_never_heals_in_place(asked: Asked) -> bool:
 
 
 def a_code_that_separates_its_chip_never_heals_in_place(asked: Asked) -> bool:
-    stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: IN_PROCESS}.get(asked.fault.code or "", ())
+    inside = tuple(rung for rung in IN_PROCESS if rung in ON_CHIP)  # another node is another chip
+    stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: inside}.get(asked.fault.code or "", ())
     hint = asked.fault.severity == Severity.HINT and stays == ON_CHIP
     return hint or asked.decision.rung not in stays
 
