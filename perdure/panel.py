@@ -112,7 +112,7 @@ class LiveView:
 
 def _colour_of(activity: str) -> str | None:
     """The color of an activity other than training."""
-    if "recover" in activity:
+    if "recover" in activity or "waiting" in activity:
         return "yellow"
     return "cyan" if activity.startswith("paused") else None
 

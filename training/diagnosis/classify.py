@@ -48,7 +48,13 @@ from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
 from perdure.training.liveness.culprit import find_standstill
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.recovery.faults import (
+    NODE_UNWRITABLE,
+    TRAITS,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
 
 MAX_EVIDENCE_CHARS = 500
 _TRACED = "Traceback (most recent call last)"
@@ -100,6 +106,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """Name the first cause. Total: evidence that shows nothing gives `unknown`."""
     causes = [
         *_blame_lost_nodes(evidence),
+        *_blame_unwritable_nodes(evidence),
         *_blame_staging(evidence),
         *_blame_workers(evidence),
         *_blame_silent_ranks(evidence),
@@ -195,6 +202,24 @@ def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
         yield _Cause(_Tier.NODE, fault)
 
 
+def _blame_unwritable_nodes(evidence: Evidence) -> Iterator[_Cause]:
+    """Blame nodes that take no files: the cause of a refused start, and of an unexplained end."""
+    for node, why_not in (evidence.unwritable or {}).items():
+        is_refused = evidence.refusal is not None or node in (evidence.staging_errors or {})
+        why = "The scratch folder of the node takes no files, so no processes can start there."
+        fault = _build_fault(
+            FaultClass.STORAGE_ERROR,
+            evidence,
+            f"{node} takes no files: {why_not}",
+            node=node,
+            code=NODE_UNWRITABLE,
+            why=why,
+        )
+        action = "Make room on that node, or have its folder mended; then start the run again."
+        fault = replace(fault, action=action, recoverable_by=RecoverableBy.ISOLATE)
+        yield _Cause(_Tier.ROOT if is_refused else _Tier.SYMPTOM, fault)
+
+
 def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:
     for node, error in (evidence.staging_errors or {}).items():
         why = (
@@ -243,7 +268,9 @@ def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
     line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
     fault = _build_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
-    yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))
+    is_explained = fault_class is FaultClass.UNKNOWN and lost.node in (evidence.unwritable or {})
+    tier = _Tier.UNEXPLAINED if is_explained else _Tier.ROOT
+    yield _Cause(tier, replace(fault, at_s=lost.ended_s))
 
 
 def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:

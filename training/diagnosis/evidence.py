@@ -12,6 +12,7 @@ from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.wire.agent_status import Obstacle
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 
@@ -147,9 +148,11 @@ class Evidence:
     Attributes:
         losses: containers that the engine has lost, or is about to lose.
         rank_progress: progress of all ranks at the moment when a rank was silent.
+        unwritable: nodes whose scratch folder takes no files, with the reason and the path.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
         restart_codes: exit codes by which the program asks to be started again.
+        obstacles: things that its output says to be taken.
     """
 
     at_s: float
@@ -159,6 +162,7 @@ class Evidence:
     losses: Sequence[NodeLoss] = ()
     silent: Sequence[SilentRank] = ()
     staging_errors: Mapping[str, str] | None = None
+    unwritable: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
     outputs: Sequence[NodeOutput] = ()
@@ -167,3 +171,4 @@ class Evidence:
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
     restart_codes: Collection[int] = ()
+    obstacles: Sequence[Obstacle] = ()

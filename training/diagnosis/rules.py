@@ -32,6 +32,7 @@ FILES = (
     "ascend.toml",
     "cuda.toml",
     "accelerators.toml",
+    "leftovers.toml",
     "collectives.toml",
     "storage.toml",
     "data.toml",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.ending import FalseSuccess
@@ -22,6 +24,7 @@ from perdure.training.diagnosis.evidence import (
 )
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
@@ -69,6 +72,7 @@ class AttemptWatch:
     Args:
         fleet: where the attempt runs.
         job: its limits say how long processes get to start and to end.
+        key: placement and attempt; whatever an agent reports of an earlier attempt is left out.
         started_s: when the attempt was started, seconds since the epoch.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
@@ -80,12 +84,14 @@ class AttemptWatch:
         fleet: Fleet,
         job: Job,
         *,
+        key: tuple[int, int],
         started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         watchers: Sequence[AttemptWatcher] = (),
     ) -> None:
         self._fleet = fleet
+        self._key = key
         self._started_s = started_s
         self._start_timeout_s = job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
@@ -98,9 +104,27 @@ class AttemptWatch:
         self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
-        self._log, self._log_container = Follower(fleet.metrics), ""
+        self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
+        # While this process waited for the store.
+        self._stop_ordered = self._ended_on_request = False
+
+    def stop_where_wanted(self) -> None:
+        """Have the processes end on a request that comes while their end cannot be recorded."""
+        if self._stop_ordered or not self._stop_wanted():
+            return
+        with suppress(EngineError):  # another supervisor has the run
+            # A fault comes first all the same: it is still to be recorded.
+            self._ended_on_request = not _has_failure(self._poll())
+            self._fleet.stop(self._request_grace_s)
+            self._stop_ordered = True
+
+    def _follower(self) -> Follower:
+        return Follower(partial(self._fleet.metrics, of_attempt=self._key))
+
+    def _poll(self) -> Snapshot:
+        return self._fleet.poll().of_attempt(*self._key)
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
@@ -131,7 +155,7 @@ class AttemptWatch:
             request = EndKind.RESTARTED
         # A fault comes before a request to stop: else nobody would learn of it.
         is_fault = has_failed or any(result.is_fault for result in results)
-        if request is not None and not is_fault:
+        if request is not None and (not is_fault or self._ended_on_request):
             return self._end_on_request(request)
         if EndKind.FAILED in ends:
             return self.wind_up()
@@ -186,7 +210,7 @@ class AttemptWatch:
 
     def end_of_failure(self) -> AttemptEnd | None:
         """Wind the attempt up where it has failed already; None: it has not."""
-        return self.wind_up() if _has_failure(self._fleet.poll()) else None
+        return self.wind_up() if _has_failure(self._poll()) else None
 
     def _await_end(self, grace_s: float) -> Snapshot:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
@@ -212,7 +236,7 @@ class AttemptWatch:
     def _observe(self) -> Snapshot:
         self._read_log()
         progress = self._progress
-        progress.take_snapshot(self._fleet.poll(), at_s=time.time())
+        progress.take_snapshot(self._poll(), at_s=time.time())
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         if self._exit_check is not None:
@@ -231,7 +255,7 @@ class AttemptWatch:
         """Read on in the attempt log. Returns whether there was more of it."""
         first = self._fleet.first_container
         if first != self._log_container:  # the first node was lost: another log begins elsewhere
-            self._log, self._log_container = Follower(self._fleet.metrics), first
+            self._log, self._log_container = self._follower(), first
             self._progress.begin_log()
         events, progress = self._log.read(), self._progress
         progress.take(events or ())
@@ -261,6 +285,7 @@ class AttemptWatch:
             losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
             silent=failure.silent,
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
+            unwritable=_unwritable(failure.snapshot, snapshot),
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=failure.refusal,
             outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
@@ -269,6 +294,7 @@ class AttemptWatch:
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
             restart_codes=self._restart_codes,
+            obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
         return AttemptEnd(
             kind,
@@ -291,9 +317,17 @@ class AttemptWatch:
     def _outputs(self) -> Iterator[NodeOutput]:
         """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
         # An earlier report of the platform is not about the end of this attempt.
-        texts = self._fleet.texts(DEVICE_LOG_TAIL_BYTES, since_s=self._started_s)
+        texts = self._fleet.texts(
+            DEVICE_LOG_TAIL_BYTES, since_s=self._started_s, of_attempt=self._key
+        )
         for node, text in texts:
             yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
+
+
+def _unwritable(*snapshots: Snapshot) -> dict[str, str]:
+    """Map nodes whose scratch folder takes no files to the reason."""
+    statuses = [status for snapshot in snapshots for status in snapshot.agents.values()]
+    return {status.node: status.unwritable for status in statuses if status.unwritable}
 
 
 def _all_done(snapshot: Snapshot) -> bool:

@@ -97,6 +97,32 @@ def test_an_echo_is_named_when_no_cause_is_known(first, second, named):
     assert (fault.fault_class, fault.rank) == (FaultClass.COLLECTIVE_TIMEOUT, named)
 
 
+FULL = {"node-0": "No space left on device: /scratch/run"}
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        {"refusal": "agent at 127.0.0.1:1 refused rendezvous"},
+        {"staging_errors": {"node-0": "OSError: [Errno 28] No space left on device"}},
+        {"workers": [end(1, rank=0, log="loss 2.1\nloss 2.0\n")]},
+        {"workers": [end(1, rank=0)], "coordinator": CoordinatorLost("node-0", 1, 9.0, "import")},
+    ],
+    ids=["a refused rendezvous", "a failed start", "an end without a word", "its coordinator"],
+)
+def test_a_node_that_takes_no_files_is_the_cause_of_what_nothing_else_explains(evidence):
+    fault = cause(*evidence.pop("workers", ()), unwritable=FULL, **evidence)
+    assert (fault.fault_class, fault.code) == (FaultClass.STORAGE_ERROR, "NODE_UNWRITABLE")
+    assert fault.node == "node-0"
+    assert fault.evidence == "node-0 takes no files: No space left on device: /scratch/run"
+    assert fault.action.startswith("Make room on that node")
+
+
+def test_a_program_that_names_its_error_beside_a_full_disk_is_believed():
+    fault = cause(end(1, rank=0, error=TYPE_ERROR), unwritable=FULL)
+    assert fault.fault_class is FaultClass.USER_CODE_ERROR
+
+
 def test_a_killed_process_is_a_native_crash():
     fault = cause(
         end(-signal.SIGKILL, rank=3, ended_s=5.0), end(1, rank=0, ended_s=4.9, error=PEER_CLOSED)

@@ -277,6 +277,16 @@ def a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated(asked: 
     )
 
 
+def a_node_that_takes_no_files_is_left(asked: Asked) -> bool:
+    if asked.fault.code != "NODE_UNWRITABLE" or asked.fault.fault_class != "storage_error":
+        return True
+    return asked.decision.rung in (
+        Rung.POD_RESCHEDULE,
+        Rung.JOB_RESCHEDULE_ISOLATED,
+        Rung.STOP,
+    )
+
+
 def the_same_node_again_and_again_is_taken_for_the_cause(asked: Asked) -> bool:
     return not came_on_one_node(asked) or asked.decision.rung not in ON_CHIP
 
