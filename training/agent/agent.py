@@ -120,6 +120,7 @@ class Agent:
                 if time.monotonic() - checked_s > HANG_CHECK_S - TICK_S:
                     checked_s = time.monotonic()
                     if self._attempt is not None:
+                        self._attempt.check_last_words()
                         self._attempt.check_hang()
                         self._attempt.make_room()
                     self._check_orphaned()

@@ -26,6 +26,7 @@ from perdure.training.agent.coordinator_client import (
 )
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
+from perdure.training.agent.last_words import LastWordsCheck
 from perdure.training.agent.launcher import Launcher
 from perdure.training.agent.log_room import DiskRoom, give_up_logs, logs_of
 from perdure.training.agent.obstacles import (
@@ -159,6 +160,7 @@ class NodeAttempt:
         self._config = container.config
         self._folder = container.attempt_folder(order)
         self._hang_check = HangCheck(self._config, order.is_command, container.marker)
+        self._last_words = LastWordsCheck()
         self._hang: HangReport | None = None
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
@@ -279,6 +281,11 @@ class NodeAttempt:
             container.healing.end()
         elif container.checkpoint_server.revive(now_s=time.monotonic()):
             self.group.spare = container.spare_pids
+
+    def check_last_words(self) -> None:
+        """End workers that live on after an exception has ended their program."""
+        if self.group is not None and self.state is AgentState.RUNNING:
+            self._last_words.check(self.group)
 
     def _clear_up(self, group: WorkerGroup) -> None:
         """Remove what the processes left in shared memory, and find out what was in their way."""

@@ -29,6 +29,7 @@ from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
     SHORT_CODE,
     FalseSuccess,
+    find_exit_codes,
     find_first_failed,
 )
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
@@ -36,10 +37,12 @@ from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
     ExitMeaning,
+    describe_exit,
     explain_exit,
     signal_name,
     signal_of,
 )
+from perdure.training.diagnosis.lines import is_progress
 from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
@@ -89,6 +92,7 @@ def _tier_of(finding: Finding) -> _Tier:
 # Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
+_FROM_OUTSIDE = frozenset({FaultClass.NODE_LOST, FaultClass.FAIL_SLOW})
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
 
@@ -114,6 +118,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     ]
     if not causes:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
+    causes = _demote_receipts(causes)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
     best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
@@ -122,6 +127,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
             classes.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
+
+
+def _demote_receipts(causes: Sequence[_Cause]) -> list[_Cause]:
+    """Demote the ends of processes that got a signal, where another cause shows who sent it."""
+    ends = [c for c in causes if c.fault.fault_class is FaultClass.PREEMPTED]
+    receipts = [c for c in ends if c.fault.code in signal.Signals.__members__]
+    if len(receipts) == len(ends):
+        return list(causes)
+    return [replace(c, tier=max(c.tier, _Tier.CASCADE)) if c in receipts else c for c in causes]
 
 
 def _count_other_nodes(causes: Sequence[_Cause]) -> int:
@@ -160,7 +174,9 @@ def _build_fault(
         action=KILLED_ACTION if is_killed else traits.action,
         recoverable_by=traits.recoverable_by,
         user_fault=traits.user_fault,
-        hardware_fault=traits.hardware_fault,
+        # Silence and slowness alone show no broken machine: the network, the platform or a person
+        # may be behind them.
+        hardware_fault=traits.hardware_fault and fault_class not in _FROM_OUTSIDE,
     )
 
 
@@ -371,20 +387,47 @@ def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -
         return _cause_of_end(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
     if end.bad_end is not None:
         return _blame_false_success(end, end.bad_end, finding, evidence)
-    meaning = explain_exit(end.exit_code, is_oom=end.node in evidence.oom_nodes)
+    requested = find_exit_codes(end.log, end.exit_code) & set(evidence.restart_codes)
+    if requested:
+        line = f"{end.name} asked with exit code {min(requested)} to be started again"
+        return _cause_of_end(_Tier.SYMPTOM, FaultClass.RESTART_REQUESTED, line, end, evidence)
+    return _blame_exit(end, finding, evidence)
+
+
+def _blame_exit(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
+    is_oom = end.node in evidence.oom_nodes
+    meaning = explain_exit(end.exit_code, is_oom=is_oom, is_command=end.is_command)
     number = signal_of(end.exit_code)
+    was_asked = meaning is not None and meaning.is_symptom
+    is_preempted = finding is not None and finding.fault_class is FaultClass.PREEMPTED
+    # Output tells more of a signal than the exit code: which rank got it, or who sent it.
+    if finding is not None and is_preempted and (was_asked or finding.names_sender):
+        return _blame_by_output(end, finding, evidence)
     if meaning is not None and number is None:
-        line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
+        code = f"{end.name} ended with exit code {end.exit_code}"
+        line = finding.line if finding else f"{code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
         return _cause_of_end(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
     if meaning and number and (end.exit_code < 0 or finding is None or _is_guess(finding)):
         return _blame_signal(meaning, number, end, finding, evidence)
     if finding is None or finding.role is Role.HINT:
-        lines = [line.strip() for line in end.log.splitlines() if line.strip()]
-        line = end.error or (finding.line if finding else next(reversed(lines), ""))
-        line = line or f"exit code {end.exit_code}"
-        return _cause_of_end(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
+        return _blame_code(end, finding, evidence)
     return _blame_by_output(end, finding, evidence)
+
+
+def _blame_code(end: WorkerEnd, hint: Finding | None, evidence: Evidence) -> _Cause:
+    """Blame a worker that only its exit code speaks of: its last words are the context."""
+    lines = [line.strip() for line in end.log.splitlines() if line.strip()]
+    last = next(reversed(lines), "")
+    words = end.error or (hint.line.strip() if hint else "" if is_progress(last) else last)
+    how = describe_exit(end.exit_code)
+    line = f"{end.name} ended with {how}{f', after: {words}' if words else ''}"
+    why = f"The last line of its output was: {last}" if last and last != words else ""
+    traits = TRAITS[FaultClass.UNKNOWN]
+    return _cause_of_end(
+        _Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence,
+        why=f"{traits.meaning} {why}".strip(),
+    )  # fmt: skip
 
 
 def _blame_false_success(

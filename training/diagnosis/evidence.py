@@ -5,7 +5,7 @@ Times are seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.training.diagnosis.ending import FalseSuccess
@@ -29,6 +29,7 @@ class WorkerEnd:
         stopped: whether a request to stop came before its end.
         bad_end: the reason why its exit with 0 was a failure.
         log_path: path of its output on its node.
+        is_command: whether its exit codes are its own, not those agreed with the runtime.
     """
 
     rank: int | None
@@ -41,6 +42,7 @@ class WorkerEnd:
     stopped: bool = False
     log_path: str | None = None
     bad_end: FalseSuccess | None = None
+    is_command: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -149,6 +151,7 @@ class Evidence:
         unwritable: nodes whose scratch folder takes no files, with the reason and the path.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
+        restart_codes: exit codes by which the program asks to be started again.
         obstacles: things that its output says to be taken.
     """
 
@@ -167,4 +170,5 @@ class Evidence:
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
+    restart_codes: Collection[int] = ()
     obstacles: Sequence[Obstacle] = ()

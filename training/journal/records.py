@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.journal.events import LedgerEvent
-from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Decision, Rung
 
 
@@ -187,6 +187,12 @@ class AttemptEnded(AttemptRecord):
     stepped_s: float | None = None
     lived_s: float | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it failed, and did not merely ask to be started again."""
+        asks = self.fault is not None and self.fault.fault_class is FaultClass.RESTART_REQUESTED
+        return self.outcome == "failed" and not asks
 
 
 class DecisionMade(AttemptRecord):

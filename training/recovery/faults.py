@@ -36,6 +36,7 @@ class FaultClass(StrEnum):
     NUMERIC_ANOMALY = "numeric_anomaly"
     NATIVE_CRASH = "native_crash"
     PREEMPTED = "preempted"
+    RESTART_REQUESTED = "restart_requested"
     USER_CODE_ERROR = "user_code_error"
     LAUNCH_MISCONFIGURED = "launch_misconfigured"
     VERSION_MISMATCH = "version_mismatch"
@@ -166,6 +167,10 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Something outside asked the process to end.",
         "None, if the scheduler took the node back; else find who sent the signal.",
         RecoverableBy.RESCHEDULE,
+    ),
+    FaultClass.RESTART_REQUESTED: Traits(
+        "The program left with an exit code by which it asks to be started again: no fault.",
+        "None. The code is one of worker.restart_codes.",
     ),
     FaultClass.USER_CODE_ERROR: Traits(
         "The training program raised an error that it will raise again.",

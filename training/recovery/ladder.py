@@ -23,6 +23,7 @@ from perdure.training.recovery.guards import (
     UNSUPPORTED,
     LadderInput,
     is_accepted,
+    is_cancelled,
     is_oom_again,
     is_store_full,
     is_the_users_again,
@@ -99,8 +100,10 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
-    ends = ends or _has_nowhere_to_go(case, capacity)
+    ends = _has_nowhere_to_go(case, capacity) or any(
+        ends_run(case)
+        for ends_run in (is_cancelled, is_oom_again, is_store_full, is_the_users_again)
+    )
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -156,6 +159,8 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
 
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
+    if is_cancelled(case):
+        return f"{fault.fault_class}: the job was ended by a person, who may start it again"
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
     if is_store_full(case):

@@ -220,6 +220,11 @@ RULES: Mapping[str, LadderRule] = {
         "the store again.",
         _OURS,
     ),
+    "a_job_that_a_person_cancelled_is_not_started_again": LadderRule(
+        "If the evidence shows that a person ended the job (`scancel`, `bkill`, `docker stop`), "
+        "the run stops: its user may start it again.",
+        _OURS,
+    ),
     "an_unsupported_rung_is_skipped_and_the_decision_names_it": LadderRule(
         "The decision lists the rungs that the engine or the run's depth cannot do.",
         _OURS,

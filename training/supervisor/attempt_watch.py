@@ -100,6 +100,7 @@ class AttemptWatch:
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
+        self._restart_codes = job.worker.restart_codes
         self._hang_limit_s = job.watch.command_quiet_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
@@ -344,6 +345,7 @@ class AttemptWatch:
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
+            restart_codes=self._restart_codes,
             obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
         return AttemptEnd(
@@ -446,6 +448,7 @@ def _worker_ends(
                 log_path=_log_path(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
                 bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
+                is_command=status.is_command,
             )
 
 

@@ -584,6 +584,25 @@ def test_a_full_store_is_not_filled_again():
     assert "the run's store is full; make room, then start the run again" in decision.reason
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: *** JOB 77 ON n1 CANCELLED AT 2026-02-03T10:00:10 ***",
+        "TERM_OWNER: job killed by owner.",
+        "Gracefully stopping... (press Ctrl+C again to force)",
+    ],
+)
+def test_a_job_that_a_person_cancelled_is_not_started_again(line):
+    decision = choose(of_log(line))
+    assert (decision.rung, decision.isolate) == (Rung.STOP, None)
+    assert "ended by a person, who may start it again" in decision.reason
+
+
+def test_a_job_that_reached_its_time_limit_is_no_job_that_a_person_cancelled():
+    line = "slurmstepd: error: *** JOB 77 ON n1 CANCELLED AT 2026-02-03T10:00:10 DUE TO TIME LIMIT"
+    assert choose(of_log(line)).rung is Rung.JOB_RESCHEDULE
+
+
 def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():
     decision = choose(CRASH, supported=ALL - {Rung.IN_PLACE_RESTART})
     assert decision.rung is Rung.JOB_RESCHEDULE
