@@ -102,12 +102,22 @@ class NodeAttempt:
         self._container = container
         self._config = container.config
         self._folder = container.attempt_folder(order)
-        self._hang_check = HangCheck(self._config, order.is_command, container.marker)
+        self._hang_check = self._new_hang_check()
         self._hang: HangReport | None = None
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
         self._staging_error: str | None = None
         self._oom_kills_before = oom_kills()
+
+    def _new_hang_check(self) -> HangCheck:
+        order = self.order
+        return HangCheck(
+            self._config,
+            order.is_command,
+            self._container.marker,
+            start_factor=order.start_factor,
+            ends_slow_start=order.ends_slow_start,
+        )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -182,9 +192,7 @@ class NodeAttempt:
         with self._container.lock:  # ranks that were silent without a coordinator do not hang
             group.rejoin(order.coordinator)
             self._hang = None
-            self._hang_check = HangCheck(
-                self._config, self.order.is_command, self._container.marker
-            )
+            self._hang_check = self._new_hang_check()
         return AgentReply()
 
     def stop(self, grace_s: float) -> None:

@@ -69,6 +69,7 @@ class LadderInput:
         survivors: whether processes of the attempt live on.
         no_replica: why no other rank has the state of the one at fault, None when one may.
         no_replica_of_node: why no other node has the state of one of its node's ranks.
+        hung_before: whether the rank hung at the same place of the program before.
     """
 
     fault: Fault
@@ -80,6 +81,7 @@ class LadderInput:
     survivors: bool = False
     no_replica: str | None = None
     no_replica_of_node: str | None = None
+    hung_before: bool = False
 
     @property
     def is_user_caused(self) -> bool:
@@ -219,6 +221,28 @@ def is_oom_again(case: LadderInput) -> bool:
         and step is not None
         and any(past.fault.fault_class is oom and past.fault.step == step for past in case.streak)
     )
+
+
+def hung_before(fault: Fault, *, history: Sequence[Recovery], streak: Sequence[Recovery]) -> bool:
+    """Whether the same rank hung at this step in the same function of the program before.
+
+    Without a known step, only hangs without progress in between are at the same place.
+
+    Args:
+        fault: what is to be answered.
+        history: every past recovery of the run, oldest first.
+        streak: those without progress.
+    """
+    if fault.fault_class is not FaultClass.HANG or fault.frame is None:
+        return False
+    place = (fault.step, fault.rank, fault.frame)
+    hangs = streak if fault.step is None else history
+    return any((p.fault.step, p.fault.rank, p.fault.frame) == place for p in hangs)
+
+
+def is_hang_again(case: LadderInput) -> bool:
+    """Whether new processes hang where others did: the program does, whatever the limit is."""
+    return case.hung_before
 
 
 def is_store_full(case: LadderInput) -> bool:

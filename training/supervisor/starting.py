@@ -30,6 +30,7 @@ from perdure.training.environment import variables_of
 from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
+from perdure.training.liveness.start_patience import StartPatience, patience_of
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import recoveries_of
 from perdure.training.supervisor.ledger_writer import LedgerWriter
@@ -64,6 +65,11 @@ class AttemptStarter:
     cwd: str
     secrets: Callable[[], Mapping[str, SecretStr]]
     data_manifest_key: str | None
+
+    @property
+    def patience(self) -> StartPatience:
+        """Limits of this start, by the starts before it."""
+        return patience_of(recoveries_of(self.job, self.writer.history))
 
     @property
     def replaces_nodes(self) -> bool:
@@ -109,7 +115,7 @@ class AttemptStarter:
         Args:
             saved: the checkpoint that a command goes on from.
         """
-        job, history = self.job, self.writer.history
+        job, history, patience = self.job, self.writer.history, self.patience
         resumed = Resumption.of(job, saved)
         return StartOrder(
             placement=self.view.started.placement,
@@ -136,6 +142,8 @@ class AttemptStarter:
             resume_step=saved.step if saved is not None else None,
             resume_attempt=saved.saved_in if saved is not None else None,
             created_s=history.created_s,
+            start_factor=patience.factor,
+            ends_slow_start=patience.ends_slow_start,
         )
 
     def _job_of_workers(self) -> Job:

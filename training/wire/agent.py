@@ -120,6 +120,12 @@ class StartOrder(FrozenModel):
         None, description="placement and attempt that saved it, where that has to be the same"
     )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
+    start_factor: float = Field(1.0, ge=1, description="times the limits before the first step")
+    ends_slow_start: bool = Field(
+        True,
+        description="whether a hang before the first step ends the attempt; else it is "
+        "reported, and the supervisor decides by all nodes",
+    )
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
