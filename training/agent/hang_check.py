@@ -149,11 +149,11 @@ class HangCheck:
         The others may wait for it in their first collective.
         """
         cores, pids, uses = available_cores(), group.pids(), []
-        for local_rank, (_, since_s, before) in self._starts.items():
+        for local_rank, (_, since_s, start) in self._starts.items():
             activity, span_s = group.activity.get(pids.get(local_rank, 0)), now_s - since_s
             if activity is not None and span_s > 0:
-                used_s = activity.cpu_s - before.cpu_s
-                waited_s = activity.waited_s - before.waited_s
+                used_s = activity.cpu_s - start.cpu_s
+                waited_s = activity.waited_s - start.waited_s
                 uses.append(ProcessorUse(used_s / span_s, waited_s / span_s, cores))
         return max(uses, key=lambda use: use.cores + use.waited, default=None)
 

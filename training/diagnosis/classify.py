@@ -258,7 +258,8 @@ def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
     if standstill is not None and standstill.missing:
         first, silent = standstill.missing[0], evidence.silent[0]
         why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
-        line = f"{standstill.line}; {silent.limit}" if silent.field else standstill.line
+        use = f": {silent.why}" if silent.is_slow_start and silent.why else ""
+        line = f"{standstill.line}; {silent.limit}{use}" if silent.field else standstill.line
         fault = _build_fault(
             FaultClass.HANG, evidence, line, node=first.node, rank=first.rank, code=code, why=why
         )

@@ -79,11 +79,9 @@ class SilentRank:
 
     @property
     def limit(self) -> str:
-        """The limit, its field, and what follows from it for the next start."""
-        if not self.field:
-            return f"limit {self.limit_s:.0f} s"
-        more = f": the next start has {2 * self.limit_s:.0f} s" if self.is_slow_start else ""
-        return f"limit {self.limit_s:.0f} s (raise {self.field} if it needs longer{more})"
+        """The limit and its field."""
+        longer = f" (raise {self.field} if it needs longer)" if self.field else ""
+        return f"limit {self.limit_s:.0f} s{longer}"
 
     @property
     def line(self) -> str:

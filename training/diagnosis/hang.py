@@ -28,7 +28,7 @@ _LIBRARIES = frozenset(
 )  # fmt: skip
 # What such a function calls differs from moment to moment: its name is the place.
 _WORK_BESIDE_STEPS = re.compile(
-    r"eval|valid|predict|generat|infer|save|checkpoint|export|upload", re.IGNORECASE
+    r"eval|valid|predict|generate|infer|save|checkpoint|export|upload", re.IGNORECASE
 )
 _UNINTERRUPTIBLE = "D"  # the kernel's letter: storage or a device, not the program
 
@@ -58,7 +58,7 @@ def advise(silent: SilentRank, missing: RankSnapshot | None, *, is_start: bool) 
     if is_start:
         return (
             f"{alone}If its start needs that long (skipping data, compiling, an index, a "
-            f"download), {longer}; the next start has twice the time."
+            f"download), {longer}; the next starts have more, up to four times the field's value."
         )
     return f"{alone}If it needs longer, {longer}; else compare the stacks of the ranks."
 

@@ -153,8 +153,8 @@ def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) 
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
     if is_hang_again(case):
         rank = f" of rank {fault.rank}" if fault.rank is not None else ""
-        again = f"{fault.fault_class} again at step {fault.step}{rank} in {fault.frame}"
-        return f"{again} is for the user to fix: {fault.action}"
+        place = f"at step {fault.step}{rank} in {fault.frame}"
+        return f"{fault.fault_class} again {place} is for the user to fix: {fault.action}"
     if is_store_full(case):
         return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
     if is_the_users_again(case):

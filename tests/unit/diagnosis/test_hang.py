@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,13 +43,10 @@ def evidence_of(*silent: SilentRank, ranks: Any = (), log: str = "") -> Evidence
     return Evidence(at_s=1.0, step=20, silent=silent, rank_progress=ranks, workers=(end,))
 
 
-def test_a_slow_start_names_its_field_and_says_that_the_next_one_has_twice_the_time():
+def test_a_slow_start_names_its_field_its_value_and_the_reasons_that_it_may_have():
     fault = fault_of(QUIET)
     assert (fault.fault_class, fault.code) == (FaultClass.HANG, SLOW_START)
-    assert (
-        "limit 30 s (raise watch.command_quiet_s if it needs longer: the next start has 60 s)"
-        in (fault.evidence)
-    )
+    assert "limit 30 s (raise watch.command_quiet_s if it needs longer)" in fault.evidence
     assert "raise watch.command_quiet_s, 30 s were too few" in fault.action
     assert "skipping data" in fault.action
 
@@ -62,6 +60,16 @@ def test_a_slow_start_names_its_field_and_says_that_the_next_one_has_twice_the_t
     ],
     ids=["a step of these processes", "a rank has stepped", "steps in an output nobody follows"],
 )
+def test_a_slow_start_of_a_session_says_whether_processors_were_busy():
+    use = "no step since its start, processors were busy, 1.00 of 8 cores in use all the while"
+    start = replace(
+        STEP, why=use, field="restart.start_timeout_s", is_slow_start=True, is_busy=True
+    )
+    fault = fault_of(start, ranks=[replace(rank, has_stepped=False) for rank in GANG])
+    assert fault.code == SLOW_START
+    assert f"(raise restart.start_timeout_s if it needs longer): {use}" in fault.evidence
+
+
 def test_a_hang_after_a_step_is_no_slow_start(silent, ranks, log):
     assert fault_of(silent, ranks=ranks, log=log).code is None
 

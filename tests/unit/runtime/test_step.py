@@ -307,14 +307,14 @@ def test_a_loss_that_overflows_is_the_scalers_until_its_scale_shows_that_it_does
         assert step.is_applied
         assert scaler.get_scale() == scale
     assert torch.equal(weights(trainee), before)
-    with pytest.raises(NumericAnomaly, match="^loss is "):
+    with pytest.raises(NumericAnomaly, match=r"^loss is "):
         trainee.take(trainee.step(), spoil=lambda _, loss: loss * value)
 
 
 def test_a_scaler_that_is_switched_off_handles_nothing(make):
     trainee = make(scaler=torch.amp.GradScaler("cpu", enabled=False))
     before = weights(trainee)
-    with pytest.raises(NumericAnomaly, match="^loss is inf"):
+    with pytest.raises(NumericAnomaly, match=r"^loss is inf"):
         trainee.take(trainee.step(), spoil=lambda _, loss: loss * float("inf"))
     assert torch.equal(weights(trainee), before)
 

@@ -31,7 +31,8 @@ def progress_of(*hangs: HangReport | None) -> Progress:
     agents = {
         f"node-{member}": AgentStatus(
             node=f"node-{member}", member=member, state=AgentState.RUNNING, schedule_cnt=1,
-            proc_start_cnt=1, placement=1, attempt=3, is_command=True, is_launcher=True, hang=report,
+            proc_start_cnt=1, placement=1, attempt=3, is_command=True, is_launcher=True,
+            hang=report,
         )
         for member, report in enumerate(hangs)
     }  # fmt: skip
