@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.recovery.faults import SLOW_START, Fault
+from perdure.training.recovery.faults import IDLE_START, Fault
 from perdure.training.recovery.rungs import Rung
 from tests.process.harness import REPO, faulty_job
 from tests.values import not_none
@@ -62,7 +62,7 @@ def test_a_start_that_skips_for_longer_than_its_limit_has_twice_the_time_in_its_
     assert played.ended == "completed"
     crash, hang = faults_of(played)
     assert (crash.fault_class, hang.fault_class) == ("native_crash", "hang")
-    assert hang.code == SLOW_START
+    assert hang.code == IDLE_START
     assert f"limit {QUIET_S:.0f} s (raise watch.command_quiet_s if it needs" in hang.evidence
     assert "processors were idle" in hang.evidence
 

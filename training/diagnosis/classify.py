@@ -41,7 +41,7 @@ from perdure.training.diagnosis.exits import (
     signal_name,
     signal_of,
 )
-from perdure.training.diagnosis.hang import advise, is_slow_start
+from perdure.training.diagnosis.hang import advise, late_start
 from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
@@ -250,10 +250,9 @@ def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
-    is_start = is_slow_start(evidence.silent, evidence.rank_progress) and not any(
-        shows_steps(end.log) for end in evidence.workers
-    )
-    code = SLOW_START if is_start else None
+    code = late_start(evidence.silent, evidence.rank_progress)
+    if any(shows_steps(end.log) for end in evidence.workers):
+        code = None
     standstill = find_standstill(evidence.rank_progress) if evidence.silent else None
     if standstill is not None and standstill.missing:
         first, silent = standstill.missing[0], evidence.silent[0]
@@ -264,7 +263,7 @@ def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
             FaultClass.HANG, evidence, line, node=first.node, rank=first.rank, code=code, why=why
         )
         only = first if len(standstill.missing) == 1 else None
-        fault = replace(fault, action=advise(silent, only, is_start=is_start))
+        fault = replace(fault, action=advise(silent, only, is_start=code is not None))
         # The step of a whole command may be known while that of this rank is not.
         step = first.step if first.step >= 0 else evidence.step
         yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
@@ -279,7 +278,7 @@ def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
         fault = _build_fault(
             FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, code=code, why=why
         )
-        action = advise(rank, None, is_start=is_start)
+        action = advise(rank, None, is_start=code is not None)
         yield _Cause(_Tier.ROOT, replace(fault, action=action))
 
 

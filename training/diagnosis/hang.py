@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from perdure.training.diagnosis.evidence import Evidence, SilentRank
 from perdure.training.liveness.culprit import STOPPED
-from perdure.training.recovery.faults import SLOW_START, TRAITS, Fault, FaultClass
+from perdure.training.recovery.faults import IDLE_START, SLOW_START, TRAITS, Fault, FaultClass
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 _THREAD = re.compile(r"^\s*(?:Thread |Current thread )")
@@ -33,9 +33,12 @@ _WORK_BESIDE_STEPS = re.compile(
 _UNINTERRUPTIBLE = "D"  # the kernel's letter: storage or a device, not the program
 
 
-def is_slow_start(silent: Sequence[SilentRank], ranks: Iterable[RankSnapshot]) -> bool:
-    """Whether no step of this start is known: the program may only need more time for it."""
-    return all(rank.is_slow_start for rank in silent) and not any(r.has_stepped for r in ranks)
+def late_start(silent: Sequence[SilentRank], ranks: Iterable[RankSnapshot]) -> str | None:
+    """Return the code of a start without a step, which may only need more time; else None."""
+    if any(rank.has_stepped for rank in ranks) or not all(rank.is_slow_start for rank in silent):
+        return None
+    is_idle = all(rank.is_busy is False for rank in silent)
+    return IDLE_START if is_idle else SLOW_START
 
 
 def advise(silent: SilentRank, missing: RankSnapshot | None, *, is_start: bool) -> str:
@@ -86,14 +89,14 @@ def locate(fault: Fault, stacks: Iterable[tuple[int | None, str]], evidence: Evi
 
 def _may_be_the_program(fault: Fault, evidence: Evidence) -> bool:
     """Whether the rank stood still in its own code; a start that computes may only be slow."""
-    if fault.code == SLOW_START and any(rank.is_busy for rank in evidence.silent):
+    states = {rank.rank: rank for rank in evidence.rank_progress}
+    rank = states.pop(fault.rank, None) if fault.rank is not None else None
+    if fault.code == SLOW_START and not any(other.is_waiting for other in states.values()):
+        return False
+    if any(silent.stopped for silent in evidence.silent):
         return False
     outside = (*STOPPED, _UNINTERRUPTIBLE)
-    return not any(rank.stopped for rank in evidence.silent) and not any(
-        rank.is_waiting or rank.process_state in outside
-        for rank in evidence.rank_progress
-        if rank.rank == fault.rank
-    )
+    return rank is None or not (rank.is_waiting or rank.process_state in outside)
 
 
 def _place(chain: Sequence[tuple[str, str, int]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from perdure.training.recovery.faults import SLOW_START
+from perdure.training.recovery.faults import LATE_STARTS
 from perdure.training.recovery.rungs import Recovery
 
 MAX_DOUBLINGS = 2
@@ -37,9 +37,9 @@ def patience_of(history: Sequence[Recovery]) -> StartPatience:
         history: every past recovery of the run, oldest first.
     """
     # The run has not become faster by the progress since.
-    slow = [past for past in history if past.fault.code == SLOW_START and not past.failed]
+    is_late = [past.fault.code in LATE_STARTS and not past.failed for past in history]
     in_a_row = 0
-    for past in history:
-        in_a_row = 0 if past.progressed else in_a_row + (past.fault.code == SLOW_START)
-    factor = 2.0 ** min(len(slow), MAX_DOUBLINGS)
+    for past, counts in zip(history, is_late, strict=True):
+        in_a_row = 0 if past.progressed else in_a_row + counts
+    factor = 2.0 ** min(sum(is_late), MAX_DOUBLINGS)
     return StartPatience(factor, ends_slow_start=in_a_row < ENDED_IN_A_ROW)

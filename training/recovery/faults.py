@@ -192,6 +192,8 @@ USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 # Our own codes.
 STORE_FULL = "STORE_FULL"  # the run's store has no room left
 SLOW_START = "SLOW_START"  # the time before the first step of new processes was over
+IDLE_START = "IDLE_START"  # the same, and they did not compute
+LATE_STARTS = frozenset({SLOW_START, IDLE_START})
 
 
 @dataclass(frozen=True, slots=True)

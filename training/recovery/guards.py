@@ -21,6 +21,7 @@ from perdure.training.recovery.chips import (
     times_in_a_row,
 )
 from perdure.training.recovery.faults import (
+    SLOW_START,
     STORE_FULL,
     TRAITS,
     USER_CAUSED_CODES,
@@ -226,7 +227,8 @@ def is_oom_again(case: LadderInput) -> bool:
 def hung_before(fault: Fault, *, history: Sequence[Recovery], streak: Sequence[Recovery]) -> bool:
     """Whether the same rank hung at this step in the same function of the program before.
 
-    Without a known step, only hangs without progress in between are at the same place.
+    Without a known step, only hangs without progress in between are at the same place. A start that
+    computes may only be slow, so that another such start says nothing about it.
 
     Args:
         fault: what is to be answered.
@@ -236,8 +238,10 @@ def hung_before(fault: Fault, *, history: Sequence[Recovery], streak: Sequence[R
     if fault.fault_class is not FaultClass.HANG or fault.frame is None:
         return False
     place = (fault.step, fault.rank, fault.frame)
-    hangs = streak if fault.step is None else history
-    return any((p.fault.step, p.fault.rank, p.fault.frame) == place for p in hangs)
+    hangs = [past.fault for past in (streak if fault.step is None else history)]
+    if fault.code == SLOW_START:
+        hangs = [hang for hang in hangs if hang.code != SLOW_START]
+    return any((hang.step, hang.rank, hang.frame) == place for hang in hangs)
 
 
 def is_hang_again(case: LadderInput) -> bool:

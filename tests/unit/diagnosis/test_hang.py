@@ -10,7 +10,7 @@ import pytest
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, SilentRank, WorkerEnd
 from perdure.training.diagnosis.hang import locate
-from perdure.training.recovery.faults import SLOW_START, Fault, FaultClass
+from perdure.training.recovery.faults import IDLE_START, SLOW_START, Fault, FaultClass
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 QUIET = SilentRank(
@@ -173,6 +173,24 @@ def test_an_evaluation_is_one_place_whatever_it_calls_at_the_moment():
 def test_a_hang_that_need_not_be_the_programs_has_no_place(silent, ranks):
     evidence = evidence_of(silent, ranks=ranks)
     assert locate(diagnose(evidence).fault, [(0, PY_SPY)], evidence).frame is None
+
+
+def test_a_start_that_computes_has_a_place_where_the_others_wait_for_one_rank():
+    busy = replace(STEP, is_slow_start=True, is_busy=True)
+    waiting = [replace(rank, has_stepped=False) for rank in GANG]
+    evidence = evidence_of(busy, ranks=waiting)
+    fault = locate(diagnose(evidence).fault, [(0, PY_SPY)], evidence)
+    assert (fault.code, fault.frame) == (SLOW_START, IN_EVALUATE)
+    skipping = [replace(rank, has_stepped=False, entered=0, left=0) for rank in GANG]
+    evidence = evidence_of(busy, ranks=skipping)
+    assert locate(diagnose(evidence).fault, [(0, PY_SPY)], evidence).frame is None
+
+
+def test_an_idle_start_has_a_code_of_its_own():
+    idle = replace(QUIET, is_busy=False)
+    assert fault_of(idle).code == IDLE_START
+    assert fault_of(idle, QUIET).code == SLOW_START
+    assert fault_of(replace(QUIET, is_busy=None)).code == SLOW_START
 
 
 def test_without_a_rank_the_place_is_known_only_where_one_process_has_frames_of_the_program():

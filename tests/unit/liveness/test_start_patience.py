@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.liveness.start_patience import StartPatience, patience_of
-from perdure.training.recovery.faults import SLOW_START, Fault, FaultClass
+from perdure.training.recovery.faults import IDLE_START, SLOW_START, Fault, FaultClass
 from perdure.training.recovery.rungs import Recovery, Rung
 
 
@@ -19,6 +19,11 @@ def crash(*, progressed: bool = False) -> Recovery:
     return Recovery(fault, Rung.IN_PLACE_RESTART, progressed=progressed)
 
 
+def idle() -> Recovery:
+    fault = Fault(FaultClass.HANG, 0.0, "no progress", code=IDLE_START)
+    return Recovery(fault, Rung.HANG_RESTART, progressed=False)
+
+
 HANG_LATER = Recovery(Fault(FaultClass.HANG, 0.0, "no progress"), Rung.HANG_RESTART, False)
 
 
@@ -29,13 +34,14 @@ HANG_LATER = Recovery(Fault(FaultClass.HANG, 0.0, "no progress"), Rung.HANG_REST
         ([crash(), HANG_LATER], StartPatience()),
         ([crash(), slow()], StartPatience(2.0)),
         ([slow(), slow()], StartPatience(4.0, ends_slow_start=False)),
+        ([slow(), idle()], StartPatience(4.0, ends_slow_start=False)),
         ([slow(), crash(), slow()], StartPatience(4.0, ends_slow_start=False)),
         ([slow()] * 9, StartPatience(4.0, ends_slow_start=False)),
         ([slow(progressed=True)], StartPatience(2.0)),
         ([slow(), slow(progressed=True), crash()], StartPatience(4.0)),
         ([slow(failed=True)], StartPatience()),
     ],
-    ids=["a first start", "other faults", "twice the time", "the third is not ended",
+    ids=["a first start", "other faults", "twice the time", "the third is not ended", "idle or not",
          "a crash in between", "the factor has an end", "what it took it will take again",
          "a row ends with progress", "an answer that was not carried out"],
 )  # fmt: skip

@@ -477,6 +477,7 @@ def a_hang_again_at_the_same_step_and_place_of_the_program_stops(asked: Asked) -
     again = any(
         p.fault.fault_class == met.fault_class == "hang"
         and (p.fault.step, p.fault.rank, p.fault.frame) == (met.step, met.rank, met.frame)
+        and not p.fault.code == met.code == "SLOW_START"
         for p in asked.row
     )
     return not (again and met.frame is not None) or asked.decision.rung is Rung.STOP

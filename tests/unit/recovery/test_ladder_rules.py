@@ -553,6 +553,14 @@ def test_a_hang_at_another_place_is_restarted_as_any_other(other):
     assert choose(elsewhere, *after(met, Rung.HANG_RESTART)).rung is Rung.HANG_RESTART
 
 
+def test_a_start_that_computes_is_the_same_hang_only_as_one_that_was_no_slow_start():
+    hang = replace(HANG, step=20, rank=0, frame=IN_EVALUATE)
+    slow, idle = replace(hang, code="SLOW_START"), replace(hang, code="IDLE_START")
+    assert choose(slow, *after(slow, Rung.HANG_RESTART)).rung is Rung.HANG_RESTART
+    assert choose(slow, *after(hang, Rung.HANG_RESTART)).rung is Rung.STOP
+    assert choose(idle, *after(slow, Rung.HANG_RESTART)).rung is Rung.STOP
+
+
 def test_hangs_at_unknown_steps_are_the_same_only_without_progress_in_between():
     met = replace(HANG, step=None, rank=None, frame=IN_EVALUATE)
     assert choose(met, *after(met, Rung.HANG_RESTART)).rung is Rung.STOP
