@@ -301,6 +301,7 @@ def restarts_in_a_row(policy: Policy) -> int:
 
 _MOVE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
 _ISOLATE = (Rung.NODE_REPLACE, *_MOVE)
+LEAVES_THE_NODE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP)
 _HEAL = (Rung.NODE_REPLACE, Rung.IN_PLACE_RESTART, *_MOVE)
 _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)
 
@@ -332,6 +333,7 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.NUMERIC_ANOMALY: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.NATIVE_CRASH: (Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.PREEMPTED: (Rung.JOB_RESCHEDULE, Rung.STOP),
+    FaultClass.RESTART_REQUESTED: _NOT_THE_NODE,
     FaultClass.USER_CODE_ERROR: (Rung.STOP,),
     FaultClass.LAUNCH_MISCONFIGURED: (Rung.STOP,),
     FaultClass.VERSION_MISMATCH: (Rung.STOP,),
@@ -369,10 +371,12 @@ class Capacity:
     Attributes:
         healthy: nodes that may take part, the one at fault counted; None: unknown.
         needed: nodes that the job runs on.
+        is_estimate: whether the platform chooses nodes, and may have more.
     """
 
     healthy: int | None
     needed: int
+    is_estimate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

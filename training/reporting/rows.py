@@ -387,7 +387,8 @@ def activity_of(history: RunHistory) -> str | None:
     if view is None or not view.events:
         return None
     if view.pause is not None:
-        return f"paused at step {view.pause.began.step}"
+        began = view.pause.began
+        return f"paused at step {began.step} since {clock_text(began.at_s)} UTC"
     last = view.recoveries[-1] if view.recoveries else None
     if last is not None and last.ended is None:
         return f"recovering: {last.began.fault.fault_class} -> {last.began.decision.rung}"

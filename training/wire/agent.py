@@ -123,6 +123,12 @@ class StartOrder(FrozenModel):
     leftovers: tuple[str, ...] = Field(
         (), description="files that were in the way of earlier attempts, removed before the start"
     )
+    start_factor: float = Field(1.0, ge=1, description="times the limits before the first step")
+    ends_slow_start: bool = Field(
+        True,
+        description="whether a hang before the first step ends the attempt; else it is "
+        "reported, and the supervisor decides by all nodes",
+    )
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
@@ -195,17 +201,29 @@ class StatusQuery(FrozenModel):
 
 
 class MetricsQuery(FrozenModel):
-    """Ask for the step records written after `offset` bytes."""
+    """Ask for the step records written after `offset` bytes.
+
+    Attributes:
+        of_attempt: placement and attempt, so that the log of an earlier attempt is not read;
+            None: the newest.
+    """
 
     op: Literal["metrics"] = "metrics"
     offset: int
+    of_attempt: tuple[int, int] | None = None
 
 
 class EvidenceQuery(FrozenModel):
-    """Ask for device logs and for what the driver's tools report; takes seconds."""
+    """Ask for device logs and for what the driver's tools report; takes seconds.
+
+    Attributes:
+        of_attempt: placement and attempt; a node that has not begun it has nothing; None: the
+            newest.
+    """
 
     op: Literal["evidence"] = "evidence"
     tail_bytes: int = Field(ge=1, le=1 << 20)
+    of_attempt: tuple[int, int] | None = None
 
 
 class StacksQuery(FrozenModel):

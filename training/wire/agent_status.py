@@ -11,6 +11,7 @@ from pydantic import Field
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.wire.node import NodeSample
+from perdure.training.wire.store_wait import Wait
 
 
 class AgentState(StrEnum):
@@ -109,6 +110,9 @@ class HangReport(FrozenModel):
         why: what shows it beside the silence.
         stopped: processes of a command, of no rank, that a signal has stopped.
         ends_attempt: else it is only reported, for as long as it lasts.
+        field: of the job, which raises the limit.
+        is_slow_start: whether no step of this start is known.
+        is_busy: whether its processes have computed meanwhile; None: not known.
     """
 
     rank: int | None
@@ -119,6 +123,9 @@ class HangReport(FrozenModel):
     why: str = ""
     stopped: tuple[str, ...] = ()
     ends_attempt: bool = True
+    field: str = ""
+    is_slow_start: bool = False
+    is_busy: bool | None = None
 
 
 class ShownStep(FrozenModel):
@@ -218,6 +225,8 @@ class AgentStatus(FrozenModel):
         saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
         obstacles: things that the output of a failed attempt says to be taken.
+        unwritable: why the node's scratch folder takes no files, once a start or a process has
+            failed; empty where it does.
     """
 
     node: str
@@ -244,6 +253,33 @@ class AgentStatus(FrozenModel):
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     is_warm: bool = Field(False, description="whether session programs start without imports")
     coordinator_end: CoordinatorEnd | None = None
+    unwritable: str = ""
+    store_wait: Wait | None = Field(None, description="of its processes, for the run's store")
+
+    def of_attempt(self, placement: int, attempt: int) -> AgentStatus:
+        """Return the state of the node in this attempt: idle until its processes are ordered.
+
+        Until then an agent reports the attempt before, whose steps, checkpoints and ends are none
+        of this one.
+        """
+        if (self.placement, self.attempt) == (placement, attempt):
+            return self
+        return AgentStatus(
+            node=self.node,
+            member=self.member,
+            state=AgentState.IDLE,
+            schedule_cnt=self.schedule_cnt,
+            proc_start_cnt=self.proc_start_cnt,
+            placement=0,
+            attempt=0,
+            sample=self.sample,
+            is_warm=self.is_warm,
+            unwritable=self.unwritable,
+            store_wait=self.store_wait,
+            is_terminated=self.is_terminated,
+        )
+
+    is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:
