@@ -12,18 +12,17 @@ answer, ladder_rules.py the rules in words, chips.py the fault codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 from perdure.training.recovery.guards import (
     SETTINGS,
     SWITCHED_OFF,
     UNSUPPORTED,
     LadderInput,
     is_accepted,
-    is_cancelled,
     is_oom_again,
     is_store_full,
     is_the_users_again,
@@ -101,8 +100,7 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
     ends = _has_nowhere_to_go(case, capacity) or any(
-        ends_run(case)
-        for ends_run in (is_cancelled, is_oom_again, is_store_full, is_the_users_again)
+        ends_run(case) for ends_run in (*_ENDINGS, is_the_users_again)
     )
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
@@ -157,14 +155,27 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
+def _is_cancelled(case: LadderInput) -> bool:
+    """Whether a person ended the job: to start it again would work against that person."""
+    is_end = case.fault.fault_class is FaultClass.PREEMPTED
+    return is_end and case.fault.recoverable_by is RecoverableBy.USER_FIX
+
+
+# Cases that end the run at once, with the reason in words.
+_ENDINGS: Mapping[Callable[[LadderInput], bool], str] = {
+    _is_cancelled: "{fault.fault_class}: the job was ended by a person, who may start it again",
+    is_oom_again: "{fault.fault_class} again at step {fault.step} is for the user to fix",
+    is_store_full: (
+        "{fault.fault_class}: the run's store is full; make room, then start the run again"
+    ),
+}
+
+
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
-    if is_cancelled(case):
-        return f"{fault.fault_class}: the job was ended by a person, who may start it again"
-    if is_oom_again(case):
-        return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
-    if is_store_full(case):
-        return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
+    ending = next((text for ends_run, text in _ENDINGS.items() if ends_run(case)), None)
+    if ending is not None:
+        return ending.format(fault=fault)
     if rung is Rung.STOP and case.fault.is_of_unwritable_node:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
