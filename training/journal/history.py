@@ -176,9 +176,9 @@ class RunHistory:
     def unclosed_attempt(self) -> AttemptView | None:
         """The newest attempt when it ended the run but the run's end is not on record."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
-        if last is None or last.ended is None or last.ended.outcome in ("failed", "restarted"):
+        if last is None or last.ended is None:
             return None
-        return last
+        return last if last.ended.outcome in ("completed", "stopped") else None
 
     @property
     def sub_healthy(self) -> list[InProcessRecovery]:

@@ -34,6 +34,7 @@ from perdure.training.supervisor.exit_zero import (
     is_done,
     was_stopped,
 )
+from perdure.training.supervisor.termination import MARGIN_S, Termination
 from perdure.training.supervisor.watch import (
     AttemptEnd,
     AttemptWatcher,
@@ -77,6 +78,7 @@ class AttemptWatch:
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
+        termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class AttemptWatch:
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         watchers: Sequence[AttemptWatcher] = (),
+        termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
         self._key = key
@@ -101,6 +104,7 @@ class AttemptWatch:
         self._hang_limit_s = job.watch.command_quiet_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
+        self._termination = termination or Termination()
         self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
@@ -130,7 +134,12 @@ class AttemptWatch:
         """Watch to the end; every process of the attempt is gone when this returns."""
         began_s = time.monotonic()
         while True:
-            self._observe()
+            snapshot = self._observe()
+            if self._termination.is_wanted:
+                if self.is_from_outside(snapshot):
+                    return self.end_from_outside()
+                if self._termination.is_alone():
+                    self._termination.leave_now()
             answers = [watcher.check(self._progress) for watcher in self._watchers]
             results = [result for result in answers if result is not None]
             is_late = time.monotonic() - began_s > self._start_timeout_s
@@ -180,6 +189,45 @@ class AttemptWatch:
             is_completed = False
         return self._end(EndKind.COMPLETED if is_completed else request, final)
 
+    def is_from_outside(self, snapshot: Snapshot) -> bool:
+        """Whether SIGTERM has come to this process and all agents, or ends its whole container.
+
+        A node that is drained takes some agents, and maybe this process, and the attempt goes on.
+        """
+        if not self._termination.is_wanted or self._termination.owns_machine:
+            return self._termination.is_wanted
+        if snapshot.agents:
+            return all(status.is_terminated for status in snapshot.agents.values())
+        return self._fleet.are_terminated
+
+    def end_from_outside(self) -> AttemptEnd:
+        """Let the agents end the attempt, with its last save, as far as the platform's grace goes.
+
+        An agent that has shown how its processes ended goes away at once.
+        """
+        termination, grace_s = self._termination, self._request_grace_s
+        assert termination.since_s is not None  # noqa: S101 asked by the callers
+        if termination.owns_machine:
+            self._fleet.stop(grace_s)
+        snapshot, agents = self._progress.snapshot, dict(self._progress.snapshot.agents)
+        deadline_s = termination.since_s + grace_s + MARGIN_S
+        while time.monotonic() < deadline_s:
+            if not snapshot.agents or (termination.owns_machine and snapshot.is_over):
+                break
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+            agents |= snapshot.agents
+        final = Snapshot(agents)
+        is_completed = _all_done(final) and self._has_reached_target(final)
+        return self._end(EndKind.COMPLETED if is_completed else EndKind.ENDED_FROM_OUTSIDE, final)
+
+    def _has_reached_target(self, final: Snapshot) -> bool:
+        """Whether exits with 0 are the end of the training: a command may save on SIGTERM, too."""
+        if self._exit_check is None:
+            return True
+        step, target = step_of(final, self._progress.last), self._exit_check.target
+        return step is not None and target is not None and step >= target
+
     def wind_up(
         self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
     ) -> AttemptEnd:
@@ -192,6 +240,8 @@ class AttemptWatch:
         at_s = time.time()
         time.sleep(SETTLE_S)
         failed = self._observe()
+        if self.is_from_outside(failed):  # ranks may have ended before the signal came here
+            return self.end_from_outside()
         # An event that the coordinator writes later follows from the order to stop.
         given_up = self._progress.given_up
         silent = tuple(silent_of(failed.agents.values()))
@@ -204,6 +254,8 @@ class AttemptWatch:
         grace_s = HANG_GRACE_S if silent else grace_s
         self._fleet.stop(grace_s)
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
+        if self.is_from_outside(final):
+            return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
         failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)

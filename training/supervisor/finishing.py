@@ -219,13 +219,18 @@ class Decider:
         """
         history = self.writer.refresh()
         view = history.attempts[-1] if history.attempts else None
-        if view is None or len(history.attempts) <= history.budgets_from:
+        if view is None or view.fault is None or len(history.attempts) <= history.budgets_from:
             raise EngineError(why)
         self.writer.append(view, RungFailed, rung=rung, why=why, waited_s=waited_s)
         return self.decide(view, fault_of(view))
 
-    def record_vanished(self, view: AttemptView) -> None:
-        """Record an attempt that ended without a supervisor, and its containers with it."""
+    def record_vanished(self, view: AttemptView, *, is_from_outside: bool) -> None:
+        """Record an attempt that ended without a supervisor, and its containers with it.
+
+        Args:
+            view: the attempt.
+            is_from_outside: whether the machine or the allocation has ended, and no node is lost.
+        """
         fault = Fault(
             FaultClass.NODE_LOST,
             time.time(),
@@ -235,6 +240,10 @@ class Decider:
         )
         # Its last commits first: progress since the previous recovery makes that recovery free.
         self.writer.missed_checkpoints(view)
+        if is_from_outside:
+            outcome, step = EndKind.ENDED_FROM_OUTSIDE.value, self.writer.history.committed_step
+            self.writer.end_attempt(view, outcome, to_step=step)
+            return
         self.writer.end_attempt(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self.decide(view, fault)
 

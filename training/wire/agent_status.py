@@ -270,7 +270,10 @@ class AgentStatus(FrozenModel):
             is_warm=self.is_warm,
             unwritable=self.unwritable,
             store_wait=self.store_wait,
+            is_terminated=self.is_terminated,
         )
+
+    is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:
