@@ -22,7 +22,9 @@ from perdure.training.recovery.guards import (
     SWITCHED_OFF,
     UNSUPPORTED,
     LadderInput,
+    hung_before,
     is_accepted,
+    is_hang_again,
     is_oom_again,
     is_store_full,
     is_the_users_again,
@@ -89,6 +91,7 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
         survivors,
         no_replica,
         no_replica_of_node,
+        hung_before(fault, history=history, streak=streak),
     )
     return _climb(case, supported, capacity)
 
@@ -165,6 +168,10 @@ def _is_cancelled(case: LadderInput) -> bool:
 _ENDINGS: Mapping[Callable[[LadderInput], bool], str] = {
     _is_cancelled: "{fault.fault_class}: the job was ended by a person, who may start it again",
     is_oom_again: "{fault.fault_class} again at step {fault.step} is for the user to fix",
+    is_hang_again: (
+        "{fault.fault_class} again at step {fault.step}{of_rank} in {fault.frame} is for the user "
+        "to fix: {fault.action}"
+    ),
     is_store_full: (
         "{fault.fault_class}: the run's store is full; make room, then start the run again"
     ),
@@ -175,7 +182,8 @@ def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) 
     fault = case.fault
     ending = next((text for ends_run, text in _ENDINGS.items() if ends_run(case)), None)
     if ending is not None:
-        return ending.format(fault=fault)
+        of_rank = f" of rank {fault.rank}" if fault.rank is not None else ""
+        return ending.format(fault=fault, of_rank=of_rank)
     if rung is Rung.STOP and case.fault.is_of_unwritable_node:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
