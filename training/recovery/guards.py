@@ -263,6 +263,13 @@ def is_store_full(case: LadderInput) -> bool:
     return fault.fault_class is FaultClass.STORAGE_ERROR and fault.code == STORE_FULL
 
 
+def is_cancelled(case: LadderInput) -> bool:
+    """Whether a person ended the job: who starts it again by itself works against that person."""
+    fault = case.fault
+    is_end = fault.fault_class is FaultClass.PREEMPTED
+    return is_end and fault.recoverable_by is RecoverableBy.USER_FIX
+
+
 def is_the_users_again(case: LadderInput) -> bool:
     """Whether, by the evidence, only the user can fix it, and it came back so soon.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 from perdure.training.recovery.guards import (
     SETTINGS,
     SWITCHED_OFF,
@@ -24,6 +24,7 @@ from perdure.training.recovery.guards import (
     LadderInput,
     hung_before,
     is_accepted,
+    is_cancelled,
     is_hang_again,
     is_oom_again,
     is_store_full,
@@ -102,9 +103,7 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    ends = _has_nowhere_to_go(case, capacity) or any(
-        ends_run(case) for ends_run in (*_ENDINGS, is_the_users_again)
-    )
+    ends = _has_nowhere_to_go(case, capacity) or any(ends_run(case) for ends_run in _ENDS)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -158,38 +157,31 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
-def _is_cancelled(case: LadderInput) -> bool:
-    """Whether a person ended the job: to start it again would work against that person."""
-    is_end = case.fault.fault_class is FaultClass.PREEMPTED
-    return is_end and case.fault.recoverable_by is RecoverableBy.USER_FIX
+def _hang_again_text(fault: Fault) -> str:
+    rank = f" of rank {fault.rank}" if fault.rank is not None else ""
+    place = f"at step {fault.step}{rank} in {fault.frame}"
+    return f" again {place} is for the user to fix: {fault.action}"
 
 
-# Cases that end the run at once, with the reason in words.
-_ENDINGS: Mapping[Callable[[LadderInput], bool], str] = {
-    _is_cancelled: "{fault.fault_class}: the job was ended by a person, who may start it again",
-    is_oom_again: "{fault.fault_class} again at step {fault.step} is for the user to fix",
-    is_hang_again: (
-        "{fault.fault_class} again at step {fault.step}{of_rank} in {fault.frame} is for the user "
-        "to fix: {fault.action}"
-    ),
-    is_store_full: (
-        "{fault.fault_class}: the run's store is full; make room, then start the run again"
-    ),
+# The cases in which no rung but `stop` can help, and the reason to give.
+_ENDS: Mapping[Callable[[LadderInput], bool], Callable[[Fault], str]] = {
+    is_cancelled: lambda _fault: ": the job was ended by a person, who may start it again",
+    is_oom_again: lambda fault: f" again at step {fault.step} is for the user to fix",
+    is_hang_again: _hang_again_text,
+    is_store_full: lambda _fault: ": the run's store is full; make room, then start the run again",
+    is_the_users_again: lambda _fault: " again, and its evidence is for the user to fix",
 }
 
 
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
-    ending = next((text for ends_run, text in _ENDINGS.items() if ends_run(case)), None)
-    if ending is not None:
-        of_rank = f" of rank {fault.rank}" if fault.rank is not None else ""
-        return ending.format(fault=fault, of_rank=of_rank)
-    if rung is Rung.STOP and case.fault.is_of_unwritable_node:
+    end = next((text for ends_run, text in _ENDS.items() if ends_run(case)), None)
+    if end is not None:
+        return f"{fault.fault_class}{end(fault)}"
+    if rung is Rung.STOP and fault.is_of_unwritable_node:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
         return f"{fault.fault_class}: {fault.evidence}{where}; {UNWRITABLE_ADVICE}"
-    if is_the_users_again(case):
-        return f"{fault.fault_class} again, and its evidence is for the user to fix"
     if LADDER[fault.fault_class] == (Rung.STOP,):
         return f"{fault.fault_class} is for the user to fix"
     passed = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]
