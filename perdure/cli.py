@@ -45,6 +45,7 @@ from perdure.training.environment import Variable, check_environment, worker_var
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.log import start_logging
+from perdure.training.processes import raise_open_files
 from perdure.training.supervisor import runbook as cancelling
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 
@@ -137,6 +138,7 @@ def notify(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: every expected error ends with one line on stderr and its exit code."""
     start_logging(is_command=True)
+    raise_open_files()
     try:
         app(arguments)
     except InputError as error:
