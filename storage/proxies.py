@@ -96,12 +96,12 @@ def users_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Copy an environment, with the variables of proxies as the user set them."""
     if USERS_VARIABLES not in environment:
         return dict(environment)
-    others = {
+    rest = {
         name: value
         for name, value in environment.items()
         if name.lower() not in _NAMES and name != USERS_VARIABLES
     }
-    return others | _users(environment)
+    return rest | _users(environment)
 
 
 def export_line(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -120,8 +120,8 @@ def export_line(url: str, environment: Mapping[str, str] = os.environ) -> str | 
 
 def _users(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of proxies as the user set them."""
-    if kept := environment.get(USERS_VARIABLES):
-        variables: dict[str, str] = json.loads(kept)
+    if text := environment.get(USERS_VARIABLES):
+        variables: dict[str, str] = json.loads(text)
         return variables
     return {name: value for name, value in environment.items() if name.lower() in _NAMES}
 

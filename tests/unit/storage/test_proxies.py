@@ -116,7 +116,7 @@ def test_the_variable_that_names_the_proxy_is_found(variables, name):
     [
         ("10.0.0.0/8", "http://10.1.2.3:9000"),
         ("10.1.2.3:9000", "http://10.1.2.3:9000"),
-        ("fd00::/8", "http://[fd00::5]:9000"),
+        ("2001:db8::/32", "http://[2001:db8::5]:9000"),
         ("*.corp.example", "https://s3.corp.example"),
         (".corp.example", "https://s3.corp.example"),
         ("localhost corp.example", "https://s3.corp.example:443"),
