@@ -96,12 +96,12 @@ def users_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Copy an environment, with the variables of proxies as the user set them."""
     if USERS_VARIABLES not in environment:
         return dict(environment)
-    rest = {
+    without_proxies = {
         name: value
         for name, value in environment.items()
         if name.lower() not in _NAMES and name != USERS_VARIABLES
     }
-    return rest | _users(environment)
+    return without_proxies | _users(environment)
 
 
 def export_line(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
