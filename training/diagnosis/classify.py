@@ -27,11 +27,13 @@ from perdure.training.diagnosis.cause import (
 )
 from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
-    SHORT_CODE,
+    RANK_CODE,
+    RANK_WHY,
     FalseSuccess,
+    find_failed_ranks,
     find_first_failed,
 )
-from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.diagnosis.evidence import EndedRank, Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
@@ -83,6 +85,10 @@ def _tier_of(finding: Finding) -> _Tier:
 # Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
+# Faults that ranks show, too, when a peer has left.
+_OF_MISSING_PEER = _PEER_FAULTS | {FaultClass.HANG, FaultClass.UNKNOWN}
+_PEERS_LATE_S = 6.0  # a rank that left is noticed by the next poll of its node
+
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
 
@@ -108,6 +114,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not causes:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
+    causes = [*_blame_ended_rank(evidence, causes[0].fault), *causes]
     best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
     for cause in causes[1:]:
@@ -115,6 +122,33 @@ def diagnose(evidence: Evidence) -> Diagnosis:
             classes.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
+
+
+def _blame_ended_rank(evidence: Evidence, best: Fault) -> Iterator[_Cause]:
+    """Blame a rank that left with exit code 0, where the others miss a peer."""
+    if best.fault_class not in _OF_MISSING_PEER or any(r.stopped for r in evidence.silent):
+        return
+    unlisted = [rank for rank in evidence.ended_ranks if not _is_listed(rank, evidence.workers)]
+    # Where the others hang, they have waited since; where they fail, it takes milliseconds.
+    limit_s = best.at_s + _PEERS_LATE_S
+    early = [rank for rank in unlisted if rank.ended_s is None or rank.ended_s <= limit_s]
+    if not early:
+        return
+    first = min(early, key=lambda rank: (rank.ended_s is None, rank.ended_s or 0.0))
+    # No node: the rank is to blame wherever it runs.
+    fault = _build_fault(
+        FaultClass.UNKNOWN, evidence, first.line, rank=first.rank, code=RANK_CODE, why=RANK_WHY
+    )
+    yield _Cause(_Tier.ROOT, replace(fault, at_s=min(first.ended_s or best.at_s, best.at_s)))
+
+
+def _is_listed(rank: EndedRank, workers: Sequence[WorkerEnd]) -> bool:
+    """Whether the launcher of a rank lists it among those that failed, or lists none at all."""
+    logs = [end.log for end in workers if end.node == rank.node and end.rank is None]
+    listed = [find_failed_ranks(log) for log in logs]
+    if rank.ended_s is not None and not any(listed):
+        return False
+    return not any(listed) or any(rank.rank in ranks for ranks in listed)
 
 
 def _count_other_nodes(causes: Sequence[_Cause]) -> int:
@@ -364,13 +398,10 @@ def _blame_false_success(
     end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     """Blame a worker whose exit code reports success."""
-    if bad.fault_class is FaultClass.UNKNOWN:
-        why = "The command ended without an error before its target."
-        return _cause_of_end(
-            _Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why
-        )
     if bad.fault_class is not None:
-        cause = _cause_of_end(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
+        cause = _cause_of_end(
+            _Tier.ROOT, bad.fault_class, bad.text, end, evidence, bad.code, bad.why
+        )
         return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
     if finding is None or finding.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN

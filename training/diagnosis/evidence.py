@@ -53,6 +53,31 @@ class WorkerEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedRank:
+    """A rank of a command that exited with 0 while other ranks were there.
+
+    Attributes:
+        ended_s: None: at the same time as its launcher, which lists the ranks that failed.
+        step: the newest step when it ended; None: not known.
+        went_on: whether other ranks have completed further steps without it.
+    """
+
+    rank: int
+    node: str
+    device: int | None
+    ended_s: float | None
+    step: int | None = None
+    went_on: bool = False
+
+    @property
+    def line(self) -> str:
+        """The text of its evidence."""
+        after = f" after step {self.step}" if self.step is not None else ""
+        others = "trained on" if self.went_on else "had not come to their end"
+        return f"rank {self.rank} ended with exit code 0{after}, while the other ranks {others}"
+
+
+@dataclass(frozen=True, slots=True)
 class SilentRank:
     """A rank without progress beyond its limit.
 
@@ -147,6 +172,7 @@ class Evidence:
         rank_progress: progress of all ranks at the moment when a rank was silent.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
+        ended_ranks: ranks of a command that left before the others.
     """
 
     at_s: float
@@ -163,3 +189,4 @@ class Evidence:
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
+    ended_ranks: Sequence[EndedRank] = ()

@@ -27,6 +27,7 @@ from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
 from perdure.training.supervisor.exit_zero import (
     CommandExitCheck,
+    RunSoFar,
     bad_end_of_session,
     is_done,
     was_stopped,
@@ -73,6 +74,7 @@ class AttemptWatch:
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
+        so_far: what earlier attempts of the run have shown.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class AttemptWatch:
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         watchers: Sequence[AttemptWatcher] = (),
+        so_far: RunSoFar = RunSoFar(),
     ) -> None:
         self._fleet = fleet
         self._started_s = started_s
@@ -94,7 +97,9 @@ class AttemptWatch:
         self._hang_limit_s = job.watch.command_quiet_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
-        self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
+        self._target, self._saved_step = job.target_step, so_far.saved_step
+        is_command = job.worker.is_command
+        self._exit_check = CommandExitCheck(job.target_step, so_far) if is_command else None
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
         self._log, self._log_container = Follower(fleet.metrics), ""
@@ -212,6 +217,7 @@ class AttemptWatch:
         self._read_log()
         progress = self._progress
         progress.take_snapshot(self._fleet.poll(), at_s=time.time())
+        self._saved_step = max(self._saved_step, *progress.checkpoints, 0)
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         if self._exit_check is not None:
@@ -222,6 +228,7 @@ class AttemptWatch:
     def _judge_exits(self, exits: CommandExitCheck, snapshot: Snapshot) -> None:
         """Judge whether commands that exited with 0 have ended well."""
         exits.note(snapshot)
+        exits.judge_early(snapshot, self._logs)
         unjudged = exits.unjudged(snapshot)
         if unjudged:
             exits.judge(unjudged, self._logs(), is_last=_all_done(snapshot))
@@ -234,6 +241,7 @@ class AttemptWatch:
             self._progress.begin_log()
         events, progress = self._log.read(), self._progress
         progress.take(events or ())
+        self._saved_step = max(self._saved_step, *progress.checkpoints, 0)
         return events is not None
 
     def _read_log_to_its_end(self) -> None:
@@ -247,7 +255,7 @@ class AttemptWatch:
     ) -> AttemptEnd:
         self._read_log_to_its_end()
         failure = failure or _Failure(time.time(), snapshot)
-        logs = self._logs() if kind is EndKind.FAILED else {}
+        logs = self._logs() if kind is not EndKind.COMPLETED else {}
         last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
         step = step_of(snapshot, last)
         statuses = list(snapshot.agents.values())
@@ -267,6 +275,7 @@ class AttemptWatch:
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
+            ended_ranks=exits.early.ranks if exits is not None else (),
         )
         return AttemptEnd(
             kind,
@@ -277,7 +286,15 @@ class AttemptWatch:
             failure.stacks,
             max((w.ended_s for s in statuses for w in s.workers if w.ended_s), default=None),
             tuple(exits.notes) if exits is not None and kind is EndKind.COMPLETED else (),
+            exits.target_shown(logs) if exits is not None else None,
+            self._done_step(logs),
         )
+
+    def _done_step(self, logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
+        """Return the target where it is reached and saved: nothing is left that a restart wins."""
+        exits = self._exit_check
+        target = exits.proven_target(logs) if exits is not None else self._target
+        return target if target is not None and self._saved_step >= target else None
 
     def _logs(self) -> dict[int, list[WorkerLog]]:
         """Fetch the ends of the output of the workers, by rank."""

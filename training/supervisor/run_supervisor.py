@@ -35,6 +35,7 @@ from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.evidence import progress_of
+from perdure.training.supervisor.exit_zero import RunSoFar
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
     AttemptResult,
@@ -297,6 +298,7 @@ class RunSupervisor(RunHandle):
                 stall,
                 SlowNodeCheck(replacer),
             ),
+            so_far=RunSoFar.of(self.history),
         )
 
     def end(self, outcome: str, message: str) -> None:

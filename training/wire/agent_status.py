@@ -166,6 +166,20 @@ class LeftProcess(FrozenModel):
     trains: bool
 
 
+class FormerRank(FrozenModel):
+    """A rank of a command's launcher whose process is not there any more.
+
+    Attributes:
+        ended_s: when the launcher and other ranks lived on without it; None: it ended with them.
+        step: completed steps of the node by then; None: not known.
+    """
+
+    rank: int
+    local_rank: int | None
+    ended_s: float | None = None
+    step: int | None = None
+
+
 class CoordinatorEnd(FrozenModel):
     """How the coordinator ended that an agent had started, while its attempt went on.
 
@@ -192,6 +206,7 @@ class AgentStatus(FrozenModel):
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
+        former_ranks: ranks of a launcher that have ended.
     """
 
     node: str
@@ -212,6 +227,7 @@ class AgentStatus(FrozenModel):
     shown: ShownStep | None = None
     saved: tuple[SavedCheckpoint, ...] = ()
     left_running: tuple[LeftProcess, ...] = ()
+    former_ranks: tuple[FormerRank, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")

@@ -1,0 +1,137 @@
+"""Ranks of a command that exit with 0 while others are there, in the watch of an attempt.
+
+Uneven data or an early `return` ends a rank, and the others wait for it, or fail because they miss
+it: the rank that left is the first cause. Ranks also end one after the other when the training is
+over, so that a rank alone proves nothing. A signal to one rank is stated in its own output.
+
+Times are seconds since the epoch, steps completed optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from perdure.training.diagnosis.counts import Count, farthest_counts, find_counts
+from perdure.training.diagnosis.ending import (
+    RANK_CODE,
+    RANK_WHY,
+    FalseSuccess,
+    judge_signal,
+)
+from perdure.training.diagnosis.evidence import EndedRank
+from perdure.training.diagnosis.exits import EXIT_DONE
+from perdure.training.diagnosis.stated_end import EndReason, find_stated_end
+from perdure.training.engines.base import Snapshot
+from perdure.training.recovery.faults import FaultClass
+from perdure.training.wire.agent_status import AgentStatus
+from perdure.training.wire.logs import WorkerLog
+
+# Further steps of the others that show that they train on without it.
+MARGIN_STEPS = 3
+# The others may be saving for the same signal.
+WAIT_S = 60.0
+POLL_S = 5.0
+
+Logs = Mapping[int, Sequence[WorkerLog]]
+
+
+@dataclass(slots=True)
+class EarlyRanks:
+    """The ranks of one attempt that left before the others."""
+
+    _ended: dict[int, EndedRank] = field(default_factory=dict)
+    _open: dict[int, tuple[float, int | None]] = field(default_factory=dict)
+    _polled_s: float = float("-inf")
+
+    def note(self, snapshot: Snapshot, *, step: int | None, now_s: float) -> None:
+        """Note the ranks that have ended since the last poll, and whether the others train on.
+
+        Args:
+            snapshot: of the members.
+            step: the newest step; None: not known.
+            now_s: the time.
+        """
+        statuses = list(snapshot.agents.values())
+        workers = [worker for status in statuses for worker in status.workers]
+        if all(worker.exit_code == EXIT_DONE for worker in workers):
+            self._open.clear()  # the end of all is judged as a whole
+            return
+        for ended in _ended_ranks(statuses, step):
+            if ended.rank not in self._ended:
+                self._ended[ended.rank] = ended
+                self._open[ended.rank] = (now_s, ended.step)
+        for rank, ended in self._ended.items():
+            if _has_gone_on(ended.step, step):
+                self._ended[rank] = replace(ended, went_on=True)
+
+    @property
+    def ranks(self) -> tuple[EndedRank, ...]:
+        """The ranks that have left, as evidence."""
+        return tuple(self._ended.values())
+
+    def judge(self, read_logs: Callable[[], Logs], *, now_s: float) -> dict[int, FalseSuccess]:
+        """Find the ranks whose own output shows that they left too early.
+
+        Args:
+            read_logs: reads the ends of the output of all ranks.
+            now_s: the time.
+        """
+        if not self._open or now_s - self._polled_s < POLL_S:
+            return {}
+        self._polled_s = now_s
+        logs = read_logs()
+        newest = max((count.step for count in _counts_of(logs)), default=None)
+        bad: dict[int, FalseSuccess] = {}
+        for rank, (since_s, step) in list(self._open.items()):
+            step = step if step is not None else newest
+            self._open[rank] = (since_s, step)
+            goes_on = self._ended[rank].went_on or _has_gone_on(step, newest)
+            if goes_on or now_s - since_s >= WAIT_S:
+                del self._open[rank]
+                found = judge_early_rank(rank, logs, went_on=goes_on)
+                bad |= {rank: found} if found is not None else {}
+        return bad
+
+
+def judge_early_rank(rank: int, logs: Logs, *, went_on: bool) -> FalseSuccess | None:
+    """Judge a rank by its own output; None: it does not show that the rank left too early.
+
+    Args:
+        rank: exited with 0.
+        logs: the ends of the output, by rank.
+        went_on: whether other ranks have trained on.
+    """
+    counts = _counts_of({rank: logs.get(rank, ())})
+    short = next((count for count in counts if count.is_short), None)
+    text = "\n".join(log.text for log in logs.get(rank, ()))
+    stated = find_stated_end(text, is_short=short is not None)
+    ended = f"{short.text}" if short is not None else "ended"
+    if stated is not None and stated.reason is EndReason.SIGNAL and (short or not counts):
+        return judge_signal(f"rank {rank} {ended}: {stated.line}")
+    if short is None or not went_on:
+        return None
+    line = f" ({stated.line})" if stated is not None else ""
+    return FalseSuccess(
+        f"rank {rank} {ended} with exit code 0, while the other ranks trained on{line}",
+        FaultClass.UNKNOWN, RANK_WHY, code=RANK_CODE,
+    )  # fmt: skip
+
+
+def _counts_of(logs: Logs) -> list[Count]:
+    texts = (log.text for rank in logs.values() for log in rank)
+    return farthest_counts(count for text in texts for count in find_counts(text))
+
+
+def _has_gone_on(step: int | None, newest: int | None) -> bool:
+    return step is not None and newest is not None and newest >= step + MARGIN_STEPS
+
+
+def _ended_ranks(statuses: Sequence[AgentStatus], step: int | None) -> Iterator[EndedRank]:
+    for status in statuses:
+        for former in status.former_ranks:
+            at = former.step if former.step is not None else step
+            yield EndedRank(former.rank, status.node, former.local_rank, former.ended_s, at)
+        for worker in () if status.is_launcher else status.workers:
+            if worker.exit_code == EXIT_DONE and not worker.stopped_by_agent:
+                yield EndedRank(worker.rank, status.node, worker.local_rank, worker.ended_s, step)
