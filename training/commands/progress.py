@@ -191,11 +191,11 @@ class StepTracker:
 
     def _is_of_other_bar(self, shown: Mapping[str, float]) -> bool:
         """Whether a reading is of another bar, such as an evaluation's between two steps."""
-        target, known = shown.get("target"), self._printed_target
-        if target is None or known is None or round(target) == known:
+        target, previous = shown.get("target"), self._printed_target
+        if target is None or previous is None or round(target) == previous:
             return False
-        is_whole = self.step is not None and self.step >= known
-        return not is_whole or (self._shows_loss and target < known)
+        is_whole = self.step is not None and self.step >= previous
+        return not is_whole or (self._shows_loss and target < previous)
 
     def _record(self, step: int, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
         """Record the newest step, unless it has a record, or its loss is still to come."""

@@ -149,23 +149,33 @@ _LIMIT_ACTION = (
 _REPEATED: Mapping[str, tuple[FaultClass, str, str]] = {
     SHORT_CODE: (
         FaultClass.USER_CODE_ERROR,
-        "The program has ended twice at the same step, before its target and without an error: "
-        "`steps` of the job is not what the command trains to, or it ends by itself.",
+        (
+            "The program has ended twice at the same step, before its target and without an error: "
+            "`steps` of the job is not what the command trains to, or it ends by itself."
+        ),
         "Give the job the target that the command has, or correct the command.",
     ),
     NO_SAMPLE_CODE: (
         FaultClass.LAUNCH_MISCONFIGURED,
-        "The program found no sample to train on for the second time: its data ends before its "
-        "target.",
-        "Give the training more data or further epochs, or lower its target to where the data "
-        "ends; check what it skips when it resumes.",
+        (
+            "The program found no sample to train on for the second time: its data ends before its "
+            "target."
+        ),
+        (
+            "Give the training more data or further epochs, or lower its target to where the data "
+            "ends; check what it skips when it resumes."
+        ),
     ),
     RANK_CODE: (
         FaultClass.USER_CODE_ERROR,
-        "The same rank has left the training for the second time at the same step with exit code "
-        "0: its data ends before that of the other ranks, or its code returns early.",
-        "Give every rank the same number of batches, for example with `drop_last` or a "
-        "distributed sampler, and let no rank return before the others.",
+        (
+            "The same rank has left the training for the second time at the same step with exit "
+            "code 0: its data ends before that of the other ranks, or its code returns early."
+        ),
+        (
+            "Give every rank the same number of batches, for example with `drop_last` or a "
+            "distributed sampler, and let no rank return before the others."
+        ),
     ),
 }
 UNSEEN_NOTE = (
@@ -320,8 +330,8 @@ def describe_late_fault(step: int, fault: Fault, *, logs: str, stacks: str) -> s
     """
     text = fault.evidence
     if stacks:
-        found = find_stacks(stacks, year=_ANY_YEAR)
-        frame = found.line.strip() if found is not None else None
+        finding = find_stacks(stacks, year=_ANY_YEAR)
+        frame = finding.line.strip() if finding is not None else None
     else:
         frame = _last_frame(logs)
     words = [line.strip() for line in split_lines(logs) if _ABORT_WORDS.search(line)]

@@ -72,9 +72,9 @@ class EndedRank:
     @property
     def line(self) -> str:
         """The text of its evidence."""
-        after = f" after step {self.step}" if self.step is not None else ""
-        others = "trained on" if self.went_on else "had not come to their end"
-        return f"rank {self.rank} ended with exit code 0{after}, while the other ranks {others}"
+        place = f" after step {self.step}" if self.step is not None else ""
+        peers = "trained on" if self.went_on else "had not come to their end"
+        return f"rank {self.rank} ended with exit code 0{place}, while the other ranks {peers}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,8 @@ _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
     ),
     EndReason.GOAL: re.compile(
         r"(?i:\bearly.?stopp(?:ing|ed)\b|\bstopp(?:ing|ed) (?:the )?(?:training )?early\b)"
-        r"|(?i:\bdid(?: not|n't) improve\b.{0,80}\b(?:last \d+|stop)|\bno improvement (?:for|in|over)"
-        r" (?:the last )?\d+)"
+        r"|(?i:\bdid(?: not|n't) improve\b.{0,80}\b(?:last \d+|stop))"
+        r"|(?i:\bno improvement (?:for|in|over) (?:the last )?\d+)"
         r"|(?i:\bpatience\b.{0,40}\b(?:exceeded|exhausted|reached|ran out)\b)"
         r"|(?i:\b(?:reached|hit|achieved|met) (?:the |its )?(?:target|desired|goal)\b)"
         r"|(?i:\b(?:target|desired|goal)\b.{0,60}\b(?:reached|met|achieved|hit)\b)"
@@ -103,9 +103,7 @@ def find_stated_end(text: str, *, is_short: bool = False) -> StatedEnd | None:
     counts = StepCounts()
     for number, line in enumerate(lines):
         counts.read(line, number)
-    stated = [
-        (number, reason) for number, line in enumerate(lines) if (reason := _reason_of(line))
-    ]
+    stated = [(number, reason) for number, line in enumerate(lines) if (reason := _reason_of(line))]
     for number, reason in reversed(stated):
         goes_on = counts.goes_on_after(number, kinds=_STEPS)
         is_last = not goes_on and number >= len(lines) - _LAST_LINES

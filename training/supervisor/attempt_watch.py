@@ -26,6 +26,7 @@ from perdure.training.journal.attempt_log import Follower
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
 from perdure.training.supervisor.exit_zero import (
+    NOTHING_SO_FAR,
     CommandExitCheck,
     RunSoFar,
     bad_end_of_session,
@@ -86,7 +87,7 @@ class AttemptWatch:
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         watchers: Sequence[AttemptWatcher] = (),
-        so_far: RunSoFar = RunSoFar(),
+        so_far: RunSoFar = NOTHING_SO_FAR,
     ) -> None:
         self._fleet = fleet
         self._started_s = started_s
@@ -256,10 +257,11 @@ class AttemptWatch:
         self._read_log_to_its_end()
         failure = failure or _Failure(time.time(), snapshot)
         logs = self._logs() if kind is not EndKind.COMPLETED else {}
+        exits = self._exit_check
         last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
         step = step_of(snapshot, last)
+        step = exits.printed_step(logs) if step is None and exits is not None else step
         statuses = list(snapshot.agents.values())
-        exits = self._exit_check
         evidence = Evidence(
             at_s=failure.at_s,
             step=step,
@@ -275,7 +277,7 @@ class AttemptWatch:
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
-            ended_ranks=exits.early.ranks if exits is not None else (),
+            ended_ranks=exits.early.ranks(step=step) if exits is not None else (),
         )
         return AttemptEnd(
             kind,

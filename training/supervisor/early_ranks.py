@@ -65,10 +65,14 @@ class EarlyRanks:
             if _has_gone_on(ended.step, step):
                 self._ended[rank] = replace(ended, went_on=True)
 
-    @property
-    def ranks(self) -> tuple[EndedRank, ...]:
-        """The ranks that have left, as evidence."""
-        return tuple(self._ended.values())
+    def ranks(self, *, step: int | None) -> tuple[EndedRank, ...]:
+        """List the ranks that have left, as evidence.
+
+        Args:
+            step: the last step of the attempt, where nothing showed it when they left.
+        """
+        ended = self._ended.values()
+        return tuple(rank if rank.step is not None else replace(rank, step=step) for rank in ended)
 
     def judge(self, read_logs: Callable[[], Logs], *, now_s: float) -> dict[int, FalseSuccess]:
         """Find the ranks whose own output shows that they left too early.
@@ -83,14 +87,14 @@ class EarlyRanks:
         logs = read_logs()
         newest = max((count.step for count in _counts_of(logs)), default=None)
         bad: dict[int, FalseSuccess] = {}
-        for rank, (since_s, step) in list(self._open.items()):
-            step = step if step is not None else newest
+        for rank, (since_s, step_then) in list(self._open.items()):
+            step = step_then if step_then is not None else newest
             self._open[rank] = (since_s, step)
             goes_on = self._ended[rank].went_on or _has_gone_on(step, newest)
             if goes_on or now_s - since_s >= WAIT_S:
                 del self._open[rank]
-                found = judge_early_rank(rank, logs, went_on=goes_on)
-                bad |= {rank: found} if found is not None else {}
+                early_end = judge_early_rank(rank, logs, went_on=goes_on)
+                bad |= {rank: early_end} if early_end is not None else {}
         return bad
 
 

@@ -86,6 +86,9 @@ class RunSoFar:
         return cls(targets[-1] if targets else None, max(step, saved_step), saved_step)
 
 
+NOTHING_SO_FAR = RunSoFar()
+
+
 @dataclass(slots=True)
 class CommandExitCheck:
     """The check of commands that exit with 0: evidence that they have not ended well.
@@ -99,7 +102,7 @@ class CommandExitCheck:
     """
 
     target: int | None = None
-    earlier: RunSoFar = RunSoFar()
+    earlier: RunSoFar = NOTHING_SO_FAR
     false_successes: dict[int, FalseSuccess] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     early: EarlyRanks = field(default_factory=EarlyRanks)
@@ -177,6 +180,13 @@ class CommandExitCheck:
         printed = _printed_counts(logs)
         return next((count.target for count in printed if count.is_of_steps), None)
 
+    @staticmethod
+    def printed_step(logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
+        """Return the last step that the ends of the output show."""
+        return max(
+            (count.step for count in _printed_counts(logs) if count.is_of_steps), default=None
+        )
+
     def proven_target(self, logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
         """Return the target of the whole training; a bar in output of any form may be another."""
         printed = (count for count in _printed_counts(logs) if count.name == ITERATION)
@@ -250,8 +260,8 @@ class CommandExitCheck:
         if self._steps:
             step, is_first = self._steps[-1], len(self._steps) == 1
             stride = round(UNSEEN_STRIDE * target) if is_first else step - self._steps[0]
-            seen = Count(step, target, max(1, stride))
-            return [seen] if self.target is not None else [seen, *printed]
+            count = Count(step, target, max(1, stride))
+            return [count] if self.target is not None else [count, *printed]
         if not of_steps and self.earlier.step:
             return [Count(self.earlier.step, target, 1), *printed]
         return printed
