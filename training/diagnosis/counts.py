@@ -24,9 +24,10 @@ _STEP = re.compile(
 _EPOCH = re.compile(rf"\b[eE]pochs?['\"]?\s?[:=#]?\s?\[?\s{{0,4}}(\d{{1,7}}){_OF}(\d{{1,7}})\b")
 _BAR = re.compile(r"^([^|%]{0,60}?)\s{0,8}\d{1,3}%\|[^|]{0,200}\|\s{0,8}(\d{1,12})/(\d{1,12}) \[")
 # The bar of a training has no name, or one of these.
-_TRAINING = re.compile(r"(?i)^\W*(?:$|train|(?:global.?)?steps?\b|iter|optimi|updat|progress)")
+_TRAINING = re.compile(r"(?i)^\W*(?:$|train|(?:global.?)?steps?\b|iter|optimi|updates?\b|progress)")
 _OTHER = re.compile(
-    r"(?i)\b(?:eval|valid|test|predict|infer|generat|load|download|warm.?up|sanity|sav|upload|map\b)"
+    r"(?i)\b(?:eval|valid|test|predict|infer|generation|generating|load|download|warm.?up"
+    r"|sanity|save|saving|upload|map\b)"
 )
 _MIN_BAR = 10  # shorter bars load files and the like
 

@@ -35,21 +35,25 @@ class EndReason(StrEnum):
     LIMIT = "limit"
 
 
-_SIGNAL = r"(?:SIG(?:TERM|USR[12]|INT|HUP|XCPU)|[sS]ignal (?:number )?\(?(?:1|2|10|12|15|24))\b"
+_SIGNAL = (
+    r"(?i:sig(?:term|usr[12]|int|hup|xcpu)|signal (?:number )?\(?(?:1|2|10|12|15|24)"
+    r"|signal (?:term|usr[12]))\b"
+)
 _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
     EndReason.SIGNAL: re.compile(
-        rf"(?i:\b(?:receiv(?:ed|ing)|caught|got|trapped|handling|(?:interrupted|stopped) by|due to"
-        rf"|because of))\W.{{0,40}}{_SIGNAL}"
+        r"(?i:\b(?:received|receiving|caught|got|trapped|handling|(?:interrupted|stopped) by"
+        rf"|due to|because of))\W.{{0,40}}{_SIGNAL}"
         rf"|{_SIGNAL}\W{{0,3}}(?i:(?:was |has been )?(?:received|caught|detected|trapped)"
-        rf"|handler (?:was )?(?:called|invoked|triggered)|(?:sav|stop|exit|quit|shut|leav)ing)"
+        r"|handler (?:was )?(?:called|invoked|triggered)"
+        r"|(?:saving|stopping|exiting|quitting|shutting|leaving))"
         r"|(?i:\b(?:termination|preemption|shutdown|interrupt|eviction) (?:signal|notice|request) "
         r"(?:was |has been )?(?:received|caught|detected))"
         r"|(?i:\breceived (?:a |the )?(?:termination|preemption|shutdown|interrupt|eviction)\b)"
         r"|(?i:\b(?:was|has been|is being|got) (?:preempted|evicted)\b)"
-        r"|(?i:\bpreempted\b.{0,40}\b(?:sav|checkpoint|exit|stop))"
+        r"|(?i:\bpreempted\b.{0,40}\b(?:saving|checkpoint|exit|stop))"
     ),
     EndReason.NO_SAMPLE: re.compile(
-        r"not to be a single sample in your epoch_iterator"
+        r"\bsingle sample in your epoch_iterator"
         r"|(?i:\bno (?:more )?(?:samples?|data|batch(?:es)?|documents?)\b.{0,12}"
         r"\b(?:left|remain\w*|available|to (?:train|consume))\b)"
         r"|(?i:\b(?:data ?(?:set|loader|iterator|stream)?|stream|iterator) (?:is|was|has been) "
@@ -57,7 +61,8 @@ _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
         r"|(?i:\b(?:ran|running) out of (?:data|samples|batches|documents)\b)"
     ),
     EndReason.GOAL: re.compile(
-        r"(?i:\bearly.?stopp(?:ing|ed)\b|\bstopp(?:ing|ed) (?:the )?(?:training )?early\b)"
+        r"(?i:\bearly.?(?:stopping|stopped)\b)"
+        r"|(?i:\b(?:stopping|stopped) (?:the )?(?:training )?early\b)"
         r"|(?i:\bdid(?: not|n't) improve\b.{0,80}\b(?:last \d+|stop))"
         r"|(?i:\bno improvement (?:for|in|over) (?:the last )?\d+)"
         r"|(?i:\bpatience\b.{0,40}\b(?:exceeded|exhausted|reached|ran out)\b)"
@@ -77,8 +82,8 @@ _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
 }
 # A program announces what it would do, counts what is not there yet, or prints its settings.
 _ANNOUNCED = re.compile(
-    r"(?i)\b(?:if|when|whenever|upon|until|in case|waiting for|regist\w+|install\w*|listen\w*"
-    r"|enabled?|disabled?|counter|not (?:yet )?(?:reached|met|triggered))\b"
+    r"(?i)\b(?:if|when|whenever|upon|until|in case|waiting for|registers?|registered|registering"
+    r"|install\w*|listen\w*|enabled?|disabled?|counter|not (?:yet )?(?:reached|met|triggered))\b"
     r"|\bpatience\s?[=:]|[=:]\s?(?:true|false|none)\b"
 )
 
