@@ -32,6 +32,7 @@ from perdure.training.diagnosis.ending import (
     FalseSuccess,
     find_failed_ranks,
     find_first_failed,
+    judge_signal,
 )
 from perdure.training.diagnosis.evidence import EndedRank, Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
@@ -46,6 +47,7 @@ from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
+from perdure.training.diagnosis.stated_end import EndReason, find_stated_end
 from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
@@ -139,12 +141,21 @@ def _blame_ended_rank(evidence: Evidence, best: Fault) -> Iterator[_Cause]:
     fault = _build_fault(
         FaultClass.UNKNOWN, evidence, first.line, rank=first.rank, code=RANK_CODE, why=RANK_WHY
     )
+    logs = "\n".join(end.log for end in evidence.workers if end.node == first.node)
+    stated = find_stated_end(logs, is_short=True)
+    if stated is not None and stated.reason is EndReason.SIGNAL:
+        line = f"{first.line}: {stated.line}"
+        fault = _build_fault(
+            FaultClass.PREEMPTED, evidence, line, rank=first.rank, why=judge_signal(line).why
+        )
     yield _Cause(_Tier.ROOT, replace(fault, at_s=min(first.ended_s or best.at_s, best.at_s)))
 
 
 def _is_listed(rank: EndedRank, workers: Sequence[WorkerEnd]) -> bool:
     """Whether the launcher of a rank lists it among those that failed, or lists none at all."""
     logs = [end.log for end in workers if end.node == rank.node and end.rank is None]
+    if rank.rank is None:
+        return False
     listed = [find_failed_ranks(log) for log in logs]
     if rank.ended_s is not None and not any(listed):
         return False

@@ -54,15 +54,16 @@ class WorkerEnd:
 
 @dataclass(frozen=True, slots=True)
 class EndedRank:
-    """A rank of a command that exited with 0 while other ranks were there.
+    """A rank of a command, or its launcher on a node, that exited with 0 before the others.
 
     Attributes:
+        rank: None for a launcher, which has all the ranks of its node.
         ended_s: None: at the same time as its launcher, which lists the ranks that failed.
         step: the newest step when it ended; None: not known.
         went_on: whether other ranks have completed further steps without it.
     """
 
-    rank: int
+    rank: int | None
     node: str
     device: int | None
     ended_s: float | None
@@ -74,7 +75,12 @@ class EndedRank:
         """The text of its evidence."""
         place = f" after step {self.step}" if self.step is not None else ""
         peers = "trained on" if self.went_on else "had not come to their end"
-        return f"rank {self.rank} ended with exit code 0{place}, while the other ranks {peers}"
+        return f"{self.name} ended with exit code 0{place}, while the other ranks {peers}"
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"rank {self.rank}" if self.rank is not None else f"the command on {self.node}"
 
 
 @dataclass(frozen=True, slots=True)

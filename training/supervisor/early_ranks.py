@@ -40,8 +40,9 @@ Logs = Mapping[int, Sequence[WorkerLog]]
 class EarlyRanks:
     """The ranks of one attempt that left before the others."""
 
-    _ended: dict[int, EndedRank] = field(default_factory=dict)
-    _open: dict[int, tuple[float, int | None]] = field(default_factory=dict)
+    _ended: dict[tuple[str, int | None], EndedRank] = field(default_factory=dict)
+    # Those with output of their own, by its number: since when, and the step then.
+    _open: dict[int, tuple[float, int | None, EndedRank]] = field(default_factory=dict)
     _polled_s: float = float("-inf")
 
     def note(self, snapshot: Snapshot, *, step: int | None, now_s: float) -> None:
@@ -57,13 +58,15 @@ class EarlyRanks:
         if all(worker.exit_code == EXIT_DONE for worker in workers):
             self._open.clear()  # the end of all is judged as a whole
             return
-        for ended in _ended_ranks(statuses, step):
-            if ended.rank not in self._ended:
-                self._ended[ended.rank] = ended
-                self._open[ended.rank] = (now_s, ended.step)
-        for rank, ended in self._ended.items():
+        for ended, log in _ended_ranks(statuses, step):
+            key = ended.node, ended.rank
+            if key not in self._ended:
+                self._ended[key] = ended
+                if log is not None:
+                    self._open[log] = (now_s, ended.step, ended)
+        for key, ended in self._ended.items():
             if _has_gone_on(ended.step, step):
-                self._ended[rank] = replace(ended, went_on=True)
+                self._ended[key] = replace(ended, went_on=True)
 
     def ranks(self, *, step: int | None) -> tuple[EndedRank, ...]:
         """List the ranks that have left, as evidence.
@@ -87,23 +90,24 @@ class EarlyRanks:
         logs = read_logs()
         newest = max((count.step for count in _counts_of(logs)), default=None)
         bad: dict[int, FalseSuccess] = {}
-        for rank, (since_s, step_then) in list(self._open.items()):
+        for log, (since_s, step_then, ended) in list(self._open.items()):
             step = step_then if step_then is not None else newest
-            self._open[rank] = (since_s, step)
-            goes_on = self._ended[rank].went_on or _has_gone_on(step, newest)
-            if goes_on or now_s - since_s >= WAIT_S:
-                del self._open[rank]
-                early_end = judge_early_rank(rank, logs, went_on=goes_on)
-                bad |= {rank: early_end} if early_end is not None else {}
+            self._open[log] = (since_s, step, ended)
+            went_on = self._ended[ended.node, ended.rank].went_on or _has_gone_on(step, newest)
+            if went_on or now_s - since_s >= WAIT_S:
+                del self._open[log]
+                early_end = judge_early_rank(log, logs, name=ended.name, went_on=went_on)
+                bad |= {log: early_end} if early_end is not None else {}
         return bad
 
 
-def judge_early_rank(rank: int, logs: Logs, *, went_on: bool) -> FalseSuccess | None:
+def judge_early_rank(rank: int, logs: Logs, *, name: str, went_on: bool) -> FalseSuccess | None:
     """Judge a rank by its own output; None: it does not show that the rank left too early.
 
     Args:
-        rank: exited with 0.
-        logs: the ends of the output, by rank.
+        rank: number of its output.
+        logs: the ends of the output.
+        name: its name in messages.
         went_on: whether other ranks have trained on.
     """
     counts = _counts_of({rank: logs.get(rank, ())})
@@ -112,12 +116,12 @@ def judge_early_rank(rank: int, logs: Logs, *, went_on: bool) -> FalseSuccess | 
     stated = find_stated_end(text, is_short=short is not None)
     ended = f"{short.text}" if short is not None else "ended"
     if stated is not None and stated.reason is EndReason.SIGNAL and (short or not counts):
-        return judge_signal(f"rank {rank} {ended}: {stated.line}")
+        return judge_signal(f"{name} {ended}: {stated.line}")
     if short is None or not went_on:
         return None
     line = f" ({stated.line})" if stated is not None else ""
     return FalseSuccess(
-        f"rank {rank} {ended} with exit code 0, while the other ranks trained on{line}",
+        f"{name} {ended} with exit code 0, while the other ranks trained on{line}",
         FaultClass.UNKNOWN, RANK_WHY, code=RANK_CODE,
     )  # fmt: skip
 
@@ -131,11 +135,16 @@ def _has_gone_on(step: int | None, newest: int | None) -> bool:
     return step is not None and newest is not None and newest >= step + MARGIN_STEPS
 
 
-def _ended_ranks(statuses: Sequence[AgentStatus], step: int | None) -> Iterator[EndedRank]:
+def _ended_ranks(
+    statuses: Sequence[AgentStatus], step: int | None
+) -> Iterator[tuple[EndedRank, int | None]]:
+    """List what has exited with 0, with the number of its own output, if it has any."""
     for status in statuses:
         for former in status.former_ranks:
             at = former.step if former.step is not None else step
-            yield EndedRank(former.rank, status.node, former.local_rank, former.ended_s, at)
-        for worker in () if status.is_launcher else status.workers:
+            yield EndedRank(former.rank, status.node, former.local_rank, former.ended_s, at), None
+        for worker in status.workers:
             if worker.exit_code == EXIT_DONE and not worker.stopped_by_agent:
-                yield EndedRank(worker.rank, status.node, worker.local_rank, worker.ended_s, step)
+                rank = None if status.is_launcher else worker.rank
+                device = None if status.is_launcher else worker.local_rank
+                yield EndedRank(rank, status.node, device, worker.ended_s, step), worker.rank

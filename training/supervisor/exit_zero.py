@@ -109,6 +109,7 @@ class CommandExitCheck:
     _judged_ranks: set[int] = field(default_factory=set)
     _steps: list[int] = field(default_factory=list)
     _shown_target: int | None = None
+    _names: dict[int, str] = field(default_factory=dict)
     _left_running: dict[int, tuple[LeftProcess, ...]] = field(default_factory=dict)
 
     def check(self, progress: Progress) -> WatchResult | None:  # noqa: ARG002 judge() has the exits
@@ -118,6 +119,10 @@ class CommandExitCheck:
     def note(self, snapshot: Snapshot) -> None:
         """Note how far the program has come, and the processes that commands left running."""
         for status in snapshot.agents.values():
+            for worker in status.workers:
+                is_whole = status.is_launcher
+                name = f"the command on {status.node}" if is_whole else f"rank {worker.rank}"
+                self._names[worker.rank] = name
             for worker in status.workers[:1]:
                 self._left_running[worker.rank] = status.left_running
             if status.shown is not None and status.shown.target is not None:
@@ -213,7 +218,11 @@ class CommandExitCheck:
         stated = find_stated_end(text, is_short=short is not None)
         is_there = any(count.is_of_steps and count.step >= count.target for count in counts)
         # A rank that a signal ended: the others may have come to the end without it.
-        ranks = ((other, judge_early_rank(other, logs, went_on=False)) for other in logs)
+        ranks = (
+            (other, judge_early_rank(other, logs, name=name, went_on=False))
+            for other, name in self._names.items()
+            if len(self._names) > 1
+        )
         early = next(((other, bad) for other, bad in ranks if bad is not None), None)
         bad: FalseSuccess | None
         if short is not None:
