@@ -21,6 +21,13 @@ _STEP = re.compile(
     r"(?:\b|_)(?:[sS]teps?|STEP|[iI]ter(?:ation)?s?|[uU]pdates?)['\"]?\s?[:=#]?\s?\[?\s{0,8}"
     rf"(\d{{1,12}}){_OF}(\d{{1,12}})\b"
 )
+_BARE_STEP = re.compile(
+    r"(?:\b|_)(?:[sS]tep|[iI]ter(?:ation)?)['\"]?\s{0,2}[:=#]?\s{0,2}\[?\s{0,8}(\d{1,12})\b()"
+)
+_SETTING = re.compile(
+    r"(?i)\b(?:max|total|num|train|training)[-_. ](?:train(?:ing)?[-_. ])?(?:optimi[sz]ation )?"
+    r"(?:steps|iters|iterations)['\"]?(?:\s?[=:]\s?|\s?\.{2,}\s?|\s)(\d[\d,]{0,14})\b"
+)
 _EPOCH = re.compile(rf"\b[eE]pochs?['\"]?\s?[:=#]?\s?\[?\s{{0,4}}(\d{{1,7}}){_OF}(\d{{1,7}})\b")
 _BAR = re.compile(r"^([^|%]{0,60}?)\s{0,8}\d{1,3}%\|[^|]{0,200}\|\s{0,8}(\d{1,12})/(\d{1,12}) \[")
 # The bar of a training has no name, or one of these.
@@ -65,8 +72,19 @@ class Count:
         return f"ended at {word}{self.step} of {self.target}"
 
 
-def find_counts(text: str) -> list[Count]:
-    """Read the last count of each kind in a program's output."""
+def find_target(text: str) -> int | None:
+    """Read the target from settings, such as `--max-steps 300` or `train_iters ..... 300`."""
+    targets = [int(match[1].replace(",", "")) for match in _SETTING.finditer(text)]
+    return next((target for target in reversed(targets) if target > 0), None)
+
+
+def find_counts(text: str, *, setting: int | None = None) -> list[Count]:
+    """Read the last count of each kind in a program's output.
+
+    Args:
+        text: the end of the output.
+        setting: target in the settings of the program, for steps that are printed without one.
+    """
     lines = split_lines(text)
     counts = [
         _last_count(ITERATION, _read(lines, _ITERATION)),
@@ -74,7 +92,13 @@ def find_counts(text: str) -> list[Count]:
         _last_bar(lines),
         _last_count(EPOCH, _read(lines, _EPOCH)),
     ]
-    return [count for count in counts if count is not None]
+    readings = [count for count in counts if count is not None]
+    if not any(count.is_of_steps for count in readings):
+        target = find_target(text) or setting
+        bare = ((step, target or 0) for step, _ in _read(lines, _BARE_STEP))
+        plain = _last_count(STEP, bare)
+        return [*([plain] if plain is not None else []), *readings]
+    return readings
 
 
 def farthest_counts(counts: Iterable[Count]) -> list[Count]:
@@ -91,7 +115,7 @@ def _read(lines: Iterable[str], pattern: re.Pattern[str]) -> Iterator[tuple[int,
     for line in lines:
         match = pattern.search(line)
         if match is not None and not _OTHER.search(line, 0, match.start()):
-            yield int(match[1]), int(match[2])
+            yield int(match[1]), int(match[2] or 0)
 
 
 def _last_count(name: str, readings: Iterable[tuple[int, int]]) -> Count | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from perdure.training.config.job import Job
+from perdure.training.diagnosis.counts import find_target
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.evidence import (
     CoordinatorLost,
@@ -100,7 +101,9 @@ class AttemptWatch:
         self._on_progress = on_progress
         self._target, self._saved_step = job.target_step, so_far.saved_step
         is_command = job.worker.is_command
-        self._exit_check = CommandExitCheck(job.target_step, so_far) if is_command else None
+        setting = find_target(" ".join(job.worker.command or ()))
+        exits = CommandExitCheck(job.target_step, so_far, setting) if is_command else None
+        self._exit_check = exits
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
         self._log, self._log_container = Follower(fleet.metrics), ""

@@ -96,6 +96,7 @@ class CommandExitCheck:
     Attributes:
         target: step that the job's command trains to; None: not known.
         earlier: what earlier attempts have shown.
+        setting: target in the arguments of the command; None: they name none.
         false_successes: by rank.
         notes: for the user, about a good end.
         early: ranks that left before the others.
@@ -103,6 +104,7 @@ class CommandExitCheck:
 
     target: int | None = None
     earlier: RunSoFar = NOTHING_SO_FAR
+    setting: int | None = None
     false_successes: dict[int, FalseSuccess] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     early: EarlyRanks = field(default_factory=EarlyRanks)
@@ -182,19 +184,16 @@ class CommandExitCheck:
         """Return the target that the program itself shows, for the attempts that follow."""
         if self._shown_target is not None:
             return self._shown_target
-        printed = _printed_counts(logs)
+        printed = self._printed(logs)
         return next((count.target for count in printed if count.is_of_steps), None)
 
-    @staticmethod
-    def printed_step(logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
+    def printed_step(self, logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
         """Return the last step that the ends of the output show."""
-        return max(
-            (count.step for count in _printed_counts(logs) if count.is_of_steps), default=None
-        )
+        return max((count.step for count in self._printed(logs) if count.is_of_steps), default=None)
 
     def proven_target(self, logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
         """Return the target of the whole training; a bar in output of any form may be another."""
-        printed = (count for count in _printed_counts(logs) if count.name == ITERATION)
+        printed = (count for count in self._printed(logs) if count.name == ITERATION)
         shown = self._shown_target or next((count.target for count in printed), None)
         return self.target or shown
 
@@ -249,13 +248,20 @@ class CommandExitCheck:
         """Whether this attempt has completed a step; a bar that resumes is drawn before it."""
         if not self.earlier.step or len(self._steps) > 1:
             return True
-        counts = [count for count in _printed_counts(logs) if count.is_of_steps]
+        counts = [count for count in self._printed(logs) if count.is_of_steps]
         farthest = max((*self._steps, *(count.step for count in counts)), default=0)
         return farthest > self.earlier.step or any(count.stride < count.step for count in counts)
 
+    def _printed(self, logs: Mapping[int, Sequence[WorkerLog]]) -> list[Count]:
+        """Read the counts of all outputs."""
+        texts = list(_texts(logs))
+        return farthest_counts(
+            count for text in texts for count in find_counts(text, setting=self.setting)
+        )
+
     def _counts(self, logs: Mapping[int, Sequence[WorkerLog]]) -> list[Count]:
         """List how far this attempt, or the run, came; the job's own target goes before others."""
-        printed = _printed_counts(logs)
+        printed = self._printed(logs)
         of_steps = [count for count in printed if count.is_of_steps]
         if self.target is not None:
             printed = [
@@ -274,11 +280,6 @@ class CommandExitCheck:
         if not of_steps and self.earlier.step:
             return [Count(self.earlier.step, target, 1), *printed]
         return printed
-
-
-def _printed_counts(logs: Mapping[int, Sequence[WorkerLog]]) -> list[Count]:
-    """Read the counts of all outputs."""
-    return farthest_counts(count for text in _texts(logs) for count in find_counts(text))
 
 
 def _texts(logs: Mapping[int, Sequence[WorkerLog]]) -> Iterator[str]:

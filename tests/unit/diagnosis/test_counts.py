@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.diagnosis.counts import Count, farthest_counts, find_counts
+from perdure.training.diagnosis.counts import Count, farthest_counts, find_counts, find_target
 
 MEGATRON = "".join(f" [x] iteration {at:8d}/    6000 | lm loss: 2.1 |\n" for at in (140, 150))
 
@@ -65,6 +65,24 @@ def test_the_bar_of_the_training_is_the_one_that_evaluations_interrupt():
     assert not any(count.is_short for count in find_counts(at_the_end))
     every_epoch = bar(50, 50) + bar(1, 50) + bar(20, 50)
     assert [(count.step, count.target) for count in find_counts(every_epoch)] == [(20, 50)]
+
+
+@pytest.mark.parametrize(
+    ("text", "target"),
+    [
+        ("python train.py --max-steps 300 --lr 1e-4", 300),
+        ("--train-iters=6000", 6000),
+        ("  train_iters ..................................... 6000", 6000),
+        ("  Total optimization steps = 6,000", 6000),
+        ("--training.steps 40", 40),
+        ("max_steps=-1, warmup_steps=100, save_steps: 20", None),
+    ],
+)
+def test_settings_name_the_target_of_steps_that_are_printed_without_one(text, target):
+    assert find_target(text) == target
+    steps = "step 39 loss 2.1\nstep 40 loss 2.0\n"
+    counts = [Count(40, target, 1, "step")] if target is not None else []
+    assert find_counts(steps, setting=target) == find_counts(f"{text}\n{steps}") == counts
 
 
 def test_of_several_outputs_the_farthest_count_of_each_kind_remains():
