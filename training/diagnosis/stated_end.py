@@ -7,7 +7,7 @@ after it: programs also announce at their start what may end them. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -115,6 +115,16 @@ def find_stated_end(text: str, *, is_short: bool = False) -> StatedEnd | None:
         if is_last or (is_short and reason is EndReason.SIGNAL):
             return StatedEnd(reason, lines[number].strip()[:MAX_LINE_CHARS])
     return None
+
+
+def choose_stated_end(texts: Iterable[str], *, is_short: bool = False) -> StatedEnd | None:
+    """Choose the sentence of a program with several streams; that of a signal goes first.
+
+    Each stream is read alone: a bar on stderr does not show what followed a line of stdout.
+    """
+    stated = [find_stated_end(text, is_short=is_short) for text in texts]
+    reasons = [end for end in stated if end is not None]
+    return min(reasons, key=lambda end: end.reason is not EndReason.SIGNAL, default=None)
 
 
 def _reason_of(line: str) -> EndReason | None:

@@ -21,7 +21,7 @@ from perdure.training.diagnosis.ending import (
 )
 from perdure.training.diagnosis.evidence import EndedRank
 from perdure.training.diagnosis.exits import EXIT_DONE
-from perdure.training.diagnosis.stated_end import EndReason, find_stated_end
+from perdure.training.diagnosis.stated_end import EndReason, choose_stated_end
 from perdure.training.engines.base import Snapshot
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.wire.agent_status import AgentStatus
@@ -112,8 +112,8 @@ def judge_early_rank(rank: int, logs: Logs, *, name: str, went_on: bool) -> Fals
     """
     counts = _counts_of({rank: logs.get(rank, ())})
     short = next((count for count in counts if count.is_short), None)
-    text = "\n".join(log.text for log in logs.get(rank, ()))
-    stated = find_stated_end(text, is_short=short is not None)
+    texts = (log.text for log in logs.get(rank, ()))
+    stated = choose_stated_end(texts, is_short=short is not None)
     ended = f"{short.text}" if short is not None else "ended"
     if stated is not None and stated.reason is EndReason.SIGNAL and (short or not counts):
         return judge_signal(f"{name} {ended}: {stated.line}")

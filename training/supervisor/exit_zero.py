@@ -26,7 +26,7 @@ from perdure.training.diagnosis.ending import (
     shows_steps,
 )
 from perdure.training.diagnosis.exits import EXIT_DONE
-from perdure.training.diagnosis.stated_end import EndReason, StatedEnd, find_stated_end
+from perdure.training.diagnosis.stated_end import EndReason, StatedEnd, choose_stated_end
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.history import RunHistory
 from perdure.training.liveness.heartbeat import Phase
@@ -213,8 +213,7 @@ class CommandExitCheck:
         """Judge how far the program came, once no process of it is left."""
         counts = self._counts(logs)
         short = next((count for count in counts if count.is_short), None)
-        text = "\n".join(_texts(logs))
-        stated = find_stated_end(text, is_short=short is not None)
+        stated = choose_stated_end(_texts(logs), is_short=short is not None)
         is_there = any(count.is_of_steps and count.step >= count.target for count in counts)
         # A rank that a signal ended: the others may have come to the end without it.
         ranks = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.diagnosis.stated_end import EndReason, find_stated_end
+from perdure.training.diagnosis.stated_end import EndReason, choose_stated_end, find_stated_end
 
 STEPS = "".join(f"step {at}/6000 loss 2.1\n" for at in range(100, 110))
 MORE = "".join(f"step {at}/6000 loss 2.1\n" for at in range(110, 200))
@@ -67,6 +67,17 @@ def test_a_sentence_at_the_end_states_the_reason(line, reason):
 )
 def test_what_a_program_announces_or_counts_states_no_reason(line):
     assert find_stated_end(f"{STEPS}{line}\n") is None
+
+
+def test_each_stream_is_read_alone_and_a_signal_goes_before_another_reason():
+    words, bars = "Early stopping triggered\n", STEPS + MORE
+    assert find_stated_end(words + bars) is None
+    stated = choose_stated_end([words, bars])
+    assert stated is not None
+    assert stated.reason is EndReason.GOAL
+    signal = choose_stated_end([words, "SIGTERM received\n", bars])
+    assert signal is not None
+    assert signal.reason is EndReason.SIGNAL
 
 
 def test_a_signal_counts_where_the_program_went_on_to_the_end_of_its_epoch():
