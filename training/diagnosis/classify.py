@@ -27,15 +27,12 @@ from perdure.training.diagnosis.cause import (
 )
 from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
-    RANK_CODE,
-    RANK_WHY,
     FalseSuccess,
     find_exit_codes,
-    find_failed_ranks,
     find_first_failed,
-    judge_signal,
 )
-from perdure.training.diagnosis.evidence import EndedRank, Evidence, WorkerEnd
+from perdure.training.diagnosis.ended_rank import blame_ended_rank
+from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
@@ -50,7 +47,6 @@ from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
-from perdure.training.diagnosis.stated_end import EndReason, find_stated_end
 from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
@@ -96,10 +92,6 @@ def _tier_of(finding: Finding) -> _Tier:
 # Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
-# Faults that ranks show, too, when a peer has left.
-_OF_MISSING_PEER = _PEER_FAULTS | {FaultClass.HANG, FaultClass.UNKNOWN}
-_PEERS_LATE_S = 6.0  # a rank that left is noticed by the next poll of its node
-
 _FROM_OUTSIDE = frozenset({FaultClass.NODE_LOST, FaultClass.FAIL_SLOW})
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
@@ -128,7 +120,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes = _demote_receipts(causes)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
-    causes = [*_blame_ended_rank(evidence, causes[0].fault), *causes]
+    left = blame_ended_rank(evidence, causes[0].fault)
+    if left is not None:
+        causes.insert(0, _Cause(_Tier.ROOT, left))
     best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
     for cause in causes[1:]:
@@ -136,42 +130,6 @@ def diagnose(evidence: Evidence) -> Diagnosis:
             classes.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
-
-
-def _blame_ended_rank(evidence: Evidence, best: Fault) -> Iterator[_Cause]:
-    """Blame a rank that left with exit code 0, where the others miss a peer."""
-    if best.fault_class not in _OF_MISSING_PEER or any(r.stopped for r in evidence.silent):
-        return
-    unlisted = [rank for rank in evidence.ended_ranks if not _is_listed(rank, evidence.workers)]
-    # Where the others hang, they have waited since; where they fail, it takes milliseconds.
-    limit_s = best.at_s + _PEERS_LATE_S
-    early = [rank for rank in unlisted if rank.ended_s is None or rank.ended_s <= limit_s]
-    if not early:
-        return
-    first = min(early, key=lambda rank: (rank.ended_s is None, rank.ended_s or 0.0))
-    # No node: the rank is to blame wherever it runs.
-    fault = _build_fault(
-        FaultClass.UNKNOWN, evidence, first.line, rank=first.rank, code=RANK_CODE, why=RANK_WHY
-    )
-    logs = "\n".join(end.log for end in evidence.workers if end.node == first.node)
-    stated = find_stated_end(logs, is_short=True)
-    if stated is not None and stated.reason is EndReason.SIGNAL:
-        line = f"{first.line}: {stated.line}"
-        fault = _build_fault(
-            FaultClass.PREEMPTED, evidence, line, rank=first.rank, why=judge_signal(line).why
-        )
-    yield _Cause(_Tier.ROOT, replace(fault, at_s=min(first.ended_s or best.at_s, best.at_s)))
-
-
-def _is_listed(rank: EndedRank, workers: Sequence[WorkerEnd]) -> bool:
-    """Whether the launcher of a rank lists it among those that failed, or lists none at all."""
-    logs = [end.log for end in workers if end.node == rank.node and end.rank is None]
-    if rank.rank is None:
-        return False
-    listed = [find_failed_ranks(log) for log in logs]
-    if rank.ended_s is not None and not any(listed):
-        return False
-    return not any(listed) or any(rank.rank in ranks for ranks in listed)
 
 
 def _demote_receipts(causes: Sequence[_Cause]) -> list[_Cause]:

@@ -30,7 +30,6 @@ from perdure.training.journal.attempt_log import Follower
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
 from perdure.training.supervisor.exit_zero import (
-    NOTHING_SO_FAR,
     CommandExitCheck,
     RunSoFar,
     bad_end_of_session,
@@ -85,7 +84,6 @@ class AttemptWatch:
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
-        so_far: what earlier attempts of the run have shown.
         termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
@@ -99,7 +97,6 @@ class AttemptWatch:
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         watchers: Sequence[AttemptWatcher] = (),
-        so_far: RunSoFar = NOTHING_SO_FAR,
         termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
@@ -114,10 +111,10 @@ class AttemptWatch:
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
         self._termination = termination or Termination()
-        self._target, self._saved_step = job.target_step, so_far.saved_step
+        self._target, self._saved_step = job.target_step, 0
         is_command = job.worker.is_command
         setting = find_target(" ".join(job.worker.command or ()))
-        exits = CommandExitCheck(job.target_step, so_far, setting) if is_command else None
+        exits = CommandExitCheck(job.target_step, setting=setting) if is_command else None
         self._exit_check = exits
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
@@ -126,6 +123,12 @@ class AttemptWatch:
         self._proc_start_cnt: dict[str, int] = {}
         # While this process waited for the store.
         self._stop_ordered = self._ended_on_request = False
+
+    def know(self, so_far: RunSoFar) -> None:
+        """Take what earlier attempts of the run have shown; it is called before `run`."""
+        self._saved_step = so_far.saved_step
+        if self._exit_check is not None:
+            self._exit_check.earlier = so_far
 
     def stop_where_wanted(self) -> None:
         """Have the processes end on a request that comes while their end cannot be recorded."""

@@ -340,7 +340,7 @@ class RunSupervisor(RunHandle):
         recorder = _AttemptRecorder(
             writer, view, health, self.fleet, self.store, job.run_id, spares, on_progress
         )
-        return AttemptWatch(
+        watch = AttemptWatch(
             self.fleet,
             job,
             key=view.key,
@@ -354,9 +354,10 @@ class RunSupervisor(RunHandle):
                 stall,
                 SlowNodeCheck(replacer),
             ),
-            so_far=RunSoFar.of(self.history),
             termination=self.termination,
         )
+        watch.know(RunSoFar.of(self.history))
+        return watch
 
     def end(self, outcome: str, message: str) -> None:
         """Put the end of the run on record and take its containers down.
