@@ -159,7 +159,7 @@ class NodeAttempt:
         self._container = container
         self._config = container.config
         self._folder = container.attempt_folder(order)
-        self._hang_check = HangCheck(self._config, order.is_command, container.marker)
+        self._hang_check = self._new_hang_check()
         self._last_words = LastWordsCheck()
         self._hang: HangReport | None = None
         self._coordinator: AgentCoordinatorClient | None = None
@@ -169,6 +169,16 @@ class NodeAttempt:
         self._shared_memory: SharedMemoryNames | None = None
         self._unmarked = UnmarkedRecord(container.folder, container.marker)
         self._oom_kills_before = oom_kills()
+
+    def _new_hang_check(self) -> HangCheck:
+        order = self.order
+        return HangCheck(
+            self._config,
+            order.is_command,
+            self._container.marker,
+            start_factor=order.start_factor,
+            ends_slow_start=order.ends_slow_start,
+        )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -247,9 +257,7 @@ class NodeAttempt:
         with self._container.lock:  # ranks that were silent without a coordinator do not hang
             group.rejoin(order.coordinator)
             self._hang = None
-            self._hang_check = HangCheck(
-                self._config, self.order.is_command, self._container.marker
-            )
+            self._hang_check = self._new_hang_check()
         return AgentReply()
 
     def stop(self, grace_s: float) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.training.agent.fork_server import ForkedProcess
+from perdure.training.agent.processors import waited_for_processor_s
 from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader
 from perdure.training.processes import process_state
 from perdure.training.wire.agent_status import Pulse, WorkerStatus
@@ -140,10 +141,12 @@ class SessionActivity:
     Attributes:
         cpu_s: processor time.
         io_bytes: read and written, through files and pipes.
+        waited_s: time that threads were ready to run and waited for a processor.
     """
 
     cpu_s: float = 0.0
     io_bytes: int = 0
+    waited_s: float = 0.0
 
 
 def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity]:
@@ -156,8 +159,11 @@ def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity
             continue
         ticks = sum(int(text) for text in fields[_TIMES])
         previous = activities[leader]
-        cpu_s, io_bytes = previous.cpu_s + ticks / _TICKS_PER_S, previous.io_bytes + _io(name)
-        activities[leader] = SessionActivity(cpu_s, io_bytes)
+        activities[leader] = SessionActivity(
+            previous.cpu_s + ticks / _TICKS_PER_S,
+            previous.io_bytes + _io(name),
+            previous.waited_s + waited_for_processor_s(int(name)),
+        )
     return activities
 
 

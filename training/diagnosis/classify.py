@@ -25,13 +25,14 @@ from perdure.training.diagnosis.cause import (
     build_fault,
     rank_candidates,
 )
+from perdure.training.diagnosis.ended_rank import blame_ended_rank
 from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
     FalseSuccess,
     find_exit_codes,
     find_first_failed,
+    shows_steps,
 )
-from perdure.training.diagnosis.ended_rank import blame_ended_rank
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
@@ -42,6 +43,7 @@ from perdure.training.diagnosis.exits import (
     signal_name,
     signal_of,
 )
+from perdure.training.diagnosis.hang import advise, late_start
 from perdure.training.diagnosis.lines import is_progress
 from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
@@ -50,6 +52,7 @@ from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
 from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
+    SLOW_START,
     TRAITS,
     Fault,
     FaultClass,
@@ -279,7 +282,8 @@ def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
 def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:
     if evidence.refusal is not None:
         why = "The engine could not start the processes."
-        fault = _build_fault(FaultClass.UNKNOWN, evidence, evidence.refusal, why=why)
+        code = SLOW_START if evidence.is_late_start else None
+        fault = _build_fault(FaultClass.UNKNOWN, evidence, evidence.refusal, code=code, why=why)
         yield _Cause(_Tier.UNEXPLAINED, fault)
 
 
@@ -293,13 +297,20 @@ def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
 
 
 def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
+    code = late_start(evidence.silent, evidence.rank_progress)
+    if any(shows_steps(end.log) for end in evidence.workers):
+        code = None
     standstill = find_standstill(evidence.rank_progress) if evidence.silent else None
     if standstill is not None and standstill.missing:
-        first = standstill.missing[0]
+        first, silent = standstill.missing[0], evidence.silent[0]
         why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
+        use = f": {silent.why}" if silent.is_slow_start and silent.why else ""
+        line = f"{standstill.line}; {silent.limit}{use}" if silent.field else standstill.line
         fault = _build_fault(
-            FaultClass.HANG, evidence, standstill.line, node=first.node, rank=first.rank, why=why
+            FaultClass.HANG, evidence, line, node=first.node, rank=first.rank, code=code, why=why
         )
+        only = first if len(standstill.missing) == 1 else None
+        fault = replace(fault, action=advise(silent, only, is_start=code is not None))
         # The step of a whole command may be known while that of this rank is not.
         step = first.step if first.step >= 0 else evidence.step
         yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
@@ -312,9 +323,10 @@ def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
         if standstill is not None:
             why = f"The processes live but make no progress. {standstill.line}."
         fault = _build_fault(
-            FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, why=why
+            FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, code=code, why=why
         )
-        yield _Cause(_Tier.ROOT, fault)
+        action = advise(rank, None, is_start=code is not None)
+        yield _Cause(_Tier.ROOT, replace(fault, action=action))
 
 
 def _blame_outputs(evidence: Evidence) -> Iterator[_Cause]:

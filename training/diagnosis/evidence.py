@@ -95,6 +95,9 @@ class SilentRank:
         node: None where the nodes do not differ.
         why: the sign of the silence.
         stopped: its processes, of no rank, that a signal has stopped.
+        field: of the job, which raises the limit.
+        is_slow_start: whether no step of this start is known.
+        is_busy: whether its processes have computed meanwhile; None: not known.
     """
 
     rank: int | None
@@ -104,6 +107,15 @@ class SilentRank:
     phase: str
     why: str = ""
     stopped: Sequence[str] = ()
+    field: str = ""
+    is_slow_start: bool = False
+    is_busy: bool | None = None
+
+    @property
+    def limit(self) -> str:
+        """The limit and its field."""
+        longer = f" (raise {self.field} if it needs longer)" if self.field else ""
+        return f"limit {self.limit_s:.0f} s{longer}"
 
     @property
     def line(self) -> str:
@@ -113,8 +125,7 @@ class SilentRank:
         if self.stopped:
             return f"{subject}: stopped by a signal: {', '.join(self.stopped)}"
         silence = f"no progress for {self.silent_s:.0f} s in phase {self.phase}"
-        limit = f"limit {self.limit_s:.0f} s"
-        return f"{subject}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
+        return f"{subject}: {silence}, {self.limit}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +191,7 @@ class Evidence:
         losses: containers that the engine has lost, or is about to lose.
         rank_progress: progress of all ranks at the moment when a rank was silent.
         unwritable: nodes whose scratch folder takes no files, with the reason and the path.
+        is_late_start: whether `refusal` is that nodes took too long to start their processes.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
         ended_ranks: ranks of a command that left before the others.
@@ -197,6 +209,7 @@ class Evidence:
     unwritable: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
+    is_late_start: bool = False
     outputs: Sequence[NodeOutput] = ()
     rank_progress: Sequence[RankSnapshot] = ()
     slow: SlowNode | None = None

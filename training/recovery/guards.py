@@ -21,6 +21,7 @@ from perdure.training.recovery.chips import (
     times_in_a_row,
 )
 from perdure.training.recovery.faults import (
+    SLOW_START,
     STORE_FULL,
     TRAITS,
     USER_CAUSED_CODES,
@@ -70,6 +71,7 @@ class LadderInput:
         survivors: whether processes of the attempt live on.
         no_replica: why no other rank has the state of the one at fault, None when one may.
         no_replica_of_node: why no other node has the state of one of its node's ranks.
+        hung_before: whether the rank hung at the same place of the program before.
     """
 
     fault: Fault
@@ -81,6 +83,7 @@ class LadderInput:
     survivors: bool = False
     no_replica: str | None = None
     no_replica_of_node: str | None = None
+    hung_before: bool = False
 
     @property
     def is_user_caused(self) -> bool:
@@ -227,6 +230,31 @@ def is_oom_again(case: LadderInput) -> bool:
         and step is not None
         and any(past.fault.fault_class is oom and past.fault.step == step for past in case.streak)
     )
+
+
+def hung_before(fault: Fault, *, history: Sequence[Recovery], streak: Sequence[Recovery]) -> bool:
+    """Whether the same rank hung at this step in the same function of the program before.
+
+    Without a known step, only hangs without progress in between are at the same place. A start that
+    computes may only be slow, so that another such start says nothing about it.
+
+    Args:
+        fault: what is to be answered.
+        history: every past recovery of the run, oldest first.
+        streak: those without progress.
+    """
+    if fault.fault_class is not FaultClass.HANG or fault.frame is None:
+        return False
+    place = (fault.step, fault.rank, fault.frame)
+    hangs = [past.fault for past in (streak if fault.step is None else history)]
+    if fault.code == SLOW_START:
+        hangs = [hang for hang in hangs if hang.code != SLOW_START]
+    return any((hang.step, hang.rank, hang.frame) == place for hang in hangs)
+
+
+def is_hang_again(case: LadderInput) -> bool:
+    """Whether new processes hang where others did: the program does, whatever the limit is."""
+    return case.hung_before
 
 
 def is_store_full(case: LadderInput) -> bool:

@@ -27,6 +27,7 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
+from perdure.training.liveness.hang_limits import START_FIELD
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
 from perdure.training.supervisor.exit_zero import (
@@ -71,6 +72,7 @@ class _Failure:
     stacks: tuple[tuple[str, NodeLog], ...] = ()
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
+    is_late_start: bool = False
 
 
 class AttemptWatch:
@@ -81,6 +83,7 @@ class AttemptWatch:
         job: its limits say how long processes get to start and to end.
         key: placement and attempt; whatever an agent reports of an earlier attempt is left out.
         started_s: when the attempt was started, seconds since the epoch.
+        start_factor: times the limit of a start.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
@@ -96,13 +99,14 @@ class AttemptWatch:
         started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
+        start_factor: float = 1.0,
         watchers: Sequence[AttemptWatcher] = (),
         termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
         self._key = key
         self._started_s = started_s
-        self._start_timeout_s = job.restart.start_timeout_s
+        self._start_timeout_s = start_factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
@@ -188,8 +192,11 @@ class AttemptWatch:
             return self._end(EndKind.COMPLETED, snapshot)
         starting = [node for node in _starting(snapshot) if node not in answered]
         if starting and is_late:
-            text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
-            return self.wind_up(refusal=text)
+            text = (
+                f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s "
+                f"(raise {START_FIELD} if it needs longer)"
+            )
+            return self.wind_up(refusal=text, is_late_start=True)
         if has_failed or (snapshot.is_over and not starting):
             return self.wind_up()
         culprit = next((result.culprit for result in results if result.culprit is not None), None)
@@ -245,12 +252,17 @@ class AttemptWatch:
         return step is not None and target is not None and step >= target
 
     def wind_up(
-        self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
+        self,
+        *,
+        refusal: str | None = None,
+        is_late_start: bool = False,
+        culprit: SlowNode | SilentRank | None = None,
     ) -> AttemptEnd:
         """Let the others report after the first failure, stop them, and poll once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
+            is_late_start: whether it is that nodes took too long.
             culprit: holds the others up, when nothing else has happened.
         """
         at_s = time.time()
@@ -273,7 +285,7 @@ class AttemptWatch:
         if self.is_from_outside(final):
             return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
-        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
+        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
     def end_of_failure(self) -> AttemptEnd | None:
@@ -360,6 +372,7 @@ class AttemptWatch:
             unwritable=_unwritable(failure.snapshot, snapshot),
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=failure.refusal,
+            is_late_start=failure.is_late_start,
             outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,

@@ -16,6 +16,7 @@ from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.ending import blame_repeated_end, describe_late_fault
+from perdure.training.diagnosis.hang import locate
 from perdure.training.diagnosis.loading import Resumed, judge_loading
 from perdure.training.diagnosis.obstacles import judge_obstacles
 from perdure.training.engines.fleet import Fleet
@@ -378,12 +379,13 @@ class AttemptFinisher:
         )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
-        """Name the place of a hang's stacks in its fault."""
+        """Name the place of a hang's stacks in its fault, and that of its rank in the program."""
         run_id, ranks = self._decider.job.run_id, end.evidence.rank_progress
         try:
             where = save_hang_report(self.store, run_id, view.key, end.stacks, ranks)
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
-        fault = diagnosis.fault
+        texts = [(log.rank, log.text) for _, log in end.stacks]
+        fault = locate(diagnosis.fault, texts, end.evidence)
         explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
         return replace(diagnosis, fault=explained)

@@ -330,7 +330,8 @@ class RunSupervisor(RunHandle):
     ) -> AttemptWatch:
         """Put the watchers of an attempt together."""
         job, view = self.job, starter.view
-        stall = StallCheck(job, view.started.at_s)
+        patience = starter.patience
+        stall = StallCheck(job, view.started.at_s, patience)
         health = AttemptHealth(job.watch, view, stall)
         replacer = NodeReplacer(self._decider, self._placer, starter, health)
         self._warm_spares = self._warm_spares or WarmSpares(
@@ -345,6 +346,7 @@ class RunSupervisor(RunHandle):
             job,
             key=view.key,
             started_s=view.started.at_s,
+            start_factor=patience.factor,
             stop_wanted=stop_wanted,
             on_progress=recorder.record,
             watchers=(

@@ -110,6 +110,9 @@ class HangReport(FrozenModel):
         why: what shows it beside the silence.
         stopped: processes of a command, of no rank, that a signal has stopped.
         ends_attempt: else it is only reported, for as long as it lasts.
+        field: of the job, which raises the limit.
+        is_slow_start: whether no step of this start is known.
+        is_busy: whether its processes have computed meanwhile; None: not known.
     """
 
     rank: int | None
@@ -120,6 +123,9 @@ class HangReport(FrozenModel):
     why: str = ""
     stopped: tuple[str, ...] = ()
     ends_attempt: bool = True
+    field: str = ""
+    is_slow_start: bool = False
+    is_busy: bool | None = None
 
 
 class ShownStep(FrozenModel):

@@ -483,6 +483,17 @@ def a_device_out_of_memory_twice_at_the_same_step_stops(asked: Asked) -> bool:
     return not again or asked.decision.rung is Rung.STOP
 
 
+def a_hang_again_at_the_same_step_and_place_of_the_program_stops(asked: Asked) -> bool:
+    met = asked.fault
+    again = any(
+        p.fault.fault_class == met.fault_class == "hang"
+        and (p.fault.step, p.fault.rank, p.fault.frame) == (met.step, met.rank, met.frame)
+        and not p.fault.code == met.code == "SLOW_START"
+        for p in asked.row
+    )
+    return not (again and met.frame is not None) or asked.decision.rung is Rung.STOP
+
+
 def what_the_evidence_leaves_to_the_user_is_tried_once(asked: Asked) -> bool:
     met = asked.fault
     theirs = met.recoverable_by == "user-fix" and met.fault_class not in ALWAYS_THE_USERS
