@@ -471,7 +471,9 @@ class WorkerGroup:
 
     def former_ranks(self) -> tuple[FormerRank, ...]:
         """List the ranks of a launcher that have ended, once they are known."""
-        return self._command.former if self._command is not None and self.order.is_launcher else ()
+        if self._command is None or not self.order.is_launcher:
+            return ()
+        return self._command.former(is_over=any(w.ended_s is not None for w in self._workers))
 
     def stopped_processes(self) -> list[str]:
         """List processes of a command that a signal has stopped and that belong to no rank."""

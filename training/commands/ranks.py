@@ -77,9 +77,14 @@ class CommandRanks:
     _leaders: dict[int, CommandProcess] = field(default_factory=dict)
     _former: dict[int, FormerRank] = field(default_factory=dict)
 
-    @property
-    def former(self) -> tuple[FormerRank, ...]:
-        """The ranks that the launcher started whose processes have ended."""
+    def former(self, *, is_over: bool = False) -> tuple[FormerRank, ...]:
+        """List the ranks that the launcher started whose processes have ended.
+
+        Args:
+            is_over: whether the launcher itself has ended.
+        """
+        if is_over and self._leaders.keys() - self._former.keys():
+            self.processes(age_s=0.0)
         return tuple(self._former[rank] for rank in sorted(self._former))
 
     def processes(self, *, age_s: float = POLL_S) -> list[CommandProcess]:
