@@ -176,7 +176,11 @@ class StepTracker:
 
     def _take_step(self, step: int, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
         if shown.get("target", 0) > 0:
-            self.target = self._printed_target = round(shown["target"])
+            target = round(shown["target"])
+            if self._printed_target not in (None, target):  # the one before was another bar
+                self.step, self.stride = None, 1
+                self._recorded, self._recorded_s = step - 1, None
+            self.target = self._printed_target = target
         if self.step is not None and step != self.step:
             if step > self.step:
                 self.stride = step - self.step
