@@ -7,7 +7,7 @@ theirs, has everything stopped, and hands the evidence on. Times are seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from perdure.training.config.job import Job
 from perdure.training.diagnosis.counts import find_target
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.evidence import (
-    CoordinatorLost,
     Evidence,
     NodeOutput,
     SilentRank,
@@ -29,7 +28,16 @@ from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.liveness.hang_limits import START_FIELD
 from perdure.training.recovery.protocol import AttemptGivenUp
-from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
+from perdure.training.supervisor.evidence import (
+    log_path_of,
+    lost_coordinators,
+    newest_of,
+    progress_of,
+    silent_of,
+    starting_nodes,
+    step_of,
+    unfinished_nodes,
+)
 from perdure.training.supervisor.exit_zero import (
     CommandExitCheck,
     RunSoFar,
@@ -46,7 +54,7 @@ from perdure.training.supervisor.watch import (
     WatchResult,
 )
 from perdure.training.wire.agent import NodeLog
-from perdure.training.wire.agent_status import AgentState, AgentStatus
+from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.logs import WorkerLog
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -55,8 +63,6 @@ DEVICE_LOG_TAIL_BYTES = 64 * 1024
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
 HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
 STOP_MARGIN_S = 20.0
-
-
 # At the end of an allocation, there is no time for them.
 _WITHOUT_LOGS = frozenset({EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE})
 
@@ -130,7 +136,7 @@ class AttemptWatch:
         setting = find_target(" ".join(job.worker.command or ()))
         exits = CommandExitCheck(job.target_step, setting=setting) if is_command else None
         self._exit_check = exits
-        exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
+        exit_watchers = (exits,) if exits is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
         self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
@@ -200,7 +206,7 @@ class AttemptWatch:
             return self.wind_up()
         if _all_done(snapshot):
             return self._end(EndKind.COMPLETED, snapshot)
-        starting = [node for node in _starting(snapshot) if node not in answered]
+        starting = [node for node in starting_nodes(snapshot) if node not in answered]
         if starting and is_late:
             text = (
                 f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s "
@@ -294,7 +300,7 @@ class AttemptWatch:
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
         if self.is_from_outside(final):
             return self.end_from_outside()
-        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
+        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *unfinished_nodes(final))))
         failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
@@ -387,7 +393,7 @@ class AttemptWatch:
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,
             given_up=failure.given_up,
-            coordinator=next(_lost_coordinators(statuses), None),
+            coordinator=next(lost_coordinators(statuses), None),
             ended_ranks=exits.early.ranks(step=step) if exits is not None else (),
             restart_codes=self._restart_codes,
             obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
@@ -443,18 +449,6 @@ def _all_done(snapshot: Snapshot) -> bool:
     )
 
 
-def _starting(snapshot: Snapshot) -> list[str]:
-    """List nodes that have not begun, so that `over` does not mean the end yet."""
-    waiting = (AgentState.IDLE, AgentState.STAGING)
-    return [status.node for status in snapshot.agents.values() if status.state in waiting]
-
-
-def _not_over(snapshot: Snapshot) -> list[str]:
-    """List nodes whose processes did not end when ordered: they count as lost."""
-    alive = [status.node for status in snapshot.agents.values() if not status.is_over]
-    return [*alive, *snapshot.unanswered]
-
-
 def _has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> bool:
     """Whether something of an attempt was lost, hangs or ended other than well.
 
@@ -497,23 +491,8 @@ def _worker_ends(
                 ended_s=worker.error_s or worker.ended_s,
                 error=worker.error,
                 log="".join(log.text for log in logs.get(worker.rank, [])),
-                log_path=_log_path(logs.get(worker.rank, [])),
+                log_path=log_path_of(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
                 bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
                 is_command=status.is_command,
-            )
-
-
-def _log_path(logs: Sequence[WorkerLog]) -> str | None:
-    """Return where to read on: the first stream, unless nothing was printed there."""
-    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
-
-
-def _lost_coordinators(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
-    """List the coordinator where it has ended by itself."""
-    for status in statuses:
-        end = status.coordinator_end
-        if end is not None:
-            yield CoordinatorLost(
-                status.node, end.exit_code, end.ended_s, end.line, end.was_stopped
             )
