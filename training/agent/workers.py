@@ -45,7 +45,7 @@ from perdure.training.processes import (
 from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
 from perdure.training.telemetry.hccl_retries import RetryLogs
 from perdure.training.wire.agent import AgentConfig, StartOrder
-from perdure.training.wire.agent_status import RankStatus, WorkerStatus
+from perdure.training.wire.agent_status import FormerRank, RankStatus, WorkerStatus
 from perdure.training.wire.coordinator import CoordinatorAddress
 
 _log = logging.getLogger("perdure.agent")
@@ -457,6 +457,12 @@ class WorkerGroup:
     def command_statuses(self) -> tuple[RankStatus, ...]:
         """Return the status of each known rank of a command, whose workers are its launchers."""
         return tuple(self._command.statuses()) if self._command is not None else ()
+
+    def former_ranks(self) -> tuple[FormerRank, ...]:
+        """List the ranks of a launcher that have ended, once they are known."""
+        if self._command is None or not self.order.is_launcher:
+            return ()
+        return self._command.former(is_over=any(w.ended_s is not None for w in self._workers))
 
     def stopped_processes(self) -> list[str]:
         """List processes of a command that a signal has stopped and that belong to no rank."""

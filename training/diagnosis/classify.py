@@ -25,9 +25,9 @@ from perdure.training.diagnosis.cause import (
     build_fault,
     rank_candidates,
 )
+from perdure.training.diagnosis.ended_rank import blame_ended_rank
 from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
-    SHORT_CODE,
     FalseSuccess,
     find_exit_codes,
     find_first_failed,
@@ -123,6 +123,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes = _demote_receipts(causes)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
+    left = blame_ended_rank(evidence, causes[0].fault)
+    if left is not None:
+        causes.insert(0, _Cause(_Tier.ROOT, left))
     best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
     for cause in causes[1:]:
@@ -415,13 +418,10 @@ def _blame_false_success(
     end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     """Blame a worker whose exit code reports success."""
-    if bad.fault_class is FaultClass.UNKNOWN:
-        why = "The command ended without an error before its target."
-        return _cause_of_end(
-            _Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why
-        )
     if bad.fault_class is not None:
-        cause = _cause_of_end(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
+        cause = _cause_of_end(
+            _Tier.ROOT, bad.fault_class, bad.text, end, evidence, bad.code, bad.why
+        )
         return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
     if finding is None or finding.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN

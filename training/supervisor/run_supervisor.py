@@ -37,6 +37,7 @@ from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
 from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
 from perdure.training.supervisor.evidence import progress_of
+from perdure.training.supervisor.exit_zero import RunSoFar
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
     AttemptResult,
@@ -340,7 +341,7 @@ class RunSupervisor(RunHandle):
         recorder = _AttemptRecorder(
             writer, view, health, self.fleet, self.store, job.run_id, spares, on_progress
         )
-        return AttemptWatch(
+        watch = AttemptWatch(
             self.fleet,
             job,
             AttemptStart(view.key, view.started.at_s, patience.factor),
@@ -355,6 +356,8 @@ class RunSupervisor(RunHandle):
             ),
             termination=self.termination,
         )
+        watch.know(RunSoFar.of(self.history))
+        return watch
 
     def end(self, outcome: str, message: str) -> None:
         """Put the end of the run on record and take its containers down.
