@@ -12,7 +12,6 @@ Megatron-LM's layout:
 
 from __future__ import annotations
 
-import json
 import pickletools
 import re
 import zipfile
@@ -20,6 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic_core import from_json
+
+from perdure.storage.regular_file import NotRegularError, open_regular, read_regular
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.files import write_whole
 
@@ -74,8 +76,8 @@ class Tracker:
     def text(self) -> str | None:
         """Text of the sign; None where there is none."""
         try:
-            return (self.root / TRACKER).read_text(errors="replace").strip()
-        except (FileNotFoundError, NotADirectoryError):
+            return read_regular(self.root / TRACKER).decode(errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError, NotRegularError):
             return None
 
     @property
@@ -130,8 +132,8 @@ def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[Progra
         if step is None:
             continue
         try:
-            state = json.loads((path / TRAINER_STATE).read_text())
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            state = from_json(read_regular(path / TRAINER_STATE))
+        except (FileNotFoundError, NotADirectoryError, NotRegularError, ValueError):
             continue
         if isinstance(state, dict) and state.get("global_step") == int(step[1]):
             yield from _filter_settled(measure_checkpoint(int(step[1]), path), OTHER_RANKS_S, now_s)
@@ -189,7 +191,7 @@ def _filter_settled(
 def is_whole_file(path: Path) -> bool:
     """Whether a file of `torch.save` has its end; other files count as whole."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         return not is_zip or zipfile.is_zipfile(path)
     except OSError:
@@ -199,7 +201,7 @@ def is_whole_file(path: Path) -> bool:
 def read_number(path: Path, key: str) -> int | None:
     """Read the number that a file of `torch.save` has under a key; None unless it is whole."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
             if not names or names[0].file_size > MAX_PICKLE_BYTES:
                 return None
