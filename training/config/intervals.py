@@ -23,7 +23,7 @@ def check_intervals(job: Job) -> None:
 
 def _contradictions(job: Job) -> Iterator[tuple[str, str]]:
     yield from _beyond_the_run(job)
-    watch, restart, saves = job.watch, job.restart, job.checkpoint
+    watch, saves = job.watch, job.checkpoint
     pairs = (
         ("watch.low_for_s", watch.low_for_s, "watch.sample_every_s", watch.sample_every_s,
          "no sample is taken meanwhile"),
@@ -31,8 +31,6 @@ def _contradictions(job: Job) -> Iterator[tuple[str, str]]:
          "watch.sample_every_s", watch.sample_every_s, "no sample is taken meanwhile"),
         ("checkpoint.mtbf_s", saves.mtbf_s, "checkpoint.every_s", saves.every_s,
          "most failures would come before the first save"),
-        ("watch.output_quiet_s", watch.output_quiet_s, "restart.delay_s", restart.delay_s or None,
-         "the pause before a restart would count as a hang"),
         ("engine.orphan_timeout_s", job.engine.orphan_timeout_s, "engine.grace_s",
          job.engine.grace_s, "agents would end before their workers"),
     )  # fmt: skip
