@@ -60,7 +60,7 @@ def _item_of(fields: list[Any], dtypes: Mapping[str, torch.dtype]) -> WriteItem:
     )
 
 
-def positions(kept: SavePlan, plan: SavePlan) -> list[int]:
+def positions(part: SavePlan, plan: SavePlan) -> list[int]:
     """Return where in a plan the items are that are kept of it."""
     place = {item.index: position for position, item in enumerate(plan.items)}
-    return [place[item.index] for item in kept.items]
+    return [place[item.index] for item in part.items]

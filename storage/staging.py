@@ -228,7 +228,7 @@ def _spread(planner: DefaultSavePlanner, gathered: Sequence[Any]) -> list[Any]:
         spread, _ = planner.create_global_plan(plans)
     except ValueError as exc:  # the other ranks wait for an answer
         return [str(exc)] * len(plans)
-    return [positions(kept, plan) for kept, plan in zip(spread, plans, strict=True)]
+    return [positions(part, plan) for part, plan in zip(spread, plans, strict=True)]
 
 
 def _problem_of(plan: SavePlan) -> str | None:

@@ -206,10 +206,10 @@ class Coordinator:
         self, connection: socket.socket, unauthenticated: UnauthenticatedConnections
     ) -> None:
         """Read the first line of a connection, and go on with one that has the token."""
-        first, rest = None, b""
+        first, following = None, b""
         try:
             with unauthenticated.holding(connection):
-                line, rest = await first_line(connection)
+                line, following = await first_line(connection)
             first = FROM_MEMBER.validate_json(line) if line else None
         except (OSError, ValueError) as exc:  # TimeoutError is an OSError
             _log.info(f"a connection ended: {exc}")
@@ -217,7 +217,7 @@ class Coordinator:
             connection.close()
             return
         reader = asyncio.StreamReader(limit=MAX_REPORT_BYTES)
-        reader.feed_data(rest)
+        reader.feed_data(following)
         protocol = asyncio.StreamReaderProtocol(reader)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)

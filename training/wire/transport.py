@@ -128,8 +128,8 @@ async def first_line(connection: socket.socket) -> tuple[bytes, bytes]:
             if not piece:
                 return b"", b""
             data += piece
-    line, _, rest = bytes(data).partition(b"\n")
-    return line, rest
+    line, _, following = bytes(data).partition(b"\n")
+    return line, following
 
 
 def call(host: str, port: int, request: BaseModel, *, timeout_s: float) -> bytes:
