@@ -188,12 +188,14 @@ def _supervise_here(
         from perdure.tasks.entry import NOT_TRAINED, Left  # noqa: PLC0415 imports Prefect
         from perdure.tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from perdure.tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.prefect_client import without_retries  # noqa: PLC0415 imports Prefect
         from perdure.tasks.pretrain import checked_already  # noqa: PLC0415 imports Prefect
         from perdure.tasks.supervision import has_open_attempt  # noqa: PLC0415 imports Prefect
 
         # A living attempt is adopted, whatever has become of the blocks with its secrets.
         if not has_open_attempt(job):
-            check_blocks(job)
+            with without_retries():
+                check_blocks(job)
         if reopen:
             _reopen(job)
 

@@ -63,8 +63,10 @@ def credentials_of(job: Job) -> Credentials | None:
         return None  # saves a server, and Prefect's second and 82 MB of imports (3.8.8)
     server.use_server()
     from perdure.tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
+    from perdure.tasks.prefect_client import without_retries  # noqa: PLC0415 imports Prefect
 
-    return of_block(job.storage)
+    with without_retries():
+        return of_block(job.storage)
 
 
 class OpenAttempt:

@@ -16,7 +16,7 @@ from typing import Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from perdure.storage.errors import Corrupt, StorageError
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel, SettingsModel
 from perdure.storage.local import TEMPORARY_FOLDER, LocalStore
 from perdure.storage.objects import ObjectStore, check_key
 from perdure.storage.retry import Retry
@@ -55,7 +55,7 @@ class Credentials(FrozenModel):
         return secret
 
 
-class StorageSpec(FrozenModel):
+class StorageSpec(SettingsModel):
     """Address of the store that holds checkpoints, data and the ledger; keys are not part of it."""
 
     address: str = Field(description="file:///absolute/folder or s3://bucket/prefix")

@@ -20,6 +20,7 @@ from enum import StrEnum
 
 import xxhash
 from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed, StaleAttempt
 from perdure.storage.frozen_model import FrozenModel
@@ -446,7 +447,7 @@ def set_aside_reason(checkpoints: CheckpointStore, step: StepObjects) -> str | N
     if SET_ASIDE_NAME not in step.objects:
         return None
     try:
-        record = json.loads(checkpoints.store.get(checkpoints.key(step.step, SET_ASIDE_NAME)))
+        record = from_json(checkpoints.store.get(checkpoints.key(step.step, SET_ASIDE_NAME)))
         return str(record["reason"])
     except (NotFound, ValueError, LookupError, TypeError):
         return "its record cannot be read"

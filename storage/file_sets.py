@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from perdure.storage.errors import Corrupt, NotFound
 from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore, check_key
+from perdure.storage.regular_file import open_regular
 
 MANIFEST = "manifest.json"
 PART = ".perdure-part"
@@ -124,7 +125,7 @@ def _put_files(
     is_folder = path.is_dir()
     for file in files:
         name = str(file.relative_to(path)) if is_folder else file.name
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             opened_stat = os.fstat(opened.fileno())
             digest = xxhash.xxh3_128()
             if opened_stat.st_size:

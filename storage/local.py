@@ -36,6 +36,7 @@ from perdure.storage.errors import (
     TransientError,
 )
 from perdure.storage.objects import ObjectInfo, check_key, check_prefix
+from perdure.storage.regular_file import check_regular, check_within, open_regular
 from perdure.storage.retry import Retry
 
 T = TypeVar("T")
@@ -60,6 +61,8 @@ OS_ERRORS: Mapping[int, tuple[type[StorageError], str]] = {
     errno.EROFS: (AccessDenied, "the file system is read-only"),
     errno.ENOSPC: (StorageFull, "the disk is full"),
     errno.EDQUOT: (StorageFull, "the disk quota is used up"),
+    errno.ENXIO: (Corrupt, "not a regular file"),
+    errno.ELOOP: (Corrupt, "a symbolic link that leads nowhere, or out of the store"),
     errno.ENAMETOOLONG: (PermanentError, "the key is too long for this file system"),
     errno.EIO: (Corrupt, "the medium cannot be read or written"),
     errno.ESTALE: (TransientError, "stale file handle of a network file system"),
@@ -127,6 +130,7 @@ class LocalStore:
         with _folded(self.url(key)):
             temporary = self._write_temporary(view, top=self._top)
             try:
+                self._check_folder(path.parent)
                 _publish(temporary, path, if_absent=if_absent, top=self._top)
             except FileExistsError as exc:
                 raise PreconditionFailed(f"{self.url(key)}: exists already") from exc
@@ -139,7 +143,7 @@ class LocalStore:
         path = self._path(key)
 
         def get(_tries: int) -> bytes:
-            with self._reading(key), path.open("rb", buffering=0) as file:
+            with self._reading(key), open_regular(path, within=self._root) as file:
                 size = os.fstat(file.fileno()).st_size
                 available_bytes = max(0, size - start)
                 out = bytearray(available_bytes if length is None else min(length, available_bytes))
@@ -158,7 +162,7 @@ class LocalStore:
 
         def get(_tries: int) -> None:
             at = start
-            with self._reading(key), path.open("rb", buffering=0) as file:
+            with self._reading(key), open_regular(path, within=self._root) as file:
                 for out in outs:
                     view = out.cast("B")
                     filled = _fill(file.fileno(), view, at)
@@ -173,13 +177,14 @@ class LocalStore:
         """See `ObjectStore.stat`."""
         path = self._path(key)
 
-        def stat(_tries: int) -> ObjectInfo:
+        def look(_tries: int) -> ObjectInfo:
             with self._reading(key):
-                if path.is_dir():
-                    raise NotFound(f"{self.url(key)}: no such object: the key is a folder")
-                return _info(key, path.stat())
+                status = path.stat()
+                check_regular(status, path)
+                check_within(path, self._root, path)
+                return _info(key, status)
 
-        return self._tried(stat)
+        return self._tried(look)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """See `ObjectStore.list`."""
@@ -213,6 +218,7 @@ class LocalStore:
 
         def delete(_tries: int) -> None:
             with self._present(key), suppress(NotFound), _folded(self.url(key)):
+                self._check_folder(path.parent)
                 path.unlink()
                 _sync_folder(path.parent)
                 self._prune(path.parent)
@@ -310,6 +316,7 @@ class LocalStore:
     def _write_temporary(self, data: memoryview, *, top: Path | None = None) -> Path:
         folder = self._root / TEMPORARY_FOLDER
         _make_folder(folder, top=top)
+        self._check_folder(folder)
         if not self._swept:
             self._swept = True
             self._sweep(folder)
@@ -324,6 +331,11 @@ class LocalStore:
             path.unlink(missing_ok=True)
             raise
         return path
+
+    def _check_folder(self, folder: Path) -> None:
+        """Refuse to change what lies behind a link out of the store."""
+        if folder != self._root:
+            check_within(folder, self._root, folder)
 
     def _sweep(self, folder: Path) -> None:
         """Remove what killed writers left, or a node's disk fills up with halves of shards."""

@@ -6,7 +6,6 @@ and shapes count elements, sizes bytes; `written_at_s` is wall time.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Annotated, Literal, Self
 
 import xxhash
 from pydantic import ConfigDict, Field, JsonValue, NonNegativeInt, ValidationError, model_validator
+from pydantic_core import from_json
 
 from perdure.storage.errors import Corrupt
 from perdure.storage.frozen_model import FrozenModel
@@ -157,7 +157,7 @@ def parse_manifest(data: bytes, *, url: str) -> Manifest:
         Corrupt: not a manifest as it was written, or of a format that is unknown here.
     """
     try:
-        document = json.loads(verified_document(data, url=url))
+        document = from_json(verified_document(data, url=url))
         return Manifest.model_validate(document)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from perdure.storage.errors import Corrupt
 
 LENGTH = struct.Struct("<Q")
@@ -115,7 +117,7 @@ def parse_header(header: bytes, *, size_bytes: int, url: str) -> dict[str, Entry
         Corrupt: not a header, or it does not fit the file.
     """
     try:
-        document = json.loads(header[LENGTH.size :])
+        document = from_json(header[LENGTH.size :])
         document.pop("__metadata__", None)
         entries = {name: _entry(fields, len(header)) for name, fields in document.items()}
         whole = all(_is_whole(entry, len(header), size_bytes) for entry in entries.values())
@@ -126,7 +128,6 @@ def parse_header(header: bytes, *, size_bytes: int, url: str) -> dict[str, Entry
         LookupError,
         AttributeError,
         ArithmeticError,
-        RecursionError,
     ) as exc:
         raise Corrupt(f"{url}: not a safetensors header: {exc}") from exc
     if not whole or not ends:

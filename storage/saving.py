@@ -415,7 +415,8 @@ class DirectSaver(_Saver):
 
     def _commit(self, written: WrittenShare | None, problem: Exception | None) -> None:
         """Commit on the first rank what all have written. Raises the lowest rank's failure."""
-        gathered = self.plans.gather_to_first((written, problem and describe(problem)))
+        document = None if written is None else written.model_dump_json()
+        gathered = self.plans.gather_to_first([document, problem and describe(problem)])
         failure: tuple[int, str, str] | None = None
         if gathered is not None:
             failures = [(rank, *why) for rank, (_, why) in enumerate(gathered) if why is not None]
@@ -425,10 +426,11 @@ class DirectSaver(_Saver):
             rank, kind, text = failure
             raise error_of(kind, f"rank {rank}: {text}") from problem
 
-    def _commit_shares(self, shares: list[WrittenShare]) -> tuple[int, str, str] | None:
+    def _commit_shares(self, documents: Sequence[str]) -> tuple[int, str, str] | None:
         """Returns what failed, else None."""
         owner = (self.placement, self.attempt)
         try:
+            shares = [WrittenShare.model_validate_json(document) for document in documents]
             manifest = merge(shares, owner=owner, written_at_s=self.checkpoints.clock())
             self.checkpoints.commit(manifest)
         except Exception as exc:  # noqa: BLE001 or the other ranks would wait for this one

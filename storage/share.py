@@ -6,7 +6,6 @@ shard in the store: one share of every rank is enough to restore, and to publish
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import from_json
 
 from perdure.storage.checkpoint import CheckpointStore, shard_name
 from perdure.storage.errors import Corrupt
@@ -225,7 +225,7 @@ def parse_record(data: bytes, *, url: str) -> WrittenShare:
         Corrupt: the object is not as it was written.
     """
     try:
-        return WrittenShare.model_validate(json.loads(verified_document(data, url=url)))
+        return WrittenShare.model_validate(from_json(verified_document(data, url=url)))
     except ValueError as exc:
         raise Corrupt(f"{url}: not the record of a share") from exc
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from perdure.storage import safetensors_file
 from perdure.storage.manifest import Chunk, TensorRecord
+from perdure.storage.plan_documents import plan_document, plan_of, positions
 
 COPY_THREADS = min(4, os.cpu_count() or 1)
 
@@ -186,13 +187,11 @@ class SavePlans:
         """Gather a document of every rank, by its rank in the group."""
         return [document] if self._alone else gather_json(document, self.device, self.group)
 
-    def gather_to_first(self, value: Any) -> list[Any] | None:
-        """Gather a value of every rank on the first rank; None on the others."""
+    def gather_to_first(self, document: Any) -> list[Any] | None:
+        """Gather a document of every rank on the first rank; None on the others."""
         if self._alone:
-            return [value]
-        gathered = [None] * dist.get_world_size(self.group) if self._is_first else None
-        dist.gather_object(value, gathered, group=self.group, group_dst=0)
-        return gathered
+            return [document]
+        return gather_json_to_first(document, self.device, self.group)
 
     @property
     def _alone(self) -> bool:
@@ -211,14 +210,25 @@ class SavePlans:
 
     def _agreed(self, planner: DefaultSavePlanner, local: SavePlan) -> Sequence[WriteItem]:
         """Agree on the items that this rank saves once replicas are spread over the ranks."""
-        gathered = self.gather_to_first(local)
-        spread: list[Any] | None = None
-        if gathered is not None:
-            spread, _ = planner.create_global_plan(gathered)
-        local_plan: list[Any] = [spread[0] if spread is not None else None]
-        if not self._alone:
-            dist.scatter_object_list(local_plan, spread, group=self.group, group_src=0)
-        return planner.finish_plan(local_plan[0]).items
+        gathered = self.gather_to_first(plan_document(local, DTYPE_CODES))
+        answers = None if gathered is None else _spread(planner, gathered)
+        if self._alone:
+            (answer,) = answers or [None]
+        else:
+            answer = scatter_json(answers, self.device, self.group)
+        if isinstance(answer, str):
+            raise ValueError(answer)  # noqa: TRY004 what the first rank says
+        return planner.finish_plan(SavePlan([local.items[place] for place in answer])).items
+
+
+def _spread(planner: DefaultSavePlanner, gathered: Sequence[Any]) -> list[Any]:
+    """Return the positions of the items that each rank keeps, or to all of them why not."""
+    plans = [plan_of(document, DTYPES) for document in gathered]
+    try:
+        spread, _ = planner.create_global_plan(plans)
+    except ValueError as exc:  # the other ranks wait for an answer
+        return [str(exc)] * len(plans)
+    return [positions(part, plan) for part, plan in zip(spread, plans, strict=True)]
 
 
 def _problem_of(plan: SavePlan) -> str | None:
@@ -259,19 +269,71 @@ def gather_json(
     """
     if not dist.is_initialized():
         return [document]
-    data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    data = _json_bytes(document)
+    sizes = _gather_sizes(data, device, group)
+    padded = _padded(data, max(sizes), device)
+    gathered = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return [_json_of(*rank_data) for rank_data in zip(gathered, sizes, strict=True)]
+
+
+def gather_json_to_first(
+    document: Any, device: torch.device, group: dist.ProcessGroup | None
+) -> list[Any] | None:
+    """`gather_json` for the first rank of a group alone; None on the others. Collective."""
+    data = _json_bytes(document)
+    sizes = _gather_sizes(data, device, group)
+    padded = _padded(data, max(sizes), device)
+    is_first = dist.get_rank(group) == 0
+    gathered = [torch.zeros_like(padded) for _ in sizes] if is_first else None
+    dist.gather(padded, gathered, group=group, group_dst=0)
+    if gathered is None:
+        return None
+    return [_json_of(*rank_data) for rank_data in zip(gathered, sizes, strict=True)]
+
+
+def scatter_json(
+    documents: Sequence[Any] | None, device: torch.device, group: dist.ProcessGroup | None
+) -> Any:
+    """Give every rank of a group its document of the first rank's. Collective.
+
+    Args:
+        documents: one for each rank, by its rank in the group; None on all ranks but the first.
+        device: device that carries the bytes.
+        group: None: all ranks.
+    """
+    parts = None if documents is None else [_json_bytes(document) for document in documents]
+    longest = 0 if parts is None else max(part.numel() for part in parts)
+    size = torch.tensor([longest], device=device)
+    dist.broadcast(size, group=group, group_src=0)
+    # JSON may end with blanks, so that no rank needs the length of its own.
+    padded = None if parts is None else [_padded(part, longest, device) for part in parts]
+    received = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+    dist.scatter(received, padded, group=group, group_src=0)
+    return _json_of(received, received.numel())
+
+
+def _json_bytes(document: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+
+
+def _gather_sizes(
+    data: Tensor, device: torch.device, group: dist.ProcessGroup | None
+) -> Sequence[int]:
     size = torch.tensor([data.numel()], device=device)
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    longest = max(int(rank_size.item()) for rank_size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    return [int(rank_size.item()) for rank_size in sizes]
+
+
+def _padded(data: Tensor, size_bytes: int, device: torch.device) -> Tensor:
+    padded = torch.full((size_bytes,), ord(" "), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data.to(device)
-    gathered = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded, group=group)
-    return [
-        json.loads(raw(rank_data[: int(length.item())].cpu()).tobytes())
-        for rank_data, length in zip(gathered, sizes, strict=True)
-    ]
+    return padded
+
+
+def _json_of(data: Tensor, size_bytes: int) -> Any:
+    return json.loads(raw(data[:size_bytes].cpu()).tobytes())
 
 
 def _shape_of(item: WriteItem) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from prefect.blocks.core import Block
 from pydantic import Field, SecretStr
 
 from perdure.storage.address import Credentials, StorageSpec
+from perdure.tasks.prefect_client import needed_for
 from perdure.training.errors import InputError
 
 
@@ -31,7 +32,10 @@ def credentials_of(spec: StorageSpec) -> Credentials | None:
     if spec.credentials_block is None:
         return None
     try:
-        block: Any = ObjectStoreCredentials.load(spec.credentials_block)
+        with needed_for("storage.credentials_block"):
+            block: Any = ObjectStoreCredentials.load(spec.credentials_block)
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(
             "storage.credentials_block", f"{spec.credentials_block!r}: no such Prefect block"

@@ -14,7 +14,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 from pydantic import SecretStr
 
-from perdure.tasks.prefect_client import client_without_retries
+from perdure.tasks.prefect_client import client_without_retries, needed_for
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import SecretSource, checked_value
 from perdure.training.errors import EngineError, InputError
@@ -66,7 +66,8 @@ def check_blocks(job: Job) -> None:
         return
     with get_client(sync_client=True) as client:
         for name, source in sources.items():
-            _value(client, name, source)
+            with needed_for(f"env_from.{name}"):
+                _value(client, name, source)
 
 
 def _of_blocks(job: Job) -> dict[str, SecretSource]:

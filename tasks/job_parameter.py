@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from perdure.tasks.prefect_client import needed_for
 from perdure.training.config.job import Job, JobTemplate, input_error, parse_template
 from perdure.training.errors import InputError, PerdureError
 
@@ -120,7 +121,8 @@ def _named(job: object) -> object:
         return job
     if re.fullmatch(NAME, job) is None:  # and not shown: it may be the job itself
         raise InputError("job", "is a text that is no name of a Prefect Variable")
-    content: Any = Variable.get(job, default=None)
+    with needed_for("job"):
+        content: Any = Variable.get(job, default=None)
     if content is None:
         raise InputError("job", f"{job!r}: there is no such Prefect Variable")
     if not isinstance(content, Mapping):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import SettingsContext, get_settings_context
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, Settings
+
+from perdure.training.errors import InputError
 
 _cached: tuple[Settings, Settings] | None = None
 
@@ -28,6 +31,23 @@ def client_without_retries() -> Iterator[SyncPrefectClient]:
         get_client(sync_client=True, httpx_settings={"timeout": 5.0}) as client,
     ):
         yield client
+
+
+@contextmanager
+def needed_for(field: str) -> Iterator[None]:
+    """Say on a line which field of a job needs the server, where that does not answer.
+
+    Raises:
+        InputError: no answer came, or none that helps.
+    """
+    try:
+        yield
+    except (httpx.HTTPError, OSError) as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        url = PREFECT_API_URL.value() or "no address"
+        raise InputError(
+            field, f"is kept on the Prefect server ({url}), which does not answer: {why}"
+        ) from error
 
 
 def _without_retries(settings: Settings) -> Settings:

@@ -16,6 +16,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
 from prefect.client.schemas.objects import ArtifactCollection
 from prefect.client.schemas.sorting import ArtifactCollectionSort
+from pydantic_core import from_json
 
 from perdure.tasks.artifacts import Artifact, ArtifactKind
 from perdure.training.config.job import Job, parse_job
@@ -96,6 +97,6 @@ def _job_in(artifact: ArtifactCollection) -> Job | None:
     if document is None:
         return None
     try:
-        return parse_job(json.loads(document[1]))
+        return parse_job(from_json(document[1]))
     except (InputError, ValueError):
         return None

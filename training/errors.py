@@ -24,8 +24,16 @@ class InputError(PerdureError, ValueError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}" if field else message)
+        super().__init__(_on_a_line(f"{field}: {message}" if field else message))
         self.field = field
+
+
+def _on_a_line(text: str) -> str:
+    """Escape what would break the line, or tell a terminal to do something."""
+    if text.isprintable():
+        return text
+    lines = " ".join(text.splitlines())
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in lines)
 
 
 class RunConflict(PerdureError):  # noqa: N818 a state of affairs, named as it is shown

@@ -28,13 +28,13 @@ from perdure.storage.cut_off import end_when_cut_off
 from perdure.storage.errors import NotCopied
 from perdure.storage.manifest import ShardRecord
 from perdure.storage.share import SaveId, WrittenShare
+from perdure.storage.unauthenticated import UnauthenticatedConnections
 
 _log = logging.getLogger("perdure.storage")
 
 HELLO_BYTES = 4096
 MESSAGE_BYTES = 256 << 20  # of a share's record, which names every tensor
 CONNECT_TIMEOUT_S = 10.0  # and of the whole first message
-MAX_UNKNOWN = 64  # connections at a time that have not shown the token; others wait for their turn
 # A peer that is there hashes gigabytes before it answers, or waits for its pace.
 SILENT_S = 120.0
 CUT_OFF_S = 30  # a host that acknowledges nothing for so long is gone
@@ -282,7 +282,7 @@ class PeerServer:
         family, *_, bound = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._listener = socket.create_server(bound[:2], family=family, backlog=128)
         self._closing = threading.Event()
-        self._unknown = threading.Semaphore(MAX_UNKNOWN)
+        self._unauthenticated = UnauthenticatedConnections()
         self.address = PeerAddress(
             host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(32)
         )
@@ -297,12 +297,10 @@ class PeerServer:
 
     def _serve(self) -> None:
         while not self._closing.is_set():
-            self._unknown.acquire()  # for CONNECT_TIMEOUT_S at most
             try:
                 accepted, _ = self._listener.accept()
                 threading.Thread(target=self._converse, args=(accepted,), daemon=True).start()
             except (OSError, RuntimeError) as exc:
-                self._unknown.release()
                 if not self._closing.is_set():
                     _log.error(f"no copy taken: {exc}")
                     self._closing.wait(ACCEPT_PAUSE_S)
@@ -324,13 +322,11 @@ class PeerServer:
 
     def _is_known(self, connection: socket.socket) -> bool:
         """Whether the first message has this server's token."""
-        try:
+        with self._unauthenticated.holding(connection):
             _keep(connection)
             hello, _ = receive(connection, limit_bytes=HELLO_BYTES, timeout_s=CONNECT_TIMEOUT_S)
-            token = Hello.model_validate_json(hello).token
-            return hmac.compare_digest(token.encode(), self.address.token.encode())
-        finally:
-            self._unknown.release()
+        token = Hello.model_validate_json(hello).token
+        return hmac.compare_digest(token.encode(), self.address.token.encode())
 
     def _answer(self, connection: socket.socket, request: Offer | Fetch) -> None:
         if isinstance(request, Fetch):

@@ -121,10 +121,11 @@ class ControlServer:
                 return AgentReply(error="wrong token")
             return handler(request)
 
-        first = RequestServer(host, answer, port=port)
+        first = RequestServer(host, answer, token=token, port=port)
         if not on_loopback:
             return cls((first,))
-        return cls((first, RequestServer(LOOPBACK, answer, port=first.port)))
+        loopback = RequestServer(LOOPBACK, answer, token=token, port=first.port)
+        return cls((first, loopback))
 
     @property
     def port(self) -> int:

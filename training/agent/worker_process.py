@@ -5,7 +5,6 @@ Activity is read from /proc, in one pass for all ranks of a node.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -14,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from perdure.training.agent.fork_server import KILL_WAIT_S, ForkedProcess
 from perdure.training.agent.processors import waited_for_processor_s
@@ -119,7 +120,7 @@ class Worker:
 def read_error(path: Path) -> dict[str, Any]:
     """Read the file of torch elastic's `record`: the exception's first line, and its time."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))["message"]
+        document = from_json(path.read_text(encoding="utf-8"))["message"]
         if isinstance(document, str):
             return {"message": _first_line(document)}
         at_s = document.get("extraInfo", {}).get("timestamp")

@@ -14,7 +14,6 @@ Megatron-LM's layout:
 
 from __future__ import annotations
 
-import json
 import pickletools
 import re
 import zipfile
@@ -24,7 +23,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
+from pydantic_core import from_json
+
 from perdure.storage.errors import Corrupt
+from perdure.storage.regular_file import NotRegularError, open_regular, read_regular
 from perdure.storage.safetensors_file import LENGTH, header_size_bytes, parse_header
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.files import write_whole
@@ -88,8 +90,8 @@ class Tracker:
     def text(self) -> str | None:
         """Text of the sign; None where there is none."""
         try:
-            return (self.root / TRACKER).read_text(errors="replace").strip()
-        except (FileNotFoundError, NotADirectoryError):
+            return read_regular(self.root / TRACKER).decode(errors="replace").strip()
+        except (FileNotFoundError, NotADirectoryError, NotRegularError):
             return None
 
     @property
@@ -255,8 +257,8 @@ def _transformers(root: Path) -> Iterator[_Entry]:
 
 def _read_global_step(path: Path) -> object:
     try:
-        state = json.loads((path / TRAINER_STATE).read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        state = from_json(read_regular(path / TRAINER_STATE))
+    except (FileNotFoundError, NotADirectoryError, NotRegularError, ValueError):
         return None
     return state.get("global_step") if isinstance(state, dict) else None
 
@@ -321,7 +323,7 @@ def is_whole_file(path: Path) -> bool:
 
 @lru_cache(maxsize=65_536)  # each poll looks at all files again
 def _has_end(path: Path, size_bytes: int, _written_ns: int) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         begin = file.read(LENGTH.size)
         if begin[:4] == b"PK\x03\x04":
             return zipfile.is_zipfile(file)
@@ -347,7 +349,7 @@ def _fits_header(file: BinaryIO, begin: bytes, size_bytes: int, url: str) -> boo
 def read_number(path: Path, key: str) -> int | None:
     """Read the number that a file of `torch.save` has under a key; None unless it is whole."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
             if not names or names[0].file_size > MAX_PICKLE_BYTES:
                 return None

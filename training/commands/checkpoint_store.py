@@ -20,6 +20,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from perdure.storage.errors import NotFound
 from perdure.storage.file_sets import (
     MANIFEST,
@@ -141,7 +143,7 @@ class MemberCheckpoints:
             StorageError: the store does not answer.
         """
         try:
-            placement, number = json.loads(self.store.get(save_prefix(self.run_id) + LAST))
+            placement, number = from_json(self.store.get(save_prefix(self.run_id) + LAST))
         except (NotFound, ValueError):
             return False
         return bool((placement, number) >= attempt)

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from perdure.storage.errors import NotFound
 from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore
+from perdure.storage.regular_file import NotRegularError, read_regular
 from perdure.training.commands.checkpoint_layouts import (
     TRACKER,
     ProgramCheckpoint,
@@ -97,8 +98,8 @@ def read_record(root: Path) -> PartsRecord | None:
         OSError: the folder cannot be read.
     """
     try:
-        return PartsRecord.model_validate_json((root / RECORD).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+        return PartsRecord.model_validate_json(read_regular(root / RECORD))
+    except (FileNotFoundError, NotADirectoryError, NotRegularError):
         return None
     except ValidationError:
         _log.warning(f"{root / RECORD} is not a record: the parts beside it may be of any run")
@@ -190,8 +191,8 @@ def _claim(root: Path, claim: Claim) -> None:
     write_whole(root / CLAIM.format(member=claim.member), claim.model_dump_json())
     for path in root.glob(CLAIM.format(member="*")):
         try:
-            other = Claim.model_validate_json(path.read_bytes())
-        except (FileNotFoundError, ValidationError):
+            other = Claim.model_validate_json(read_regular(path))
+        except (FileNotFoundError, NotRegularError, ValidationError):
             continue
         is_same = (other.run_id, other.attempt) == (claim.run_id, claim.attempt)
         if is_same and other.member != claim.member:

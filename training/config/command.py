@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 
 # Names of the groups that a pattern may have, with the meaning of each.
 GROUPS = {
@@ -36,6 +37,29 @@ RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 _OF_EPOCH = {"epoch", "batch", "batches"}
 
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAX_VARIABLE_BYTES = (128 << 10) - 1  # Linux: of a text that a process is started with
+
+
+def check_variables(variables: Iterable[str] | Mapping[str, str]) -> None:
+    """Check that a process can be started with variables; no message shows a name or value.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not all(_VARIABLE.fullmatch(name) for name in variables):
+        raise ValueError(
+            "a name is that of no variable: letters, digits and _ are allowed, no digit first"
+        )
+    if not isinstance(variables, Mapping):
+        return
+    for name, value in variables.items():
+        if len(f"{name}={value}".encode()) > MAX_VARIABLE_BYTES:
+            raise ValueError(
+                f"{name} has more than {MAX_VARIABLE_BYTES} bytes, which no process gets"
+            )
+
+
 class ProgressKind(StrEnum):
     """Programs with a known output format; MindSpeed-LLM prints as Megatron-LM does."""
 
@@ -46,7 +70,7 @@ class ProgressKind(StrEnum):
     TORCHTITAN = "torchtitan"
 
 
-class ProgressSpec(FrozenModel):
+class ProgressSpec(SettingsModel):
     """Format in which a command prints its step, loss and so on."""
 
     kind: ProgressKind | None = Field(None, description="program whose output format is known")
@@ -117,7 +141,7 @@ class CheckpointKind(StrEnum):
         return self is CheckpointKind.MEGATRON
 
 
-class ProgramCheckpointsSpec(FrozenModel):
+class ProgramCheckpointsSpec(SettingsModel):
     """Checkpoints that a command saves itself."""
 
     kind: CheckpointKind = Field(
@@ -176,7 +200,7 @@ class ProgramCheckpointsSpec(FrozenModel):
             )
 
 
-class ResumeSpec(FrozenModel):
+class ResumeSpec(SettingsModel):
     """Additions to a command that starts again when this run has a checkpoint."""
 
     args: tuple[str, ...] = Field((), description="arguments to append to the command")
@@ -185,6 +209,7 @@ class ResumeSpec(FrozenModel):
     @field_validator("env")
     @classmethod
     def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
+        check_variables(value)
         for name in value:
             if name.startswith(RESERVED_PREFIXES):
                 raise ValueError(f"{name} is set by the node agent, choose another name")

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import FrozenModel, SettingsModel
 
 
 class DrillKind(StrEnum):
@@ -38,7 +38,7 @@ class DrillPoint(StrEnum):
     RESTORE = "restore"  # before the state is restored, in the first start that comes, at any step
 
 
-class DrillFault(FrozenModel):
+class DrillFault(SettingsModel):
     """A fault that is injected once per run, however often its step is executed again."""
 
     kind: DrillKind = Field(description="kind of the fault")
@@ -78,7 +78,7 @@ class Kill(FrozenModel):
         return f"kill of {self.victim.replace('_', ' ')} {self.index} at step {self.step}"
 
 
-class DrillSpec(FrozenModel):
+class DrillSpec(SettingsModel):
     """Faults injected on purpose."""
 
     faults: tuple[DrillFault, ...] = Field((), description="faults to inject, in any order")

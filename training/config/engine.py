@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 from perdure.training.config import pod_rules
 from perdure.training.config.command import ProgramCheckpointsSpec, ProgressSpec, ResumeSpec
 
@@ -30,7 +30,7 @@ _LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes want
 Name = Annotated[str, AfterValidator(pod_rules.check_name)]
 
 
-class EngineSpec(FrozenModel):
+class EngineSpec(SettingsModel):
     """Settings that every engine has; the section of an engine adds its own."""
 
     # Whether its containers are processes of the supervisor's machine, with its folders.
@@ -105,7 +105,7 @@ class Reach(StrEnum):
     PORT_FORWARD = "port_forward"
 
 
-class VolumeSpec(FrozenModel):
+class VolumeSpec(SettingsModel):
     """A volume of the pods, and its mount path in the agent's container."""
 
     name: str = Field(description="name of the volume", pattern=_LABEL)
@@ -148,7 +148,7 @@ class VolumeSpec(FrozenModel):
         return posixpath.commonpath((path, posixpath.normpath(folder))) == path
 
 
-class VolcanoSpec(FrozenModel):
+class VolcanoSpec(SettingsModel):
     """Gang placement by Volcano: a PodGroup, and Volcano's scheduler for the pods."""
 
     queue: Name = Field("default", description="queue of the PodGroup")
@@ -301,7 +301,7 @@ def _of_its_kind(section: Any) -> EngineSpec:
 AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidator(_of_its_kind)]
 
 
-class WorkerSpec(FrozenModel):
+class WorkerSpec(SettingsModel):
     """The training program, at one of three depths: recipe, script with a callback, or command."""
 
     recipe: str | None = Field(

@@ -20,8 +20,9 @@ from pydantic import (
 )
 
 from perdure.storage.address import StorageSpec
-from perdure.storage.frozen_model import FrozenModel
-from perdure.training.config.command import RESERVED_PREFIXES
+from perdure.storage.frozen_model import SettingsModel
+from perdure.training.config.command import RESERVED_PREFIXES, check_variables
+from perdure.training.config.document import check_document
 from perdure.training.config.drill import DrillSpec
 from perdure.training.config.engine import (
     DEFAULT_RECIPE,
@@ -64,7 +65,7 @@ OVERWRITTEN_NAMES = frozenset(
 )
 
 
-class Job(FrozenModel):
+class Job(SettingsModel):
     """One pretraining run, from step 0 to its target step."""
 
     run_id: str = Field(
@@ -141,17 +142,25 @@ class Job(FrozenModel):
         "known devices, otherwise a measured matmul",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_document(cls, document: Any) -> Any:
+        check_document(document)
+        return document
+
     @field_validator("env")
     @classmethod
     def _check_env(cls, value: dict[str, str]) -> dict[str, str]:
         if len(value) > MAX_USER_VARIABLES:
             raise ValueError(f"{len(value)} variables, at most {MAX_USER_VARIABLES} are allowed")
+        check_variables(value)
         _check_names(value)
         return value
 
     @field_validator("env_from")
     @classmethod
     def _check_env_from(cls, value: dict[str, SecretSource]) -> dict[str, SecretSource]:
+        check_variables(value.keys())
         _check_names(value)
         return value
 

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import yaml
 
 from perdure.training.config import pod_rules
+from perdure.training.config.document import why_unbounded
 from perdure.training.config.engine import KubernetesEngineSpec
+from perdure.training.config.intervals import check_intervals
 from perdure.training.config.job import Job, JobTemplate, parse_job, parse_template
 from perdure.training.config.secrets import why_secret
 from perdure.training.errors import InputError
@@ -22,8 +24,29 @@ from perdure.training.masking import has_key
 
 _NAME = re.compile(r"[A-Za-z_][\w/-]*")
 _MERGE = "tag:yaml.org,2002:merge"
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+MAX_FILE_BYTES = 1 << 20
 
 AnyJob = TypeVar("AnyJob", bound=Job)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose numbers are those of JSON: 1:30 is no 90, 010 no 8, and 1e-4 is a number."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(?:0|[1-9][0-9_]*)\Z"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"[-+]?(?:(?:0|[1-9][0-9_]*)(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?\Z"
+        r"|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"
+    ),
+    list("-+.0123456789"),
+)
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -50,6 +73,7 @@ def _load(
         _set_override(document, override)
     job = parse(document)
     refuse_secrets(job)
+    check_intervals(job)
     return job
 
 
@@ -103,13 +127,17 @@ def read_document_file(path: Path) -> Any:
         InputError: it cannot be read, is none, or gives a field twice.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:  # which may be a pipe of the shell, or have no end
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
     except OSError as error:
         raise InputError(str(path), f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         problem = f"byte 0x{error.object[error.start]:02x} is not UTF-8, line {line}"
         raise InputError(str(path), f"is not YAML: {problem}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InputError(str(path), f"has more than {MAX_FILE_BYTES} bytes, which no job needs")
     return read_document(text, where=str(path))
 
 
@@ -123,10 +151,13 @@ def read_document(text: str, *, where: str) -> Any:
     Raises:
         InputError: it is none, or gives a field twice.
     """
-    loader: yaml.SafeLoader | None = None
+    loader: _Loader | None = None
     try:
-        loader = yaml.SafeLoader(text)  # looks at every character
+        loader = _Loader(text)  # looks at every character
         node = loader.get_single_node()
+        why = why_unbounded(node)
+        if why is not None:
+            raise InputError(where, why)
         for field, (first, second) in _repeated(node):
             places = f"lines {first} and {second}" if first != second else f"line {first}"
             raise InputError(where, f"{field} is given twice, in {places}")

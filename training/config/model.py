@@ -11,11 +11,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 from perdure.training.recovery.replicas import ParallelLayout, RankOrder
 
 
-class ModelSpec(FrozenModel):
+class ModelSpec(SettingsModel):
     """Sizes of the built-in decoder (RoPE, RMSNorm, SwiGLU, tied embeddings)."""
 
     num_layers: int = Field(4, ge=1, le=1024, description="decoder blocks")
@@ -73,7 +73,7 @@ class ModelSpec(FrozenModel):
         return vocab_size * d + self.num_layers * block + d
 
 
-class BatchSpec(FrozenModel):
+class BatchSpec(SettingsModel):
     """Samples per optimizer step; the global batch does not depend on the world size."""
 
     global_batch_size: int = Field(
@@ -117,7 +117,7 @@ class ParallelKind(StrEnum):
     DATA_PARALLEL = "data_parallel"
 
 
-class ParallelSpec(FrozenModel):
+class ParallelSpec(SettingsModel):
     """Wrapper of the model, and the layout of your own program over the ranks."""
 
     kind: ParallelKind = Field(
@@ -225,7 +225,7 @@ class ParallelSpec(FrozenModel):
         )
 
 
-class OptimizerSpec(FrozenModel):
+class OptimizerSpec(SettingsModel):
     """AdamW with a cosine schedule after a linear warm-up."""
 
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
@@ -262,7 +262,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-class DataSpec(FrozenModel):
+class DataSpec(SettingsModel):
     """The corpus, its token shards, and the loader processes."""
 
     sources: tuple[str, ...] = Field(
@@ -303,7 +303,7 @@ class DataSpec(FrozenModel):
         return self
 
 
-class TokenizerSpec(FrozenModel):
+class TokenizerSpec(SettingsModel):
     """The tokenizer that turns the corpus into token ids."""
 
     kind: Literal["byte", "file"] = Field(

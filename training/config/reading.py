@@ -19,6 +19,7 @@ from perdure.training.config.run_name import NAME, TEMPLATE, problem_of
 SECRET_FIELDS = frozenset(Credentials.model_fields)  # ledger and Prefect show a job in clear text
 SECRET_SECTIONS = (("env",), ("env_from",))  # no message shows a value that was given there
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MAX_NAME_CHARS = 80  # of a part of a field's path
 
 
 def field_of(location: tuple[int | str, ...]) -> str:
@@ -26,7 +27,7 @@ def field_of(location: tuple[int | str, ...]) -> str:
     if location[:1] in SECRET_SECTIONS and len(location) > 1:
         # The text in `env: {TOKEN=value}` is the name of a variable that has no value.
         location = (location[0], *(part for part in location[1:] if _VARIABLE.fullmatch(str(part))))
-    return ".".join(str(part) for part in location)
+    return ".".join(str(part)[:MAX_NAME_CHARS] for part in location)
 
 
 # Messages in place of pydantic's for a value of the wrong shape.
@@ -71,9 +72,17 @@ def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
         case _ if is_secret:
             message = str(error["msg"])
         case shape:
-            value = json.dumps(error["input"], default=str)[:120]
+            value = _text_of(error["input"])
             message = f"{value}: {_SHAPES.get(shape, error['msg'])}"
     return message
+
+
+def _text_of(value: Any) -> str:
+    """Return a value of any kind and size as JSON, cut."""
+    try:
+        return json.dumps(value, default=str)[:120]
+    except (ValueError, TypeError, RecursionError):  # numbers of thousands of digits, odd keys
+        return f"a {type(value).__name__}"
 
 
 # A field of another section is meant only where the name is nearly its own.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 from perdure.storage.retention import Retention
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import read_platform
@@ -36,7 +36,7 @@ RECOMMENDED_KEEP_LAST = 5
 MAX_SKIPPED_IN_A_ROW = 10  # MindFormers' default of global_norm_spike_count_threshold
 
 
-class CheckpointSpec(FrozenModel):
+class CheckpointSpec(SettingsModel):
     """When to save and which checkpoints to keep.
 
     A job without an interval gets the recommended interval for its model size.
@@ -157,7 +157,7 @@ def recommended_interval(num_parameters: int) -> dict[str, int]:
     return {"every_steps": 200}
 
 
-class HealSpec(FrozenModel):
+class HealSpec(SettingsModel):
     """Treatment of a chip that had a fault, before processes start on it again."""
 
     check: bool = Field(
@@ -289,7 +289,7 @@ class RankTableForm(StrEnum):
     V1_2 = "v1.2"
 
 
-class OpRetrySpec(FrozenModel):
+class OpRetrySpec(SettingsModel):
     """HCCL's own re-execution of a broken collective (Atlas A3 only)."""
 
     enabled: bool = Field(False, description="set HCCL_OP_RETRY_ENABLE for both levels")
@@ -330,7 +330,7 @@ def why_no_megabytes(value: str) -> str | None:
     return None
 
 
-class CommSpec(FrozenModel):
+class CommSpec(SettingsModel):
     """Limits and ports of the collectives, set as HCCL_* and torch variables."""
 
     master_port: int = Field(

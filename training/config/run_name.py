@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 
 NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
 TEMPLATE = r"^(?:[a-z0-9]|\{(?:date|time|n)\})(?:[a-z0-9-]|\{(?:date|time|n)\})*$"
@@ -88,7 +88,7 @@ class OptimizerStart(StrEnum):
     RESET = "reset"
 
 
-class InitFromSpec(FrozenModel):
+class InitFromSpec(SettingsModel):
     """A checkpoint of another run in the same store; step, schedule and data start over."""
 
     run: str = Field(description="run_id of the other run, in the same store", pattern=NAME)

@@ -20,14 +20,14 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 from perdure.training.masking import MAX_MATCH_BYTES, MIN_SECRET_BYTES, has_key, is_secret_name
 
 MAX_FILE_BYTES = 64 << 10
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class SecretSource(FrozenModel):
+class SecretSource(SettingsModel):
     """The place of one variable's value: exactly one of block, file and secret."""
 
     block: str | None = Field(

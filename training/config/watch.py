@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 
 
 class HangAction(StrEnum):
@@ -20,7 +20,7 @@ class HangAction(StrEnum):
     ALERT = "alert"
 
 
-class WatchSpec(FrozenModel):
+class WatchSpec(SettingsModel):
     """Hang limits, alert thresholds, log collection and metrics."""
 
     sample_every_s: float = Field(
@@ -163,7 +163,7 @@ class WatchSpec(FrozenModel):
             )
 
 
-class PreflightSpec(FrozenModel):
+class PreflightSpec(SettingsModel):
     """Checks of nodes and gang before the first step of a placement."""
 
     nodes: bool = Field(

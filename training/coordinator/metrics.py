@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from perdure.training.coordinator.scrapes import serve_scrapes
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded, RecoveryBegan, RecoveryEnded
 from perdure.training.recovery.rungs import Recovery
@@ -274,8 +275,7 @@ class RunMetrics(Collector):
         Raises:
             OSError: the port is taken, or the host is none of this machine's.
         """
-        server, _ = start_http_server(port, addr=host, registry=self.registry)
-        return int(server.server_port)
+        return serve_scrapes(self.registry, host, port)
 
 
 def _step_durations(registry: CollectorRegistry) -> Histogram:

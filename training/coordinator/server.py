@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,9 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from perdure.storage.address import open_store
 from perdure.storage.errors import NotFound, StorageError
+from perdure.storage.unauthenticated import UnauthenticatedConnections
 from perdure.training.config.job import Job
 from perdure.training.coordinator.history_writer import HistoryWriter
 from perdure.training.coordinator.metrics import AttemptNow, RunMetrics
@@ -93,8 +96,8 @@ from perdure.training.wire.node import NodeSample
 from perdure.training.wire.rendezvous import serve_store
 from perdure.training.wire.requests import read_control
 from perdure.training.wire.transport import (
-    FIRST_LINE_S,
     dump_line,
+    first_line,
     is_authentic,
     next_line,
     room_for,
@@ -105,7 +108,9 @@ _log = logging.getLogger("perdure.coordinator")
 TICK_S = 0.02  # while something is to happen at its time
 IDLE_S = 0.5
 FOLLOW_S = 0.2
-MAX_REPORT_BYTES = 1 << 20  # of memory for each connection, authentic or not
+MAX_REPORT_BYTES = 1 << 20  # of memory for each authentic connection
+MIN_UNAUTHENTICATED = 256  # or as many as the attempt has members: all may join at once
+ACCEPT_PAUSE_S = 1.0
 CONTROL_S = 2.0
 ABNORMAL_NORMS = "abnormal_global_norm.json"
 SAVE_LIMIT_S = 60.0  # for the end-of-life checkpoint, or the grace period where that is longer
@@ -142,21 +147,24 @@ class Coordinator:
         if (room := room_for(members)) < members:
             _log.warning(f"the limit of open files (ulimit -Hn) has room for {room} of {members}")
         store = serve_store(config.host, config.store_port)
-        server = await asyncio.start_server(
-            self._converse, config.host, 0, limit=MAX_REPORT_BYTES, backlog=1024
-        )
+        listener = _listen(config.host)
         address = CoordinatorAddress(
             host=config.host,
-            port=server.sockets[0].getsockname()[1],
+            port=listener.getsockname()[1],
             store_port=store.port,
             token=config.token,
         )
         if config.resumes is not None:
             self._handle(RecoveryResumed(config.resumes))
         write_whole(Path(config.address_file), address.model_dump_json(), private=True)
-        async with server:
+        unauthenticated = UnauthenticatedConnections(max(MIN_UNAUTHENTICATED, members))
+        with listener:
             await asyncio.gather(
-                self._serve_metrics(), self._tick(), self._follow(), self._watch_control()
+                self._accept(listener, unauthenticated),
+                self._serve_metrics(),
+                self._tick(),
+                self._follow(),
+                self._watch_control(),
             )
 
     async def _serve_metrics(self) -> None:
@@ -177,13 +185,52 @@ class Coordinator:
         attempt = self._attempt
         return AttemptNow(attempt.stage, attempt.generation, attempt.rank_counts)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(
+        self, listener: socket.socket, unauthenticated: UnauthenticatedConnections
+    ) -> None:
+        """Take connections, each with a task of its own."""
+        loop = asyncio.get_running_loop()
+        tasks: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as exc:  # out of descriptors, perhaps
+                _log.error(f"no connection taken: {exc}")
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._meet(connection, unauthenticated))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            await asyncio.sleep(0)  # its first line may be there: one after the other
+
+    async def _meet(
+        self, connection: socket.socket, unauthenticated: UnauthenticatedConnections
+    ) -> None:
+        """Read the first line of a connection, and go on with one that has the token."""
+        first, following = None, b""
+        try:
+            with unauthenticated.holding(connection):
+                line, following = await first_line(connection)
+            first = FROM_MEMBER.validate_json(line) if line else None
+        except (OSError, ValueError) as exc:  # TimeoutError is an OSError
+            _log.info(f"a connection ended: {exc}")
+        if first is None or not is_authentic(getattr(first, "token", None), self._config.token):
+            connection.close()
+            return
+        reader = asyncio.StreamReader(limit=MAX_REPORT_BYTES)
+        reader.feed_data(following)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        await self._converse(first, reader, writer)
+
+    async def _converse(
+        self, first: FromMember, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         rank: int | None = None
         node: str | None = None
         try:
-            first = await asyncio.wait_for(_next(reader), FIRST_LINE_S)
-            if not is_authentic(getattr(first, "token", None), self._config.token):
-                return
             if isinstance(first, WorkerJoined):
                 rank = first.rank
                 self._ranks[rank] = writer
@@ -308,7 +355,7 @@ class Coordinator:
         key = f"runs/{self._job.run_id}/{ABNORMAL_NORMS}"
         try:
             try:
-                document = json.loads(self._store.get(key))
+                document = from_json(self._store.get(key))
             except NotFound:
                 document = {}
             document[str(abnormal.step)] = list(abnormal.norms)
@@ -392,6 +439,13 @@ def _new_attempt(config: CoordinatorConfig, job: Job) -> Attempt:
 
 def _misplaced(message: FromMember) -> ValueError:
     return ValueError(f"{message.op} is not for this connection")
+
+
+def _listen(host: str) -> socket.socket:
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=1024)
+    listener.setblocking(False)
+    return listener
 
 
 async def _next(reader: asyncio.StreamReader) -> FromMember | None:

@@ -7,7 +7,6 @@ optimizer steps.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from random import Random
 from typing import Any
 
 from pydantic import Field, ValidationError
+from pydantic_core import from_json
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Kill, Victim
@@ -178,7 +178,7 @@ class Campaign(FrozenModel):
             InputError: the file cannot be read, or holds no campaign.
         """
         try:
-            return cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
+            return cls.model_validate(from_json(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise InputError("--campaign", f"{str(path)!r}: {error.strerror}") from error
         except ValidationError as error:

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
+from pydantic_core import from_json
+
 from perdure.storage.objects import ObjectStore
 from perdure.training.config.drill import DrillFault, DrillKind, DrillPoint, Victim
 from perdure.training.injection.victims import NODE_LOSS, parts_of
@@ -172,7 +174,7 @@ def fired_at_s(store: ObjectStore, run_id: str) -> dict[int, list[float]]:
     """Read when each fault of a job fired, by its index among them."""
     fired: dict[int, list[float]] = {}
     for info in store.list(_fired_prefix(run_id)):
-        at_s = float(json.loads(store.get(info.key))["at_s"])
+        at_s = float(from_json(store.get(info.key))["at_s"])
         fired.setdefault(_fault_number(info.key), []).append(at_s)
     return fired
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.frozen_model import SettingsModel
 from perdure.training.recovery.faults import Fault, FaultClass
 
 
@@ -25,7 +25,7 @@ class RestartCount(StrEnum):
     EVER = "ever"  # all since the run was started, as on ModelArts
 
 
-class JobPolicy(FrozenModel):
+class JobPolicy(SettingsModel):
     """The part of the restart policy that decisions depend on and a job's restart section sets."""
 
     max_restarts: int = Field(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from pydantic_core import from_json
 
 from perdure.training.config.job import Job, parse_job
 from perdure.training.errors import InputError
@@ -59,7 +60,7 @@ def known_job(home: Path, run_id: str) -> Job:
     """
     path = job_path(home, run_id)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         listed = ", ".join(known_runs(home)[-MAX_LISTED:]) or "none"
         asked = f"{run_id!r}: no such run on this machine" if run_id else "name a run"

@@ -1,11 +1,11 @@
 """JSON lines over TCP between the processes of a run: framing, tokens, deadlines.
 
-One message per line, of a bounded size. The first line of a connection carries a token; a peer
-that sends none in time is disconnected. There are two kinds of connections: for a request
-with its reply (supervisor to agent, `call` and `RequestServer`), and for a whole attempt, with both
-sides sending (workers and agents to the coordinator, `Connection`). The coordinator accepts
-thousands of the second, so its server is asyncio's and uses the framing alone. Times are
-seconds.
+One message per line, of a bounded size. The first line of a connection carries a token; what a
+peer may send before it, and for how long, is in `perdure.storage.unauthenticated`. There are two
+kinds of connections: for a request with its reply (supervisor to agent, `call` and
+`RequestServer`), and for a whole attempt, with both sides sending (workers and agents to the
+coordinator, `Connection`). The coordinator accepts thousands of the second, so its server is
+asyncio's and uses the framing alone. Times are seconds.
 
 Calls to thousands of agents at once, from one thread of its own.
 
@@ -18,6 +18,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
+import re
 import resource
 import socket
 import socketserver
@@ -32,15 +34,27 @@ from io import BufferedIOBase
 
 from pydantic import BaseModel, SecretStr
 
+from perdure.storage import unauthenticated
 from perdure.storage.cut_off import end_when_cut_off
+from perdure.storage.unauthenticated import (
+    LIMIT_BYTES,
+    FirstBytes,
+    TooLongError,
+    UnauthenticatedConnections,
+)
+
+_log = logging.getLogger("perdure.wire")
 
 MAX_LINE_BYTES = 16 << 20
-FIRST_LINE_S = 30.0
+SILENT_S = 30.0  # between two pieces of an authentic request, or of what answers it
 CONNECT_TIMEOUT_S = 5.0
 # Twice what a supervisor waits for a silent agent: it has moved the member by then. Nothing else
 # shows a process on a node that is cut off that the others go on without it.
 CUT_OFF_S = 30
 
+
+# Of a line by `dump_line`: the rest of one that is authentic may be long.
+_TOKEN_FIRST = re.compile(rb'\{"token": ?"([^"\\]*)"')
 
 # Context in which messages give away their secrets: into a connection, and nowhere else.
 INTO_A_CONNECTION = {"connection": True}
@@ -52,7 +66,8 @@ def dump_line(message: BaseModel) -> bytes:
     # pydantic writes a SecretStr as asterisks.
     token = getattr(message, "token", None)
     if isinstance(token, SecretStr):
-        document["token"] = token.get_secret_value()
+        document.pop("token")
+        document = {"token": token.get_secret_value(), **document}  # first: see `begins_with`
     return json.dumps(document).encode() + b"\n"
 
 
@@ -86,6 +101,35 @@ def is_authentic(received: SecretStr | None, token: str) -> bool:
     # As bytes: of text, compare_digest takes ASCII alone.
     secret = received.get_secret_value() if received is not None else ""
     return hmac.compare_digest(secret.encode(), token.encode())
+
+
+def begins_with(token: str, data: bytes | bytearray) -> bool:
+    """Whether a line that may not be whole yet has the token in its first field."""
+    match = _TOKEN_FIRST.match(data)
+    return match is not None and hmac.compare_digest(match[1], token.encode())
+
+
+async def first_line(connection: socket.socket) -> tuple[bytes, bytes]:
+    """Receive the first line of a connection, and what has come after it; empty at its end.
+
+    Args:
+        connection: a socket that does not block.
+
+    Raises:
+        OSError: the connection broke, or nothing came in time.
+    """
+    data = bytearray()
+    async with asyncio.timeout(unauthenticated.LIMIT_S):
+        while b"\n" not in data:
+            if len(data) >= LIMIT_BYTES:
+                raise TooLongError
+            loop = asyncio.get_running_loop()
+            piece = await loop.sock_recv(connection, LIMIT_BYTES - len(data))
+            if not piece:
+                return b"", b""
+            data += piece
+    line, _, following = bytes(data).partition(b"\n")
+    return line, following
 
 
 def call(host: str, port: int, request: BaseModel, *, timeout_s: float) -> bytes:
@@ -127,14 +171,20 @@ class RequestServer(socketserver.ThreadingTCPServer):
         host: address to bind.
         port: port to listen on; 0: a free port.
         answer: the reply to a line; what it raises ends that connection alone.
+        token: secret in the first field of a request that is longer than a stranger's may be.
     """
 
     daemon_threads = True  # or close() would wait for a check of minutes
     allow_reuse_address = True
+    request_queue_size = 128
 
-    def __init__(self, host: str, answer: Callable[[bytes], BaseModel], *, port: int = 0) -> None:
+    def __init__(
+        self, host: str, answer: Callable[[bytes], BaseModel], *, token: str, port: int = 0
+    ) -> None:
         super().__init__((host, port), _Request)
         self.answer = answer
+        self.token = token
+        self.unauthenticated = UnauthenticatedConnections()
 
     @property
     def port(self) -> int:
@@ -151,12 +201,42 @@ class RequestServer(socketserver.ThreadingTCPServer):
         self.server_close()
 
 
-class _Request(socketserver.StreamRequestHandler):
-    timeout = FIRST_LINE_S  # socketserver's name: nobody holds a thread without a token for long
+class _Request(socketserver.BaseRequestHandler):
     server: RequestServer
+    request: socket.socket
 
     def handle(self) -> None:
-        self.wfile.write(dump_line(self.server.answer(read_line(self.rfile))))
+        try:
+            line = self._line()
+        except (OSError, ValueError) as exc:
+            _log.info(f"a request was not read: {exc}")
+            return
+        reply = dump_line(self.server.answer(line))
+        try:
+            self.request.sendall(reply)
+        except OSError as exc:
+            _log.info(f"a reply was not taken: {exc}")
+
+    def _line(self) -> bytes:
+        """Read a line, of which a stranger's is short and comes soon.
+
+        Raises:
+            OSError: the connection broke, or nothing came in time.
+            ValueError: the line is too long.
+        """
+        head, token = bytearray(), self.server.token
+        with self.server.unauthenticated.holding(self.request):
+            first_bytes = FirstBytes(self.request)
+            while b"\n" not in head and not begins_with(token, head):
+                piece = first_bytes.read(LIMIT_BYTES)
+                if not piece:
+                    break
+                head += piece
+        self.request.settimeout(SILENT_S)
+        if b"\n" in head or not begins_with(token, head):
+            return bytes(head).partition(b"\n")[0]
+        with self.request.makefile("rb") as lines:
+            return bytes(head) + read_line(lines)
 
 
 class Connection(ABC):

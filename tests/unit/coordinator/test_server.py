@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from perdure.storage.local import LocalStore
+from perdure.storage.unauthenticated import LIMIT_BYTES, MAX_OPEN
 from perdure.training.coordinator.history_writer import HISTORY_FILE
-from perdure.training.coordinator.server import Coordinator
+from perdure.training.coordinator.server import MIN_UNAUTHENTICATED, Coordinator
 from perdure.training.journal.attempt_log import AttemptLog, parse_lines
 from perdure.training.journal.events import CheckpointCommitted, StepRecord
 from perdure.training.recovery import replay
@@ -50,6 +51,7 @@ from perdure.training.wire.coordinator import (
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 from perdure.training.wire.transport import dump_line
 from tests.jobs import small_job
+from tests.strangers import crowd, flood, trickle
 from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
@@ -144,6 +146,67 @@ def test_an_agents_samples_are_exported_until_it_is_gone(served):
         served.until('node="node-7"')
         assert "perdure_device_power_watts" in served.text()
     wait_for(lambda: 'node="node-7"' not in served.text())
+
+
+def member_is_answered(served: Served) -> bool:
+    """Whether an agent that joins now is taken, and what it sends right behind its token."""
+    sample = NodeSample(at_s=1.0, devices=(), host=HostSample(cpu_percent=50.0))
+    with socket.create_connection((served.address.host, served.address.port)) as line:
+        joined = AgentJoined(token=SecretStr(TOKEN), node="node-7", ranks=(0,))
+        sampled = NodeSampled(node="node-7", sample=sample.model_dump(mode="json"))
+        line.sendall(dump_line(joined) + dump_line(sampled))
+        served.until('node="node-7"')
+    return True
+
+
+@pytest.mark.parametrize(
+    "piece", [b"x" * 4096, b"[" * 4096, b'{"op": "agent_joined", "node": "' + b"x" * 4096]
+)
+def test_a_stranger_sends_little_before_the_connection_ends(served, piece, caplog):
+    assert flood((HOST, served.address.port), piece) < 16 << 20
+    wait_for(lambda: f"more than {LIMIT_BYTES} bytes without a token" in caplog.text)
+    assert member_is_answered(served)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\n", b"[" * 5000 + b"\n", b'{"op": "agent_joined", "node": "n", "ranks": []}\n', b"\xff\n"],
+)
+def test_a_first_line_without_the_token_gets_no_word(served, line):
+    with socket.create_connection((HOST, served.address.port), timeout=240) as connection:
+        connection.sendall(line)
+        assert connection.recv(1) == b""
+    assert member_is_answered(served)
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_has_one_deadline(served, short_patience):
+    trickle((HOST, served.address.port))
+
+
+def test_silent_strangers_keep_no_member_out(served):
+    crowd((HOST, served.address.port), lambda: member_is_answered(served), MIN_UNAUTHENTICATED + 8)
+
+
+def scrapes(served: Served) -> tuple[str, int]:
+    """Where Prometheus scrapes."""
+    assert served.text()
+    url = MetricsAddress.model_validate_json(metrics_file(served.folder).read_text()).url
+    return HOST, httpx.URL(url).port or 0
+
+
+@pytest.mark.parametrize("piece", [b"GET /" + b"x" * 4096, b"GET / HTTP/1.0\r\n" + b"A: b\r\n" * 9])
+def test_a_scrape_is_short(served, piece):
+    assert flood(scrapes(served), piece) < 16 << 20
+    assert served.text()
+
+
+def test_a_scrape_that_comes_byte_by_byte_has_one_deadline(served, short_patience, capfd):
+    trickle(scrapes(served))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_silent_strangers_keep_no_scrape_out(served):
+    crowd(scrapes(served), served.text, MAX_OPEN + 8)
 
 
 def ordered_after_a_fault_of_memory(served: Served, agent: socket.socket) -> ReplaceWorker:

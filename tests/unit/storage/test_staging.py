@@ -78,7 +78,7 @@ def save_three_times(rank: int) -> dict[str, list[str] | list[int]]:
     """Two saves of a state, and one after the last rank's has grown; collectives of each."""
     counts: list[int] = []
     called = Mock()
-    for name in ("all_reduce", "gather_object", "scatter_object_list"):
+    for name in ("all_reduce", "gather", "scatter"):
         called.attach_mock(Mock(side_effect=getattr(dist, name)), name)
         setattr(dist, name, getattr(called, name))
     plans = SavePlans()

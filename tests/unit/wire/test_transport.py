@@ -7,12 +7,16 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
+from perdure.storage.unauthenticated import LIMIT_BYTES, MAX_OPEN
 from perdure.training.wire import transport
 from perdure.training.wire.transport import CUT_OFF_S, Connection, RequestServer, call, is_authentic
+from tests.strangers import crowd, flood, trickle
+from tests.waiting import wait_for
 
 HOST = "127.0.0.1"
+TOKEN = "a-secret"
 TIMEOUT_S = 240
 
 
@@ -108,14 +112,59 @@ def test_a_send_that_fails_is_an_end_too(pair):
     assert client.ends.get(timeout=TIMEOUT_S)
 
 
-def test_a_request_that_is_too_long_gets_no_answer(monkeypatch, capfd):
-    monkeypatch.setattr(transport, "MAX_LINE_BYTES", 100)
-    server = RequestServer(HOST, lambda line: Text(text=f"{len(line)}"))
+class Ask(Text):
+    """A request, whose token is not its first field here."""
+
+    token: SecretStr = SecretStr(TOKEN)
+
+
+@pytest.fixture
+def server():
+    server = RequestServer(HOST, lambda line: Text(text=f"{len(line)}"), token=TOKEN)
     server.start()
-    assert call(HOST, server.port, Text(text="short"), timeout_s=TIMEOUT_S) == b'{"text": "18"}\n'
-    assert _answer(server.port, Text(text="x" * 200)) == b""
+    yield server
     server.close()
-    assert "more than 100 bytes" in capfd.readouterr().err
+
+
+def test_a_request_that_is_too_long_gets_no_answer(server, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(transport, "MAX_LINE_BYTES", 1 << 20)
+    text = b'{"text": "38"}\n'
+    assert call(HOST, server.port, Ask(text="short"), timeout_s=TIMEOUT_S) == text
+    assert _answer(server.port, Ask(text="x" * (2 << 20))) == b""
+    wait_for(lambda: "more than 1048576 bytes" in caplog.text)
+
+
+def test_a_request_with_the_token_may_be_longer_than_a_strangers(server):
+    size = 3 * LIMIT_BYTES
+    line = call(HOST, server.port, Ask(text="x" * size), timeout_s=TIMEOUT_S)
+    assert int(Text.model_validate_json(line).text) > size
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b"x" * 4096,
+        b'{"token": "another", "text": "' + b"x" * 4096,
+        b'{"text": "a-secret", "token": "' + b"x" * 4096,
+        b"[" * 4096,
+    ],
+)
+def test_a_stranger_sends_little_before_the_connection_ends(server, piece, caplog):
+    caplog.set_level("INFO")
+    assert flood((HOST, server.port), piece) < 16 << 20
+    wait_for(lambda: f"more than {LIMIT_BYTES} bytes without a token" in caplog.text)
+
+
+def test_a_stranger_that_sends_a_byte_now_and_then_has_one_deadline(server, short_patience):
+    trickle((HOST, server.port))
+
+
+def test_silent_strangers_keep_nobody_out(server):
+    def ask() -> bytes:
+        return call(HOST, server.port, Ask(text="short"), timeout_s=TIMEOUT_S)
+
+    crowd((HOST, server.port), ask, MAX_OPEN + 8)
 
 
 def _answer(port: int, request: Text) -> bytes:

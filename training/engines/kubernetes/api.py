@@ -6,7 +6,6 @@ here are the same from 1.20 on. Times are seconds.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -20,6 +19,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
+from pydantic_core import from_json
 
 from perdure.storage.proxies import is_direct
 from perdure.training.engines.kubernetes.objects import Document
@@ -304,7 +304,7 @@ class Api:
             try:
                 with _translated(f"{method} {path}"):
                     answer = self._send(method, path, query or {}, body, content_type=content_type)
-                    document: Document = json.loads(answer.data or b"{}")
+                    document: Document = from_json(answer.data or b"{}")
                     return document
             except ApiError as error:
                 if not error.is_unreachable or time.monotonic() > deadline_s:
@@ -349,7 +349,7 @@ def _translated(request: str) -> Iterator[None]:
 
 def _refusal(request: str, error: ApiException) -> ApiError:
     try:
-        details = json.loads(error.body or "{}")
+        details = from_json(error.body or "{}")
     except ValueError:
         details = {}
     text = details.get("message") or error.reason or "no reason given"
@@ -371,7 +371,7 @@ def _lines(answer: Any) -> Iterator[bytes]:
 
 
 def _change(line: bytes) -> tuple[str, Document]:
-    event = json.loads(line)
+    event = from_json(line)
     kind, document = event["type"], event["object"]
     if kind == "ERROR":
         raise ApiError(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import ipaddress
-import json
 import re
 import threading
 import time
@@ -31,6 +30,7 @@ from typing import Any
 
 import httpx
 from pydantic import SecretStr
+from pydantic_core import from_json
 
 from perdure.storage.proxies import is_direct
 from perdure.training.engines.kubernetes.objects import Document
@@ -115,7 +115,7 @@ def credentials_of(secret: Document) -> Credentials:
     if key is None:
         raise ValueError(f"its type is {kind}, and only {' and '.join(_KEYS)} are understood")
     try:
-        content = json.loads(base64.b64decode((secret.get("data") or {})[key], validate=True))
+        content = from_json(base64.b64decode((secret.get("data") or {})[key], validate=True))
         entries = content["auths"] if kind == KIND else content
         by_place = {_place(place): _credential(entry) for place, entry in entries.items()}
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -363,8 +363,8 @@ class _Question:
         if content is None:
             return None
         try:
-            document = json.loads(content)
-        except RecursionError:
+            document = from_json(content)
+        except ValueError:
             raise ValueError(f"{realm.host} answers without a token") from None
         tokens = document if isinstance(document, dict) else {}
         token = tokens.get("token") or tokens.get("access_token")

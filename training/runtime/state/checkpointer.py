@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic_core import from_json
 from torch import Tensor
 
 from perdure.storage.checkpoint import CheckpointStore
@@ -322,4 +323,4 @@ def _json_tensor(document: Any) -> Tensor:
 
 
 def _json_of(tensor: Tensor) -> Any:
-    return json.loads(bytes(raw(tensor)))
+    return from_json(bytes(raw(tensor)))

@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 
 import torch
 import torch.distributed as dist
+from pydantic_core import from_json
 from torch import Tensor
 
 from perdure.storage.checkpoint import CheckpointStore
@@ -90,14 +91,14 @@ class InitialState:
         store = self._run_store.store
         key = f"runs/{self._run_store.run_id}/init-from/{self._spec.run}.json"
         with suppress(NotFound):
-            return int(json.loads(store.get(key))["step"])
+            return int(from_json(store.get(key))["step"])
         newest = self._source.latest()
         if newest is None:
             return None
         try:
             store.put(key, json.dumps({"step": newest}).encode(), if_absent=True)
         except PreconditionFailed:  # another attempt was first
-            return int(json.loads(store.get(key))["step"])
+            return int(from_json(store.get(key))["step"])
         return newest
 
     def _manifest(self, step: int) -> tuple[str | None, tuple[str, str] | None]:

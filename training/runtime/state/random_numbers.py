@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import from_json
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -90,7 +91,7 @@ def _python_state() -> Tensor:
 
 
 def _set_python_state(state: Tensor) -> None:
-    document = json.loads(bytes(state.tolist()))
+    document = from_json(bytes(state.tolist()))
     version, internal, gauss = document["random"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = document["numpy"]

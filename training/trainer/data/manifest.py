@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 from perdure.storage.errors import Corrupt
 from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.objects import ObjectStore
+from perdure.storage.regular_file import open_regular
 
 FORMAT_VERSION = 1  # also part of every fingerprint
 MAX_UINT16_VOCAB = 65536
@@ -122,7 +123,7 @@ def hash_file(path: Path) -> str:
         OSError: it cannot be read.
     """
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic_core import from_json
+
 from perdure.storage.errors import Corrupt, NotFound
 from perdure.storage.objects import ObjectInfo, ObjectStore
 from perdure.training.trainer.data.manifest import Shard, hash_object
@@ -86,7 +88,7 @@ class ShardCache:
 
     def _load(self) -> dict[str, list[Any]]:
         try:
-            record = json.loads(self._store.get(self._record_key))
+            record = from_json(self._store.get(self._record_key))
         except (NotFound, ValueError):
             return {}
         return record if isinstance(record, dict) else {}

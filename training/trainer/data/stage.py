@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
+from pydantic_core import from_json
 
 from perdure.storage.errors import Corrupt, NotFound
 from perdure.storage.objects import ObjectStore
+from perdure.storage.regular_file import read_regular
 from perdure.training.files import write_whole
 from perdure.training.trainer.data.manifest import CHUNK_BYTES, CorpusManifest, Shard, hash_file
 
@@ -127,7 +129,7 @@ def _look(path: Path) -> str:
 
 def _read_record(folder: Path) -> dict[str, str]:
     try:
-        record = json.loads((folder / RECORD_NAME).read_bytes())
+        record = from_json(read_regular(folder / RECORD_NAME))
     except (OSError, ValueError):
         return {}  # only a memo: without it every file is hashed
     if not isinstance(record, dict):

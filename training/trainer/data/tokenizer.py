@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
+from perdure.storage.regular_file import read_regular
 from perdure.training.config.model import TokenizerSpec
 from perdure.training.trainer.data.manifest import hash_bytes
 
@@ -69,7 +70,7 @@ class FileTokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            content = path.read_bytes()
+            content = read_regular(path)
         except OSError as exc:
             raise ValueError(f"tokenizer.path={path}: cannot be read: {exc.strerror}") from exc
         try:
