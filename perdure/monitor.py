@@ -240,7 +240,7 @@ def _last_step_age_s(
     """The time since the newest step; of a command, since its heartbeat or output showed it."""
     newest = newest_of(agents, now_s=now_s) if agents is not None and last is None else None
     step = last or newest
-    return round(now_s - step.at_s, 1) if step is not None else None
+    return round(max(0.0, now_s - step.at_s), 1) if step is not None else None
 
 
 def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | None) -> float | None:

@@ -45,7 +45,8 @@ from perdure.training.journal.steps import StepReader, drop_lost_steps
 from perdure.training.journal.time_account import Account, account_time
 from perdure.training.preflight.job import CheckedJob, check_job
 from perdure.training.reporting.ettr import ettr_text, timeline_picture
-from perdure.training.reporting.rows import loss_picture, story_rows
+from perdure.training.reporting.markdown import plain
+from perdure.training.reporting.rows import loss_picture, num_kept, story_rows
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
@@ -166,20 +167,23 @@ def _supervise(
             injector.inject(hit, observation.steps[-1].step)
 
     if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
-        warn(f"{job.run_id}: a pause is requested; `perdure resume {job.run_id}` continues it")
+        warn(f"{job.run_id}: a pause is requested; 'perdure resume {job.run_id}' continues it")
     view = LiveView(console, ui_url=ui_url)
     with view, checked_already(checked), observed_by(view.observe), observed_by(inject):
         try:
             state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
             raise PerdureError("cancelled: the processes of the run are stopped") from None
-    if has_store(job.storage):
+    trains_elsewhere = state.name in NOT_TRAINED
+    if has_store(job.storage) and not trains_elsewhere:
         _print_outcome(console, job, ui_url)
     # Prefect puts this before the text of every exception (3.8.8).
     message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
-    kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()
-    text = f"{kind}: {message}".replace(REOPEN, resume_hint)
+    kind = state.name if trains_elsewhere else state.type.value.lower()
+    text = plain(f"{kind}: {message}".replace(REOPEN, resume_hint))
     console.print(text, soft_wrap=True)
+    if trains_elsewhere:
+        console.print(f"'perdure status {job.run_id}' shows it", soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 
 
@@ -208,11 +212,11 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     last = history.attempts[-1].ended if history.attempts else None
     if last is not None and last.fault is not None:
         console.print(f"fault: {last.fault.evidence}")
-        console.print(f"       {last.fault.explanation}")
+        console.print(plain(f"       {last.fault.explanation}"))
     records = StepReader(store, job.run_id).read()
     kept_steps = drop_lost_steps(records)
     if kept_steps:
-        console.print(f"steps kept: {len(kept_steps)}")
+        console.print(f"steps kept: {num_kept(history, kept_steps)}")
         _save_picture(console, "loss", folder / "loss.png", loss_picture(history, kept_steps))
     _print_account(console, account_time(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)

@@ -274,12 +274,12 @@ def _notices(snapshot: RunSnapshot) -> list[str]:
     """Lines that a user should read beside the numbers."""
     status, abnormal = snapshot.status, abnormal_steps(snapshot.history)
     lines = []
-    resume = f"`perdure resume {status.run_id}` continues it"
+    resume = f"'perdure resume {status.run_id}' continues it"
     outage = status.ledger_unwritable
     if outage is not None:
         lines.append(f"{UNWRITABLE} since {outage.since}: {outage.why}")
     if status.state is RunState.RUNNING and not status.supervised:
-        lines.append("no process supervises it; `perdure run` with its job file adopts it")
+        lines.append("no process supervises it; 'perdure run' with its job file adopts it")
     if status.sub_healthy:
         lines.append(
             f"sub-healthy: connections broke {status.sub_healthy} times during collectives, which "

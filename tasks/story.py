@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from uuid import UUID
 
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import TaskRun
+
 from perdure.storage.errors import StorageError
-from perdure.tasks.artifacts import Artifact, ArtifactKind, checkpoint_rows
+from perdure.tasks.artifacts import TOP, Artifact, ArtifactKind, checkpoint_rows
 from perdure.tasks.engine_log import silence_engine_log
 from perdure.tasks.observe import Observation, publish
 from perdure.tasks.reporting import Log, Reporter
@@ -48,6 +51,7 @@ from perdure.training.reporting.facts import (
     RecoveryFacts,
 )
 from perdure.training.reporting.fault_report import ReportPlace, fault_reports
+from perdure.training.reporting.markdown import plain
 from perdure.training.reporting.rows import (
     OPEN,
     activity_of,
@@ -73,6 +77,7 @@ ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 ACCOUNT_AGE_SHARE = 0.01
 ACCOUNT_MAX_PERIOD_S = 600.0
 RECENT = 5  # attempts whose reports may still change
+CONTINUED = ", continued"  # end of the name of a placement's second task run
 BAD_NEWS = (
     RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised, ProgramNotice, BatchSkipped,
 )  # fmt: skip
@@ -97,6 +102,7 @@ class RunReporter:
         self._agents_wait: Wait | None = None
         self._waited_s = float("-inf")
         self.ettr: float | None = None
+        self.placement_task: TaskRun | None = None
         self._run = run
         self._logger = logger
         self._target_step = target_step
@@ -238,6 +244,11 @@ class RunReporter:
 
     def _show_history(self, history: RunHistory) -> None:
         """Show everything that follows from the ledger; what has not changed is not sent."""
+        run_id, spares = self._run.job.run_id, self._run.spares()
+        items = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
+        self.reporter.artifact(Artifact(TOP, ArtifactKind.MARKDOWN, items.body, items.title))
+        self._call_for_help(items.needs)
+        self._name_placement(history)
         table = attempts_table(story_rows(history))
         if table:  # a table without rows is an empty page
             title = attempts_title(history)
@@ -248,7 +259,6 @@ class RunReporter:
             title = f"Alerts: {num_open} open, {len(alerts) - num_open} past"
             rows = [alert_cells(row) for row in alerts]
             self.reporter.artifact(Artifact("alerts", ArtifactKind.TABLE, rows, title))
-        run_id, spares = self._run.job.run_id, self._run.spares()
         place = ReportPlace(
             run_id, self._run.store.url, waits=waits_for_node(history, spares=spares)
         )
@@ -256,18 +266,26 @@ class RunReporter:
             self.reporter.artifact(
                 Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)
             )
-        items = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
-        self.reporter.artifact(
-            Artifact("needs-you", ArtifactKind.MARKDOWN, items.body, items.title)
-        )
-        self._call_for_help(items.needs)
+
+    def _name_placement(self, history: RunHistory) -> None:
+        """Have the task run of the placement name its nodes, also once one was replaced."""
+        task_run, placed = self.placement_task, history.placement
+        if task_run is None or placed is None:
+            return
+        nodes = ",".join(member.node for member in placed.members)
+        beginning, _, rest = task_run.name.partition(" on ")
+        continued = CONTINUED if rest.endswith(CONTINUED) else ""
+        name = f"placement {placed.placement} on {nodes}{continued}"
+        if name.startswith(f"{beginning} on ") and name != task_run.name:
+            task_run.name = name  # each of its states sends the name along (3.8.8)
+            self.reporter.submit("placement", lambda: rename(task_run, name))
 
     def _call_for_help(self, needs: Sequence[Need]) -> None:
         """An event for each need that is new; a failed run is an event of Prefect's own."""
         now = {(need.kind, need.title): need for need in needs}
         for key, need in now.items():
             if key not in self._called_for and need.kind is not NeedKind.FAILED:
-                facts = {"what": need.title, "why": need.why, "action": need.action}
+                facts = {"what": need.title, "why": need.why, "action": plain(need.action)}
                 self.reporter.event(
                     "action_required", {"need": need.kind, "node": need.node, **facts}
                 )
@@ -373,6 +391,16 @@ def report_end(run: RunSupervisor, flow_run_id: UUID, logger: Log) -> None:
         story.end(history.ended.outcome)
     finally:
         story.close()
+
+
+def rename(task_run: TaskRun, name: str) -> None:
+    """Name a task run on the server.
+
+    Raises:
+        Exception: the server does not take it.
+    """
+    with get_client(sync_client=True) as client:
+        client.set_task_run_name(task_run.id, name)
 
 
 def _account_artifacts(report: AccountReport) -> list[Artifact]:

@@ -306,7 +306,7 @@ class Supervision:
             clear_requests(self.run.store, self.job.run_id)
         elif is_pause_wanted(self.run.store, self.job.run_id):
             self.logger.warning(
-                "run %s is paused on request: its ranks wait for `perdure resume %s`",
+                "run %s is paused on request: its ranks wait for 'perdure resume %s'",
                 self.job.run_id, self.job.run_id,
             )  # fmt: skip
         return history

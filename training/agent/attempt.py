@@ -28,9 +28,19 @@ from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
 from perdure.training.agent.launcher import Launcher
 from perdure.training.agent.log_room import DiskRoom, give_up_logs, logs_of
+from perdure.training.agent.obstacles import (
+    SharedMemoryNames,
+    describe_obstacles,
+    remove_leftovers,
+)
 from perdure.training.agent.sampler import PeriodicSampler
+from perdure.training.agent.unmarked import UnmarkedRecord
 from perdure.training.agent.workers import WorkerGroup
-from perdure.training.commands.checkpoint_watch import fetch_resume_checkpoint
+from perdure.training.commands.checkpoint_watch import (
+    CommandCheckpointWatcher,
+    fetch_resume_checkpoint,
+    watch_checkpoints,
+)
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
@@ -48,11 +58,18 @@ from perdure.training.wire.agent import (
     RejoinOrder,
     StartOrder,
 )
-from perdure.training.wire.agent_status import AgentState, AgentStatus, CoordinatorEnd, HangReport
+from perdure.training.wire.agent_status import (
+    AgentState,
+    AgentStatus,
+    CoordinatorEnd,
+    HangReport,
+    Obstacle,
+)
 from perdure.training.wire.node import HealOrder, NodeSample
 from perdure.training.wire.store_wait import StoreWaitNote, read_store_wait
 
 DATA_FOLDER = "data"
+OBSTACLES_TAIL_BYTES = 16 * 1024
 
 
 @dataclass(slots=True)
@@ -146,6 +163,9 @@ class NodeAttempt:
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
         self._staging_error: str | None = None
+        self._obstacles: tuple[Obstacle, ...] = ()
+        self._shared_memory: SharedMemoryNames | None = None
+        self._unmarked = UnmarkedRecord(container.folder, container.marker)
         self._oom_kills_before = oom_kills()
 
     @property
@@ -191,6 +211,7 @@ class NodeAttempt:
             saved=watcher.newest if watcher is not None else (),
             shown=follower.newest if follower is not None else None,
             left_running=group.leftovers.processes if group else (),
+            obstacles=self._obstacles,
             mended_retries=group.mended_retries() if group else {},
             sample=container.sampler.newest,
             metrics_url=metrics_url(self._folder),
@@ -238,13 +259,14 @@ class NodeAttempt:
 
     def poll(self) -> None:
         """Notice ends of processes and go on with stopping."""
+        if self.order.is_command and not self.is_over:
+            self._unmarked.update()
         if self.group is None or self.state not in (AgentState.RUNNING, AgentState.STOPPING):
             return
         container = self._container
         self._coordinator_end = self._coordinator_end or container.launcher.coordinator_end()
         if self.group.poll():
-            if any(worker.exit_code for worker in self.group.statuses()):
-                container.note_refusal(None, self.group.output.log_folder)
+            self._clear_up(self.group)
             self.state = AgentState.ENDED
             container.sampler.end()
             if self._coordinator is not None:
@@ -260,6 +282,15 @@ class NodeAttempt:
         """Give logs up where the disk is nearly full."""
         if self.group is not None and not self.is_over:
             self._container.make_room(self.order.job, self.group.output.log_folder, at_once=False)
+
+    def _clear_up(self, group: WorkerGroup) -> None:
+        """Remove what the processes left in shared memory, and find out what was in their way."""
+        if self._shared_memory is not None:
+            self._shared_memory.remove_new(group.known_pids)
+        if group.has_failed:
+            tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
+            self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
+            self._container.note_refusal(None, group.output.log_folder)
 
     def check_hang(self) -> None:
         """Judge whether the workers make progress."""
@@ -283,8 +314,11 @@ class NodeAttempt:
         try:
             self._stage_data()
             fetch_resume_checkpoint(order, self._config.node, self._config.member)
+            watcher = watch_checkpoints(order, self._config.node, self._config.member)
             if not order.is_command:
                 container.launcher.prepare(order.variables)
+            remove_leftovers(order.leftovers, since_s=order.created_s)
+            self._shared_memory = SharedMemoryNames()
             sources = order.job.env_from
             secrets = values_on_node(sources, delivered=order.delivered, environment=os.environ)
         except (StorageError, OSError, ValueError) as error:
@@ -295,7 +329,7 @@ class NodeAttempt:
             if self.state is not AgentState.STAGING:
                 return  # it was stopped meanwhile
             try:
-                self._launch(secrets)
+                self._launch(secrets, watcher)
             except (OSError, ValueError) as error:
                 # The checkpoint server may hold the only copy of a save.
                 kill_container(container.marker, spare=container.spare_pids)
@@ -320,7 +354,7 @@ class NodeAttempt:
             self.group = None
             self.state = AgentState.ENDED
 
-    def _launch(self, secrets: dict[str, str]) -> None:
+    def _launch(self, secrets: dict[str, str], watcher: CommandCheckpointWatcher | None) -> None:
         order, container, folder = self.order, self._container, self._folder
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
@@ -335,6 +369,7 @@ class NodeAttempt:
             fork=None if order.is_command else container.launcher.fork,
             secret_variables=secrets,
             oom_kills=oom_kills,
+            checkpoint_watcher=watcher,
         )
         environment = {
             **interface_variables(self._config.host),

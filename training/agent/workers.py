@@ -101,6 +101,7 @@ class WorkerGroup:
     _kill_at_s: float | None = None
     _is_swept: bool = False
     _target_step: int = 0
+    _started_pids: set[int] = field(default_factory=set)
 
     def __post_init__(self, log_folder: Path) -> None:
         """Name the logs."""
@@ -136,7 +137,7 @@ class WorkerGroup:
         self.output.open(self._environment, is_masked=bool(self.secret_variables))
         streams = (self.output.path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
         self.step_follower = StepFollower.of(self.order, self.folder, tuple(streams))
-        self.checkpoint_watcher = CommandCheckpointWatcher.of(
+        self.checkpoint_watcher = self.checkpoint_watcher or CommandCheckpointWatcher.of(
             self.order, self.config.member, self._environment
         )
         joins = {GENERATION: str(generation)} if generation is not None else {}
@@ -165,6 +166,7 @@ class WorkerGroup:
             **further,
         }
         process = self._spawn(rank, variables)
+        self._started_pids.add(process.pid)
         named = rank if self.order.is_command else local_rank  # ranks of a command name the file
         reader = HeartbeatReader.of(self.folder, named)
         return Worker(rank, local_rank, process, error_file, reader)
@@ -427,6 +429,19 @@ class WorkerGroup:
             for worker in self._workers
             if worker.ended_s is None
         ]
+
+    @property
+    def known_pids(self) -> frozenset[int]:
+        """Pids of all processes that the attempt is known to have had."""
+        return frozenset(
+            self._started_pids | (self._command.known_pids if self._command else set())
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has ended other than well, without being asked to."""
+        ends = ((w.process.poll(), w.stopped_by_agent) for w in self._workers)
+        return any(code not in (None, 0) and not stopped for code, stopped in ends)
 
     @property
     def secrets(self) -> frozenset[str]:

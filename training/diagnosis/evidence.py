@@ -12,6 +12,7 @@ from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.wire.agent_status import Obstacle
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 
@@ -148,6 +149,7 @@ class Evidence:
         unwritable: nodes whose scratch folder takes no files, with the reason and the path.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
+        obstacles: things that its output says to be taken.
     """
 
     at_s: float
@@ -165,3 +167,4 @@ class Evidence:
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
+    obstacles: Sequence[Obstacle] = ()

@@ -31,6 +31,7 @@ FILES = (
     "ascend.toml",
     "cuda.toml",
     "accelerators.toml",
+    "leftovers.toml",
     "collectives.toml",
     "storage.toml",
     "data.toml",

@@ -26,6 +26,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.agent.control import ADDRESS_FILE
 from perdure.training.agent.preparation import node_folder
+from perdure.training.agent.unmarked import read_unmarked
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
@@ -299,7 +300,7 @@ class LocalEngine:
 
     def _end(self, containers: Collection[Container]) -> None:
         for container in containers:
-            if not kill_container(container.folder):
+            if not kill_container(container.folder, recorded=read_unmarked(container.path)):
                 raise EngineError(f"processes on {container.node} cannot be killed")
         self._reap()
 

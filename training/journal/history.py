@@ -23,6 +23,7 @@ from perdure.training.journal.records import (
     NodeRefused,
     NodeReleased,
     PlacementCreated,
+    ResumeChosen,
     RunCreated,
     RunEnded,
     RungFailed,
@@ -95,6 +96,12 @@ class RunHistory:
     def committed_step(self) -> int:
         """Newest committed step, 0 for none."""
         return max((checkpoint.step for checkpoint in self.checkpoints), default=0)
+
+    @property
+    def saved_steps(self) -> frozenset[int]:
+        """Steps with a checkpoint on record, without those that a command could not load."""
+        unreadable = {view.unreadable_step for view in self.attempts}
+        return frozenset(saved.step for saved in self.checkpoints) - unreadable
 
     @property
     def placement(self) -> PlacementCreated | None:
@@ -339,7 +346,14 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
-        case FirstStep() | AttemptEnded() | DecisionMade() | RungFailed() | AttemptEventRecorded():
+        case (
+            ResumeChosen()
+            | FirstStep()
+            | AttemptEnded()
+            | DecisionMade()
+            | RungFailed()
+            | AttemptEventRecorded()
+        ):
             _update_attempt(history, record)
         case CheckpointRecorded():
             history.checkpoints.append(record)
@@ -389,7 +403,12 @@ def _update_isolation(history: RunHistory, record: NodeRefused | NodeReleased) -
 
 def _update_attempt(
     history: RunHistory,
-    record: FirstStep | AttemptEnded | DecisionMade | RungFailed | AttemptEventRecorded,
+    record: ResumeChosen
+    | FirstStep
+    | AttemptEnded
+    | DecisionMade
+    | RungFailed
+    | AttemptEventRecorded,
 ) -> None:
     key = (record.placement, record.attempt)
     index = next((i for i, view in enumerate(history.attempts) if view.key == key), None)
@@ -397,6 +416,8 @@ def _update_attempt(
         return
     view = history.attempts[index]
     match record:
+        case ResumeChosen():
+            view = replace(view, resume=record)
         case FirstStep():
             view = replace(view, first_step=record)
         case AttemptEnded():

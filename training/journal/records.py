@@ -126,6 +126,34 @@ class AttemptStarted(AttemptRecord):
     from_step: int
 
 
+class SetAsideCheckpoint(FrozenModel):
+    """A checkpoint of a command that is renamed: kept, and found by no program again.
+
+    Attributes:
+        path: its place before.
+        why: the reason, without the path.
+    """
+
+    step: int
+    path: str
+    why: str
+
+
+class ResumeChosen(AttemptRecord):
+    """The checkpoint that a command goes on from; written before it is used.
+
+    Attributes:
+        step: None: the command starts anew.
+        path: its place on the nodes.
+        set_aside: checkpoints that are renamed before the start.
+    """
+
+    kind: Literal["resume_chosen"] = "resume_chosen"
+    step: int | None = None
+    path: str | None = None
+    set_aside: tuple[SetAsideCheckpoint, ...] = ()
+
+
 class FirstStep(AttemptRecord):
     """An attempt completed its first step: the recovery before it is over."""
 
@@ -235,6 +263,7 @@ AnyRecord = Annotated[
     | NodeRefused
     | NodeReleased
     | AttemptStarted
+    | ResumeChosen
     | FirstStep
     | AttemptEnded
     | DecisionMade

@@ -31,6 +31,7 @@ class FaultClass(StrEnum):
     FAIL_SLOW = "fail_slow"
     STORAGE_ERROR = "storage_error"
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    LEFTOVER = "leftover"
     DATALOADER_ERROR = "dataloader_error"
     NUMERIC_ANOMALY = "numeric_anomaly"
     NATIVE_CRASH = "native_crash"
@@ -139,6 +140,12 @@ TRAITS: Mapping[FaultClass, Traits] = {
     FaultClass.CHECKPOINT_CORRUPT: Traits(
         "A checkpoint is damaged or incomplete.",
         "Go back to the checkpoint before it, or fetch the file again.",
+        is_worth_saving=False,
+    ),
+    FaultClass.LEFTOVER: Traits(
+        "An earlier process left something on the machine that is in the way of a new one.",
+        "Remove what the line names, or end the process that holds it.",
+        RecoverableBy.RESCHEDULE,
         is_worth_saving=False,
     ),
     FaultClass.DATALOADER_ERROR: Traits(

@@ -26,6 +26,7 @@ from perdure.training.reporting.markdown import (
     link,
     listed,
     text,
+    with_commands,
 )
 from perdure.training.reporting.rows import RECOVERING, event_text, outcome_of
 from perdure.training.wire.agent import NodeLog
@@ -158,7 +159,7 @@ def _body(answers: Sequence[str], fault: Fault, decision: Decision | None) -> st
         f"## Evidence\n\n{block(fault.evidence)}",
     ]
     if fault.explanation:
-        parts.append(f"\n{text(fault.explanation)}\n")
+        parts.append(f"\n{with_commands(fault.explanation)}\n")
     if decision is not None and decision.skipped:
         rows = "".join(f"- {text(reason)}\n" for reason in decision.skipped)
         parts.append(f"\n## Cheaper answers that were not possible\n\n{rows}")
@@ -307,7 +308,7 @@ def _act(
     """Say whether somebody has to act, and how."""
     stops = decision is not None and decision.rung is Rung.STOP
     if stops:
-        advice = text(fault.action) if fault.action else "Mend the cause."
+        advice = with_commands(fault.action) if fault.action else "Mend the cause."
         return f"Yes: {advice} Then start the run again: {code('perdure run JOB.yaml')}"
     node = decision.isolate if decision is not None else None
     if node is not None and node in history.isolated:
@@ -378,4 +379,4 @@ def save_hang_report(
     store.put(key, report.encode())
     placement, number = attempt
     command = f"perdure logs {run_id} --attempt {placement}.{number} --file {HANG_REPORT}"
-    return f"`{command}` prints them. Stacks of all ranks: {key}."
+    return f"Stacks of all ranks: {key}. '{command}' prints them."

@@ -292,6 +292,7 @@ class AttemptWatch:
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
+            obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
         return AttemptEnd(
             kind,

@@ -120,6 +120,9 @@ class StartOrder(FrozenModel):
         None, description="placement and attempt that saved it, where that has to be the same"
     )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
+    leftovers: tuple[str, ...] = Field(
+        (), description="files that were in the way of earlier attempts, removed before the start"
+    )
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )
@@ -286,7 +289,10 @@ class SavedQuery(FrozenModel):
         run_id: name of the run.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
+        is_over: whether its processes are known to have ended: nothing is written any more.
         is_in_parts: whether each node has a part of its own.
+        torn: paths to rename where this node finds a save there that was cut short.
+        unreadable: paths of checkpoints to rename, so that no program finds them.
     """
 
     op: Literal["saved"] = "saved"
@@ -296,7 +302,10 @@ class SavedQuery(FrozenModel):
     run_id: str
     since_s: float
     until_s: float
+    is_over: bool = False
     is_in_parts: bool = False
+    torn: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
 
 class KillOrder(FrozenModel):

@@ -137,13 +137,14 @@ class ShownStep(FrozenModel):
 
 
 class SavedCheckpoint(FrozenModel):
-    """A complete checkpoint that a command has saved.
+    """A complete checkpoint that a command has saved, or the remains of a save.
 
     Attributes:
         path: file or folder, absolute.
         written_s: modification time of its newest file.
         saved_in: placement and attempt that saved it; None: not known, or it does not matter.
         member: owner of this part, where all members have parts of a checkpoint.
+        is_whole: False: its save was cut short.
     """
 
     step: int
@@ -152,6 +153,7 @@ class SavedCheckpoint(FrozenModel):
     written_s: float
     saved_in: tuple[int, int] | None = None
     member: int | None = None
+    is_whole: bool = True
 
 
 class LeftProcess(FrozenModel):
@@ -165,6 +167,29 @@ class LeftProcess(FrozenModel):
     pid: int
     name: str
     trains: bool
+
+
+class ObstacleKind(StrEnum):
+    """Kinds of things that only one process can have."""
+
+    FILE = "file"
+    PORT = "port"
+    DEVICE = "device"
+
+
+class Obstacle(FrozenModel):
+    """A thing on a node that was in the way of an attempt, by its output.
+
+    Attributes:
+        name: path, number of a port, or path or number of a device.
+        is_of_run: whether it is a file of this run that nobody holds.
+        text: who holds it, or what becomes of it; no whole sentence.
+    """
+
+    kind: ObstacleKind
+    name: str
+    is_of_run: bool = False
+    text: str
 
 
 class CoordinatorEnd(FrozenModel):
@@ -195,6 +220,7 @@ class AgentStatus(FrozenModel):
         left_running: by a command that exited with 0; it was ended with the attempt.
         unwritable: why the node's scratch folder takes no files, once a start or a process has
             failed; empty where it does.
+        obstacles: things that the output of a failed attempt says to be taken.
     """
 
     node: str
@@ -215,6 +241,7 @@ class AgentStatus(FrozenModel):
     shown: ShownStep | None = None
     saved: tuple[SavedCheckpoint, ...] = ()
     left_running: tuple[LeftProcess, ...] = ()
+    obstacles: tuple[Obstacle, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")

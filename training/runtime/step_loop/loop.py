@@ -271,7 +271,7 @@ class StepLoop:
             self._check_stretch()
             return
         if not step.is_applied:
-            raise ValueError(f"step {step.number}: use it as `with step:`")
+            raise ValueError(f"step {step.number}: use it as 'with step:'")
         state = self.state
         state.step, state.vote, state.in_flight = step.number, step.vote, None
         state.skipped = ()
