@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -369,6 +369,11 @@ class RunSupervisor(RunHandle):
             command=self.job.worker.command,
         )
         self.ledger.release()
+
+    def stop_processes(self) -> None:
+        """Stop the processes of a run whose end cannot be recorded; their saves are kept."""
+        with suppress(EngineError, AgentUnreachable):  # gone, or another supervisor has the run
+            self.fleet.stop(self.job.engine.grace_s)
 
     def _keep_fault(self) -> None:
         """Record the fault of an attempt that has failed already, and was not concluded yet."""
