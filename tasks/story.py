@@ -20,7 +20,7 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.artifacts import TOP, Artifact, ArtifactKind, checkpoint_rows
 from perdure.tasks.engine_log import silence_engine_log
 from perdure.tasks.observe import Observation, publish
-from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, Reporter
 from perdure.tasks.runs import flow_runs_of
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import (
@@ -118,6 +118,7 @@ class RunReporter:
         self._last: StepRecord | None = None
         self._called_for: set[tuple[NeedKind, str]] = set()
         self._was_interrupted = False  # at the last look, by a pause or a recovery
+        self.limits: Sequence[str] = ()  # concurrency limits on its flow run
 
     def start(self) -> None:
         """Begin to send to the server: first what the ledger says now."""
@@ -125,9 +126,9 @@ class RunReporter:
         self.reporter.start()
         self.update()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what is waiting, for a bounded time, and end."""
-        self.reporter.close()
+        self.reporter.close(timeout_s)
 
     def waits(self, wait: Wait | None) -> None:
         """Show what the supervisor waits for, from any thread; None: it goes on."""
@@ -245,7 +246,9 @@ class RunReporter:
     def _show_history(self, history: RunHistory) -> None:
         """Show everything that follows from the ledger; what has not changed is not sent."""
         run_id, spares = self._run.job.run_id, self._run.spares()
-        items = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
+        items = attention(
+            run_id, history, spares=spares, warm=self._run.warm_spares, limits=self.limits
+        )
         self.reporter.artifact(Artifact(TOP, ArtifactKind.MARKDOWN, items.body, items.title))
         self._call_for_help(items.needs)
         self._name_placement(history)

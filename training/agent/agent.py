@@ -12,10 +12,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from perdure.training.agent.attempt import Container, NodeAttempt
-from perdure.training.agent.control import ADDRESS_FILE, ControlServer
+from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE, ControlServer
 from perdure.training.agent.evidence import read_evidence, read_worker_stacks
 from perdure.training.agent.log_collection import Collector, read_logs
 from perdure.training.agent.preparation import NodeChecks
@@ -59,6 +60,7 @@ from perdure.training.wire.node import DevicesQuery, HealOrder
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
 CONFIG_FILE = "agent.json"
+LAST_SAVE_S = 5.0  # after the processes, for saves that are nowhere else
 
 
 class Agent:
@@ -77,6 +79,7 @@ class Agent:
         self._attempt: NodeAttempt | None = None
         self._command_port: tuple[tuple[int, int], int] | None = None
         self._ending = False
+        self._terminated_s: float | None = None
         self._oom_kills_before = oom_kills()
 
     def run(self) -> None:
@@ -92,13 +95,20 @@ class Agent:
         with container.wakeup:
             self._watch()
         # Saves that are nowhere else first, then logs; only then do the remaining processes end.
-        attempt = self._attempt
-        container.checkpoint_server.close(attempt.order.grace_s if attempt else 0.0)
+        container.checkpoint_server.close(self._save_limit_s)
         container.launcher.close()
         self._collector.close(*self._newest)
         kill_container(container.marker)
         self._server.close()
         (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
+
+    @property
+    def _save_limit_s(self) -> float:
+        """Time for the saves that only the checkpoint server has; the platform's grace runs out."""
+        grace_s = self._attempt.order.grace_s if self._attempt is not None else 0.0
+        if self._terminated_s is None or grace_s <= LAST_SAVE_S:
+            return grace_s
+        return max(LAST_SAVE_S, grace_s - (time.monotonic() - self._terminated_s))
 
     def _watch(self) -> None:
         checked_s = 0.0
@@ -110,6 +120,7 @@ class Agent:
                 if time.monotonic() - checked_s > HANG_CHECK_S - TICK_S:
                     checked_s = time.monotonic()
                     if self._attempt is not None:
+                        self._attempt.check_last_words()
                         self._attempt.check_hang()
                         self._attempt.make_room()
                     self._check_orphaned()
@@ -199,8 +210,9 @@ class Agent:
 
     def status(self) -> AgentStatus:
         """Return the status of this node."""
+        is_terminated = self._terminated_s is not None
         if self._attempt is not None:
-            return self._attempt.status()
+            return self._attempt.status().model_copy(update={"is_terminated": is_terminated})
         return AgentStatus(
             node=self._config.node,
             member=self._config.member,
@@ -212,6 +224,7 @@ class Agent:
             oom_kills=oom_kills() - self._oom_kills_before,
             is_warm=self._container.launcher.is_warm,
             unwritable=self._container.unwritable,
+            is_terminated=is_terminated,
         )
 
     def _assign(self, order: AssignOrder) -> AgentReply:
@@ -315,6 +328,10 @@ class Agent:
         threading.Thread(target=self._terminate, daemon=True).start()
 
     def _terminate(self) -> None:
+        # First: a supervisor that comes too late to ask still learns why this agent ended.
+        with suppress(OSError):
+            (self._folder / TERMINATED_FILE).touch()
         with self._lock:
+            self._terminated_s = self._terminated_s or time.monotonic()
             self._stop()
             self._ending = True

@@ -26,6 +26,7 @@ from perdure.training.agent.coordinator_client import (
 )
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
+from perdure.training.agent.last_words import LastWordsCheck
 from perdure.training.agent.launcher import Launcher
 from perdure.training.agent.log_room import DiskRoom, give_up_logs, logs_of
 from perdure.training.agent.obstacles import (
@@ -158,7 +159,8 @@ class NodeAttempt:
         self._container = container
         self._config = container.config
         self._folder = container.attempt_folder(order)
-        self._hang_check = HangCheck(self._config, order.is_command, container.marker)
+        self._hang_check = self._new_hang_check()
+        self._last_words = LastWordsCheck()
         self._hang: HangReport | None = None
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
@@ -167,6 +169,16 @@ class NodeAttempt:
         self._shared_memory: SharedMemoryNames | None = None
         self._unmarked = UnmarkedRecord(container.folder, container.marker)
         self._oom_kills_before = oom_kills()
+
+    def _new_hang_check(self) -> HangCheck:
+        order = self.order
+        return HangCheck(
+            self._config,
+            order.is_command,
+            self._container.marker,
+            start_factor=order.start_factor,
+            ends_slow_start=order.ends_slow_start,
+        )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -244,9 +256,7 @@ class NodeAttempt:
         with self._container.lock:  # ranks that were silent without a coordinator do not hang
             group.rejoin(order.coordinator)
             self._hang = None
-            self._hang_check = HangCheck(
-                self._config, self.order.is_command, self._container.marker
-            )
+            self._hang_check = self._new_hang_check()
         return AgentReply()
 
     def stop(self, grace_s: float) -> None:
@@ -278,10 +288,10 @@ class NodeAttempt:
         elif container.checkpoint_server.revive(now_s=time.monotonic()):
             self.group.spare = container.spare_pids
 
-    def make_room(self) -> None:
-        """Give logs up where the disk is nearly full."""
-        if self.group is not None and not self.is_over:
-            self._container.make_room(self.order.job, self.group.output.log_folder, at_once=False)
+    def check_last_words(self) -> None:
+        """End workers that live on after an exception has ended their program."""
+        if self.group is not None and self.state is AgentState.RUNNING:
+            self._last_words.check(self.group)
 
     def _clear_up(self, group: WorkerGroup) -> None:
         """Remove what the processes left in shared memory, and find out what was in their way."""
@@ -291,6 +301,11 @@ class NodeAttempt:
             tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
             self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
             self._container.note_refusal(None, group.output.log_folder)
+
+    def make_room(self) -> None:
+        """Give logs up where the disk is nearly full."""
+        if self.group is not None and not self.is_over:
+            self._container.make_room(self.order.job, self.group.output.log_folder, at_once=False)
 
     def check_hang(self) -> None:
         """Judge whether the workers make progress."""

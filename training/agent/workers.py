@@ -248,7 +248,7 @@ class WorkerGroup:
 
     def _report_end(self, worker: Worker) -> bool:
         """Report an end to the coordinator. Returns whether it is there to answer."""
-        exit_code = worker.process.returncode
+        exit_code = worker.exit_code
         if self.coordinator is None or not self.coordinator.is_open or self._kill_at_s is not None:
             return False
         assert exit_code is not None  # noqa: S101 it has ended
@@ -382,6 +382,19 @@ class WorkerGroup:
             worker.process.send_signal(signal.SIGTERM)
 
     @property
+    def running_workers(self) -> Sequence[Worker]:
+        """The workers whose processes have not ended."""
+        return [worker for worker in self._workers if worker.ended_s is None]
+
+    def end_raised(self, rank: int, line: str) -> None:
+        """End a process that lives on after an exception: its end is that of the exception."""
+        for worker in self.running_workers:
+            if worker.rank == rank and self._kill_at_s is None:
+                _log.warning(f"rank {rank} lives on after an exception and is ended: {line}")
+                worker.raised = line
+                worker.process.send_signal(signal.SIGKILL)
+
+    @property
     def is_ending(self) -> bool:
         """Whether a process has ended, so that more is to be done soon."""
         return self.is_stopping or any(worker.ended_s is not None for worker in self._workers)
@@ -477,6 +490,8 @@ class WorkerGroup:
         early = self._ended_early(worker)
         if early is not None:
             error["message"] = early
+        if worker.raised is not None:
+            error.setdefault("message", worker.raised)
         if error.get("message"):
             error["message"] = mask_text(error["message"], self.secrets)
         return error

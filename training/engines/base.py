@@ -17,6 +17,7 @@ from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.environment import variables_of
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import AgentConfig, AgentReply, NodeLog
 from perdure.training.wire.agent_status import AgentStatus
@@ -137,6 +138,14 @@ class AgentEndpoint:
     node_problem: str = ""
     was_spare: bool = False
     schedule_cnt: int = 0
+
+
+TERMINATED = "AGENT_TERMINATED"
+
+
+def terminated(node: str) -> NodeLoss:
+    """The loss of a container whose agent SIGTERM has ended: the node is not to blame."""
+    return NodeLoss(node, FaultClass.PREEMPTED, TERMINATED, "SIGTERM has ended its agent")
 
 
 class Engine(Protocol):

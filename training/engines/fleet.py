@@ -17,6 +17,7 @@ from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.agent_calls import POLL_TIMEOUT_S, AgentCalls, MemberAgents
 from perdure.training.engines.base import (
     ANY_NODE,
+    TERMINATED,
     AgentEndpoint,
     ClockProbe,
     Engine,
@@ -128,6 +129,12 @@ class Fleet:
     def poll_s(self) -> float:
         """How often polling all agents is worth its cost."""
         return self._engine.poll_s
+
+    @property
+    def are_terminated(self) -> bool:
+        """Whether SIGTERM has ended an agent, as its engine knows it."""
+        contacts = self._engine.contacts().values()
+        return any(c.loss is not None and c.loss.code == TERMINATED for c in contacts)
 
     def losses(self, lost: Collection[str]) -> Sequence[NodeLoss]:
         """List the reasons that the engine knows for containers that are gone, or about to be.

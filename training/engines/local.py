@@ -24,12 +24,12 @@ from pydantic import ValidationError
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.agent.agent import CONFIG_FILE
-from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.agent.preparation import node_folder
 from perdure.training.agent.unmarked import read_unmarked
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
+from perdure.training.engines.base import AgentEndpoint, Placement, agent_config, terminated
 from perdure.training.errors import EngineError
 from perdure.training.files import last_line, private_folder, why_unwritable, write_whole
 from perdure.training.injection.victims import processes_of
@@ -80,6 +80,7 @@ class Container(FrozenModel):
     def contact(self) -> AgentEndpoint:
         """Describe the container to the fleet."""
         address = self.address()
+        is_terminated = address is None and (self.path / TERMINATED_FILE).exists()
         return AgentEndpoint(
             self.node,
             self.token,
@@ -87,6 +88,7 @@ class Container(FrozenModel):
             LOOPBACK,
             was_spare=self.stood_by,
             schedule_cnt=self.schedule_cnt,
+            loss=terminated(self.node) if is_terminated else None,
         )
 
 

@@ -30,6 +30,7 @@ from perdure.training.journal.records import (
     RunReopened,
     SupervisorAcquired,
 )
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Decision, Recovery
 
@@ -175,9 +176,9 @@ class RunHistory:
     def unclosed_attempt(self) -> AttemptView | None:
         """The newest attempt when it ended the run but the run's end is not on record."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
-        if last is None or last.ended is None or last.ended.outcome in ("failed", "restarted"):
+        if last is None or last.ended is None:
             return None
-        return last
+        return last if last.ended.outcome in ("completed", "stopped") else None
 
     @property
     def sub_healthy(self) -> list[InProcessRecovery]:
@@ -214,7 +215,7 @@ class RunHistory:
         for index, view in enumerate(self.attempts):
             if index < self.budgets_from:
                 continue
-            later = self._progress_after(index, progress_after_s)
+            later = self._progress_after(index, progress_after_s) or self._went_on(index)
             recoveries += [
                 Recovery(
                     recovery.began.fault,
@@ -255,7 +256,7 @@ class RunHistory:
         """
         ended = [view.ended for view in self.attempts if view.ended is not None]
         lived_s = sum(end.duration_s for end in ended)
-        return (expected_s + lived_s) / (1 + sum(end.outcome == "failed" for end in ended))
+        return (expected_s + lived_s) / (1 + sum(end.is_fault for end in ended))
 
     def _progress_within(self, view: AttemptView, recovery: InProcessRecovery) -> bool:
         """Whether its own attempt committed a step that was trained after the recovery.
@@ -270,6 +271,16 @@ class RunHistory:
             (checkpoint.placement, checkpoint.attempt) == view.key and checkpoint.step > ended.step
             for checkpoint in self.checkpoints
         )
+
+    def _went_on(self, index: int) -> bool:
+        """Whether a program that had asked to be started again came further the next time."""
+        ended = self.attempts[index].ended
+        if ended is None or ended.fault is None or ended.to_step is None:
+            return False
+        if ended.fault.fault_class is not FaultClass.RESTART_REQUESTED:
+            return False
+        later = (view.ended for view in self.attempts[index + 1 :])
+        return any(end is not None and (end.to_step or 0) > ended.to_step for end in later)
 
     def _step_to_exceed(self, view: AttemptView) -> int:
         """Return the step that a checkpoint of an attempt must exceed for progress."""

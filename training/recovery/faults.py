@@ -36,6 +36,7 @@ class FaultClass(StrEnum):
     NUMERIC_ANOMALY = "numeric_anomaly"
     NATIVE_CRASH = "native_crash"
     PREEMPTED = "preempted"
+    RESTART_REQUESTED = "restart_requested"
     USER_CODE_ERROR = "user_code_error"
     LAUNCH_MISCONFIGURED = "launch_misconfigured"
     VERSION_MISMATCH = "version_mismatch"
@@ -167,6 +168,10 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "None, if the scheduler took the node back; else find who sent the signal.",
         RecoverableBy.RESCHEDULE,
     ),
+    FaultClass.RESTART_REQUESTED: Traits(
+        "The program left with an exit code by which it asks to be started again: no fault.",
+        "None. The code is one of worker.restart_codes.",
+    ),
     FaultClass.USER_CODE_ERROR: Traits(
         "The training program raised an error that it will raise again.",
         "Fix the program at the line shown.",
@@ -199,6 +204,9 @@ USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 # Our own codes.
 STORE_FULL = "STORE_FULL"  # the run's store has no room left
 NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
+SLOW_START = "SLOW_START"  # the time before the first step of new processes was over
+IDLE_START = "IDLE_START"  # the same, and they did not compute
+LATE_STARTS = frozenset({SLOW_START, IDLE_START})
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +229,8 @@ class Fault:
         hardware_fault: whether hardware is broken; None: as its class has it.
         severity: the driver's, 0 hint to 3 critical; None: it reported none.
         num_other_nodes: further nodes that showed the same in the same event.
+        frame: of a hang that the program may cause: the functions of the program that its rank
+            was in, such as "main (train.py) > evaluate (train.py)".
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -240,6 +250,7 @@ class Fault:
     hardware_fault: bool | None = None
     severity: Annotated[int, Field(ge=0, le=3)] | None = None
     num_other_nodes: Annotated[int, Field(ge=0)] = 0
+    frame: str | None = None
 
     @property
     def chip_code(self) -> str | None:

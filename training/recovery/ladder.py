@@ -22,7 +22,10 @@ from perdure.training.recovery.guards import (
     SWITCHED_OFF,
     UNSUPPORTED,
     LadderInput,
+    hung_before,
     is_accepted,
+    is_cancelled,
+    is_hang_again,
     is_oom_again,
     is_store_full,
     is_the_users_again,
@@ -89,6 +92,7 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
         survivors,
         no_replica,
         no_replica_of_node,
+        hung_before(fault, history=history, streak=streak),
     )
     return _climb(case, supported, capacity)
 
@@ -99,8 +103,10 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
-    ends = ends or _has_nowhere_to_go(case, capacity)
+    reasons_to_end = (
+        is_cancelled, is_oom_again, is_hang_again, is_store_full, is_the_users_again,
+    )  # fmt: skip
+    ends = _has_nowhere_to_go(case, capacity) or any(applies(case) for applies in reasons_to_end)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -156,8 +162,14 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
 
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
+    if is_cancelled(case):
+        return f"{fault.fault_class}: the job was ended by a person, who may start it again"
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
+    if is_hang_again(case):
+        rank = f" of rank {fault.rank}" if fault.rank is not None else ""
+        place = f"at step {fault.step}{rank} in {fault.frame}"
+        return f"{fault.fault_class} again {place} is for the user to fix: {fault.action}"
     if is_store_full(case):
         return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
     if rung is Rung.STOP and case.fault.is_of_unwritable_node:

@@ -333,6 +333,7 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.NUMERIC_ANOMALY: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.NATIVE_CRASH: (Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.PREEMPTED: (Rung.JOB_RESCHEDULE, Rung.STOP),
+    FaultClass.RESTART_REQUESTED: _NOT_THE_NODE,
     FaultClass.USER_CODE_ERROR: (Rung.STOP,),
     FaultClass.LAUNCH_MISCONFIGURED: (Rung.STOP,),
     FaultClass.VERSION_MISMATCH: (Rung.STOP,),

@@ -46,6 +46,7 @@ class NeedKind(StrEnum):
     ALERT = "alert"
     WAITS = "waits"
     NO_SPARE = "no_spare"
+    LIMIT = "limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ def attention(
     *,
     spares: Sequence[str] | None,
     warm: Sequence[str] = (),
+    limits: Sequence[str] = (),
 ) -> ActionItems:
     """Build the page about everything that needs a person now.
 
@@ -100,10 +102,13 @@ def attention(
         history: the ledger's content.
         spares: healthy nodes that are free; None: not known.
         warm: nodes with a warm spare.
+        limits: concurrency limits of the server, each with the way to remove it.
     """
     needs = [*_failed(history), *_isolated(run_id, history), *_alerts(history)]
     if history.ended is None and spares is not None and not spares:
         needs += _no_spare(run_id, history)
+    if history.ended is None:
+        needs += _limits(history, limits)
     spares_lines = _spares_text(spares, _num_spares(history)), _warm_text(warm)
     spares_line = " ".join(filter(None, spares_lines))
     if not needs:
@@ -118,6 +123,22 @@ def attention(
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
     return ActionItems(title, f"{listing}{spares_line}\n", tuple(needs))
+
+
+def _limits(history: RunHistory, limits: Sequence[str]) -> list[Need]:
+    """List concurrency limits that can keep the next supervisor of the run waiting."""
+    since = clock_text(history.created_s)
+    return [
+        Need(
+            NeedKind.LIMIT,
+            f"A concurrency limit of {limit.partition(' has ')[0]}",
+            since,
+            f"{limit.partition('; ')[0]}: a supervisor that has ended may wait for its slot",
+            f"{limit.partition('; ')[2]}. The training goes on meanwhile; the ledger alone keeps "
+            "two supervisors apart",
+        )
+        for limit in limits
+    ]
 
 
 def _num_spares(history: RunHistory) -> int:

@@ -95,8 +95,11 @@ def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> li
             reports += [
                 _recovery_report(history, index, recovery, place) for recovery in view.recoveries
             ]
-        if (index >= first or isolates) and view.ended is not None and view.ended.fault is not None:
-            reports.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
+        ended = view.ended
+        if ended is None or ended.fault is None or not ended.is_fault:
+            continue
+        if index >= first or isolates:
+            reports.append(_attempt_report(history, index, ended, ended.fault, place))
     return reports
 
 
@@ -315,7 +318,8 @@ def _act(
         command = code(f"perdure nodes {place.run_id} --release {node}")
         waits = place.waits and not is_over
         when = "now: the run waits for a node" if waits else "but it can wait"
-        return f"Yes, {when}. Have {text(node)} repaired, then let it back in: {command}"
+        deed = "repaired" if fault.hardware_fault else "checked"
+        return f"Yes, {when}. Have {text(node)} {deed}, then let it back in: {command}"
     if node is not None:
         return f"No. {text(node)} was released"
     if history.ended is not None and not is_over and not history.ended_well:

@@ -26,6 +26,7 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
+from perdure.training.liveness.hang_limits import START_FIELD
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
 from perdure.training.supervisor.exit_zero import (
@@ -34,6 +35,7 @@ from perdure.training.supervisor.exit_zero import (
     is_done,
     was_stopped,
 )
+from perdure.training.supervisor.termination import MARGIN_S, Termination
 from perdure.training.supervisor.watch import (
     AttemptEnd,
     AttemptWatcher,
@@ -64,6 +66,7 @@ class _Failure:
     stacks: tuple[tuple[str, NodeLog], ...] = ()
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
+    is_late_start: bool = False
 
 
 class AttemptWatch:
@@ -74,9 +77,11 @@ class AttemptWatch:
         job: its limits say how long processes get to start and to end.
         key: placement and attempt; whatever an agent reports of an earlier attempt is left out.
         started_s: when the attempt was started, seconds since the epoch.
+        start_factor: times the limit of a start.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
+        termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
     def __init__(
@@ -88,18 +93,22 @@ class AttemptWatch:
         started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
+        start_factor: float = 1.0,
         watchers: Sequence[AttemptWatcher] = (),
+        termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
         self._key = key
         self._started_s = started_s
-        self._start_timeout_s = job.restart.start_timeout_s
+        self._start_timeout_s = start_factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
+        self._restart_codes = job.worker.restart_codes
         self._hang_limit_s = job.watch.command_quiet_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
+        self._termination = termination or Termination()
         self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
@@ -129,7 +138,12 @@ class AttemptWatch:
         """Watch to the end; every process of the attempt is gone when this returns."""
         began_s = time.monotonic()
         while True:
-            self._observe()
+            snapshot = self._observe()
+            if self._termination.is_wanted:
+                if self.is_from_outside(snapshot):
+                    return self.end_from_outside()
+                if self._termination.is_alone():
+                    self._termination.leave_now()
             answers = [watcher.check(self._progress) for watcher in self._watchers]
             results = [result for result in answers if result is not None]
             is_late = time.monotonic() - began_s > self._start_timeout_s
@@ -162,8 +176,11 @@ class AttemptWatch:
             return self._end(EndKind.COMPLETED, snapshot)
         starting = [node for node in _starting(snapshot) if node not in answered]
         if starting and is_late:
-            text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
-            return self.wind_up(refusal=text)
+            text = (
+                f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s "
+                f"(raise {START_FIELD} if it needs longer)"
+            )
+            return self.wind_up(refusal=text, is_late_start=True)
         if has_failed or (snapshot.is_over and not starting):
             return self.wind_up()
         culprit = next((result.culprit for result in results if result.culprit is not None), None)
@@ -179,18 +196,64 @@ class AttemptWatch:
             is_completed = False
         return self._end(EndKind.COMPLETED if is_completed else request, final)
 
+    def is_from_outside(self, snapshot: Snapshot) -> bool:
+        """Whether SIGTERM has come to this process and all agents, or ends its whole container.
+
+        A node that is drained takes some agents, and maybe this process, and the attempt goes on.
+        """
+        if not self._termination.is_wanted or self._termination.owns_machine:
+            return self._termination.is_wanted
+        if snapshot.agents:
+            return all(status.is_terminated for status in snapshot.agents.values())
+        return self._fleet.are_terminated
+
+    def end_from_outside(self) -> AttemptEnd:
+        """Let the agents end the attempt, with its last save, as far as the platform's grace goes.
+
+        An agent that has shown how its processes ended goes away at once.
+        """
+        termination, grace_s = self._termination, self._request_grace_s
+        assert termination.since_s is not None  # noqa: S101 asked by the callers
+        if termination.owns_machine:
+            self._fleet.stop(grace_s)
+        snapshot, agents = self._progress.snapshot, dict(self._progress.snapshot.agents)
+        deadline_s = termination.since_s + grace_s + MARGIN_S
+        while time.monotonic() < deadline_s:
+            if not snapshot.agents or (termination.owns_machine and snapshot.is_over):
+                break
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+            agents |= snapshot.agents
+        final = Snapshot(agents)
+        is_completed = _all_done(final) and self._has_reached_target(final)
+        return self._end(EndKind.COMPLETED if is_completed else EndKind.ENDED_FROM_OUTSIDE, final)
+
+    def _has_reached_target(self, final: Snapshot) -> bool:
+        """Whether exits with 0 are the end of the training: a command may save on SIGTERM, too."""
+        if self._exit_check is None:
+            return True
+        step, target = step_of(final, self._progress.last), self._exit_check.target
+        return step is not None and target is not None and step >= target
+
     def wind_up(
-        self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
+        self,
+        *,
+        refusal: str | None = None,
+        is_late_start: bool = False,
+        culprit: SlowNode | SilentRank | None = None,
     ) -> AttemptEnd:
         """Let the others report after the first failure, stop them, and poll once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
+            is_late_start: whether it is that nodes took too long.
             culprit: holds the others up, when nothing else has happened.
         """
         at_s = time.time()
         time.sleep(SETTLE_S)
         failed = self._observe()
+        if self.is_from_outside(failed):  # ranks may have ended before the signal came here
+            return self.end_from_outside()
         # An event that the coordinator writes later follows from the order to stop.
         given_up = self._progress.given_up
         silent = tuple(silent_of(failed.agents.values()))
@@ -203,8 +266,10 @@ class AttemptWatch:
         grace_s = HANG_GRACE_S if silent else grace_s
         self._fleet.stop(grace_s)
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
+        if self.is_from_outside(final):
+            return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
-        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
+        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
     def end_of_failure(self) -> AttemptEnd | None:
@@ -287,11 +352,13 @@ class AttemptWatch:
             unwritable=_unwritable(failure.snapshot, snapshot),
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=failure.refusal,
+            is_late_start=failure.is_late_start,
             outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
+            restart_codes=self._restart_codes,
             obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
         return AttemptEnd(
@@ -394,6 +461,7 @@ def _worker_ends(
                 log_path=_log_path(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
                 bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
+                is_command=status.is_command,
             )
 
 

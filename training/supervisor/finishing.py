@@ -16,6 +16,7 @@ from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.ending import blame_repeated_end
+from perdure.training.diagnosis.hang import locate
 from perdure.training.diagnosis.loading import Resumed, judge_loading
 from perdure.training.diagnosis.obstacles import judge_obstacles
 from perdure.training.engines.fleet import Fleet
@@ -219,13 +220,18 @@ class Decider:
         """
         history = self.writer.refresh()
         view = history.attempts[-1] if history.attempts else None
-        if view is None or len(history.attempts) <= history.budgets_from:
+        if view is None or view.fault is None or len(history.attempts) <= history.budgets_from:
             raise EngineError(why)
         self.writer.append(view, RungFailed, rung=rung, why=why, waited_s=waited_s)
         return self.decide(view, fault_of(view))
 
-    def record_vanished(self, view: AttemptView) -> None:
-        """Record an attempt that ended without a supervisor, and its containers with it."""
+    def record_vanished(self, view: AttemptView, *, is_from_outside: bool) -> None:
+        """Record an attempt that ended without a supervisor, and its containers with it.
+
+        Args:
+            view: the attempt.
+            is_from_outside: whether the machine or the allocation has ended, and no node is lost.
+        """
         fault = Fault(
             FaultClass.NODE_LOST,
             time.time(),
@@ -235,6 +241,10 @@ class Decider:
         )
         # Its last commits first: progress since the previous recovery makes that recovery free.
         self.writer.missed_checkpoints(view)
+        if is_from_outside:
+            outcome, step = EndKind.ENDED_FROM_OUTSIDE.value, self.writer.history.committed_step
+            self.writer.end_attempt(view, outcome, to_step=step)
+            return
         self.writer.end_attempt(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self.decide(view, fault)
 
@@ -355,12 +365,13 @@ class AttemptFinisher:
         )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
-        """Name the place of a hang's stacks in its fault."""
+        """Name the place of a hang's stacks in its fault, and that of its rank in the program."""
         run_id, ranks = self._decider.job.run_id, end.evidence.rank_progress
         try:
             where = save_hang_report(self.store, run_id, view.key, end.stacks, ranks)
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
-        fault = diagnosis.fault
+        texts = [(log.rank, log.text) for _, log in end.stacks]
+        fault = locate(diagnosis.fault, texts, end.evidence)
         explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
         return replace(diagnosis, fault=explained)

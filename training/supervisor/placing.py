@@ -170,7 +170,8 @@ class Placer:
         alive = self._fleet.adopt(current)
         if history.open_attempt is not None:
             if not alive:
-                self._decider.record_vanished(history.open_attempt)
+                is_from_outside = self._is_from_outside(history)
+                self._decider.record_vanished(history.open_attempt, is_from_outside=is_from_outside)
             return bool(alive)
         if history.restarts_on_schedule:
             return bool(alive)
@@ -182,6 +183,13 @@ class Placer:
             view = history.attempts[-1]
             decided = self._healer.heal(view, fault_of(view), decided, stop_wanted=stop_wanted)
         return decided.rung in RESTARTS_IN_PLACE
+
+    def _is_from_outside(self, history: RunHistory) -> bool:
+        """Whether the containers of this machine were ended with it, or by SIGTERM to all."""
+        if not self._job.engine.on_this_machine or history.placement is None:
+            return False
+        is_rebooted = history.placement.boot_id not in ("", self._identity.boot_id)
+        return is_rebooted or self._fleet.are_terminated
 
     def _completes(self, history: RunHistory, current: Placement) -> bool:
         """Finish a placement whose supervisor died between its record and its first attempt.

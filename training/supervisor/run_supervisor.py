@@ -56,6 +56,7 @@ from perdure.training.supervisor.run_identity import (
 from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
+from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import (
     EndKind,
@@ -66,6 +67,7 @@ from perdure.training.wire.requests import clear_requests
 from perdure.training.wire.store_wait import Wait, write_wait
 
 _log = logging.getLogger("perdure.supervisor")
+LAST_ENDS = (EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE)  # which a request to end does not cut
 LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
 
 
@@ -108,6 +110,7 @@ class RunSupervisor(RunHandle):
         self._fleet: Fleet | None = None
         self._warm_spares: WarmSpares | None = None
         self._cancel_poll: CancelPoll | None = None
+        self.termination = Termination()
 
     @property
     def history(self) -> RunHistory:
@@ -244,6 +247,19 @@ class RunSupervisor(RunHandle):
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
         """Start the next attempt, or adopt the living attempt, and watch it to its end."""
+        with self.termination.deferred():
+            result = self._attempt(placement, data_manifest_key, stop_wanted, on_progress)
+        if self.termination.is_wanted and result.kind not in LAST_ENDS:
+            self.termination.leave_now()
+        return result
+
+    def _attempt(
+        self,
+        placement: Placement,
+        data_manifest_key: str | None,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> AttemptResult:
         start_compiler()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
@@ -313,7 +329,8 @@ class RunSupervisor(RunHandle):
     ) -> AttemptWatch:
         """Put the watchers of an attempt together."""
         job, view = self.job, starter.view
-        stall = StallCheck(job, view.started.at_s)
+        patience = starter.patience
+        stall = StallCheck(job, view.started.at_s, patience)
         health = AttemptHealth(job.watch, view, stall)
         replacer = NodeReplacer(self._decider, self._placer, starter, health)
         self._warm_spares = self._warm_spares or WarmSpares(
@@ -328,6 +345,7 @@ class RunSupervisor(RunHandle):
             job,
             key=view.key,
             started_s=view.started.at_s,
+            start_factor=patience.factor,
             stop_wanted=stop_wanted,
             on_progress=recorder.record,
             watchers=(
@@ -337,6 +355,7 @@ class RunSupervisor(RunHandle):
                 stall,
                 SlowNodeCheck(replacer),
             ),
+            termination=self.termination,
         )
 
     def end(self, outcome: str, message: str) -> None:
@@ -374,6 +393,18 @@ class RunSupervisor(RunHandle):
         """Stop the processes of a run whose end cannot be recorded; their saves are kept."""
         with suppress(EngineError, AgentUnreachable):  # gone, or another supervisor has the run
             self.fleet.stop(self.job.engine.grace_s)
+
+    def leave(self) -> None:
+        """Give the run up without an end: the next supervisor goes on with it."""
+        with suppress(StorageError):  # else it waits for the lease to run out
+            self.ledger.release()
+
+    def withdraw(self) -> None:
+        """Take the containers down where nothing was ever started in them."""
+        if self._fleet is None or self.refresh().placement is None or self.history.attempts:
+            return
+        with suppress(EngineError, AgentUnreachable):  # the next supervisor takes them over
+            self._fleet.cancel(0.0)
 
     def _keep_fault(self) -> None:
         """Record the fault of an attempt that has failed already, and was not concluded yet."""

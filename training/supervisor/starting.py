@@ -34,6 +34,7 @@ from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.records import ResumeChosen, SetAsideCheckpoint
+from perdure.training.liveness.start_patience import StartPatience, patience_of
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import recoveries_of
@@ -72,6 +73,11 @@ class AttemptStarter:
     cwd: str
     secrets: Callable[[], Mapping[str, SecretStr]]
     data_manifest_key: str | None
+
+    @property
+    def patience(self) -> StartPatience:
+        """Limits of this start, by the starts before it."""
+        return patience_of(recoveries_of(self.job, self.writer.history))
 
     @property
     def replaces_nodes(self) -> bool:
@@ -127,7 +133,7 @@ class AttemptStarter:
         Args:
             saved: the checkpoint that a command goes on from.
         """
-        job, history = self.job, self.writer.history
+        job, history, patience = self.job, self.writer.history, self.patience
         resumed = Resumption.of(job, saved)
         return StartOrder(
             placement=self.view.started.placement,
@@ -155,6 +161,8 @@ class AttemptStarter:
             resume_attempt=saved.saved_in if saved is not None else None,
             created_s=history.created_s,
             leftovers=tuple(dict.fromkeys(_leftovers_of(history))),
+            start_factor=patience.factor,
+            ends_slow_start=patience.ends_slow_start,
         )
 
     def _job_of_workers(self) -> Job:

@@ -123,6 +123,12 @@ class StartOrder(FrozenModel):
     leftovers: tuple[str, ...] = Field(
         (), description="files that were in the way of earlier attempts, removed before the start"
     )
+    start_factor: float = Field(1.0, ge=1, description="times the limits before the first step")
+    ends_slow_start: bool = Field(
+        True,
+        description="whether a hang before the first step ends the attempt; else it is "
+        "reported, and the supervisor decides by all nodes",
+    )
     secrets: dict[str, SecretStr] = Field(
         {}, description="values of the job's env_from that are in Prefect blocks, by variable"
     )

@@ -110,6 +110,9 @@ class HangReport(FrozenModel):
         why: what shows it beside the silence.
         stopped: processes of a command, of no rank, that a signal has stopped.
         ends_attempt: else it is only reported, for as long as it lasts.
+        field: of the job, which raises the limit.
+        is_slow_start: whether no step of this start is known.
+        is_busy: whether its processes have computed meanwhile; None: not known.
     """
 
     rank: int | None
@@ -120,6 +123,9 @@ class HangReport(FrozenModel):
     why: str = ""
     stopped: tuple[str, ...] = ()
     ends_attempt: bool = True
+    field: str = ""
+    is_slow_start: bool = False
+    is_busy: bool | None = None
 
 
 class ShownStep(FrozenModel):
@@ -218,9 +224,9 @@ class AgentStatus(FrozenModel):
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
+        obstacles: things that the output of a failed attempt says to be taken.
         unwritable: why the node's scratch folder takes no files, once a start or a process has
             failed; empty where it does.
-        obstacles: things that the output of a failed attempt says to be taken.
     """
 
     node: str
@@ -270,7 +276,10 @@ class AgentStatus(FrozenModel):
             is_warm=self.is_warm,
             unwritable=self.unwritable,
             store_wait=self.store_wait,
+            is_terminated=self.is_terminated,
         )
+
+    is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:

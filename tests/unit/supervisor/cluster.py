@@ -99,6 +99,10 @@ class FakeFleet:
     poll_s = 0.0
     first_container = ""
 
+    @property
+    def are_terminated(self) -> bool:
+        return False
+
     def leftovers(self) -> Sequence[str]:
         return ()
 
