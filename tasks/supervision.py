@@ -360,7 +360,16 @@ class Supervision:
         if cancelled or (issubclass(kind, KeyboardInterrupt) and not _is_of_deployment()):
             self.logger.info("cancelled: stopping the processes of the run")
             self._signal.disarm()
-            self.run.end("cancelled", f"cancelled ({kind.__name__})")
+            try:
+                self.run.end("cancelled", f"cancelled ({kind.__name__})")
+            except StorageError as error:
+                self.run.stop_processes()
+                self.logger.warning(
+                    "the processes are stopped, and the end is not on record, because the store "
+                    "does not answer: %s; once it does, `perdure cancel %s` records it",
+                    error, self.job.run_id,
+                )  # fmt: skip
+                return
             self.has_cancelled = True
             self.close_own()
             with suppress(StorageError):  # the run has ended, whatever can be shown of it

@@ -278,8 +278,6 @@ class NodeAttempt:
         self._coordinator_end = self._coordinator_end or container.launcher.coordinator_end()
         if self.group.poll():
             self._clear_up(self.group)
-            if any(worker.exit_code for worker in self.group.statuses()):
-                container.note_refusal(None, self.group.output.log_folder)
             self.state = AgentState.ENDED
             container.sampler.end()
             if self._coordinator is not None:
@@ -303,6 +301,7 @@ class NodeAttempt:
         if group.has_failed:
             tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
             self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
+            self._container.note_refusal(None, group.output.log_folder)
 
     def make_room(self) -> None:
         """Give logs up where the disk is nearly full."""

@@ -390,6 +390,11 @@ class RunSupervisor(RunHandle):
         )
         self.ledger.release()
 
+    def stop_processes(self) -> None:
+        """Stop the processes of a run whose end cannot be recorded; their saves are kept."""
+        with suppress(EngineError, AgentUnreachable):  # gone, or another supervisor has the run
+            self.fleet.stop(self.job.engine.grace_s)
+
     def leave(self) -> None:
         """Give the run up without an end: the next supervisor goes on with it."""
         with suppress(StorageError):  # else it waits for the lease to run out

@@ -40,7 +40,7 @@ class Waiting:
             max_tries=100,
             clock=lambda: 0.0,
             sleep=self.sleep,
-            on_failure=self.failed.append,
+            on_failure=lambda error, _lasted_s: self.failed.append(error),
             on_success=self.passed,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,11 @@ class FillingFleet(FakeFleet):
     """Nodes named by the test refuse every start but the first, with a new save in each poll."""
 
     full: frozenset[str] = frozenset()
+    spares = 1
     num_polls = 0
+
+    def nodes(self) -> Sequence[str]:
+        return [f"node-{index}" for index in range(2 + self.spares)]
 
     def _full_members(self) -> list[int]:
         return [i for i, (m, _) in self.cluster.members.items() if m.node in self.full]
@@ -58,7 +63,8 @@ def play(tmp_path, without_waits, monkeypatch):
     """Play a run whose first attempt crashes; these nodes are full from then on."""
 
     def play(job: Job, *full: str) -> RunOutcome:
-        fleet = type("Fleet", (FillingFleet,), {"full": frozenset(full)})
+        content = {"full": frozenset(full), "spares": job.engine.spares}
+        fleet = type("Fleet", (FillingFleet,), content)
         monkeypatch.setattr("tests.unit.supervisor.cluster.FakeFleet", fleet)
         driver = ClusterDriver(tmp_path)
         driver.cluster = Cluster(["crash", "done"])

@@ -63,7 +63,7 @@ def test_a_process_that_waits_says_since_when_and_the_last_answer(tmp_path):
 
 def test_the_longest_wait_of_a_container_counts_and_a_dead_process_waits_no_more(tmp_path):
     for name, at_s in (("rank-0", 500.0), ("rank-1", 400.0)):
-        StoreWaitNote(tmp_path, name, clock=lambda at_s=at_s: at_s).failed(SLOW, 0.0)
+        StoreWaitNote(tmp_path, name, clock=iter([at_s]).__next__).failed(SLOW, 0.0)
     assert read_store_wait(tmp_path) == wait_since(400.0, str(SLOW))
     path = tmp_path / "store-wait-rank-1.json"
     child = os.fork()
