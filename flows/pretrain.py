@@ -35,6 +35,7 @@ from perdure.tasks.pretrain import (
 )
 from perdure.tasks.retry_delay import NotWanted
 from perdure.tasks.states import BY_PLATFORM, FINAL_STATES, data_of
+from perdure.tasks.story import CONTINUED
 from perdure.tasks.supervision import Supervision, has_open_attempt
 from perdure.training.config.job import Job, JobTemplate
 from perdure.training.engines.base import Placement
@@ -157,7 +158,7 @@ class TaskSteps(RunSteps):
         history, number = self.run.history, placement.number
         name = f"placement {number} on {','.join(placement.nodes)}"
         if history.open_attempt is None and history.attempts_in(number):
-            name += ", continued"
+            name += CONTINUED
         named = train.with_options(task_run_name=name, **restart_options(self.run.job))
         try:
             with self.supervision.retry_delay:

@@ -52,7 +52,8 @@ from perdure.training.journal.steps import StepReader, drop_lost_steps
 from perdure.training.journal.time_account import Account, account_time
 from perdure.training.preflight.job import CheckedJob, check_job
 from perdure.training.reporting.ettr import ettr_text, timeline_picture
-from perdure.training.reporting.rows import loss_picture, story_rows
+from perdure.training.reporting.markdown import plain
+from perdure.training.reporting.rows import loss_picture, num_kept, story_rows
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
@@ -214,19 +215,25 @@ def _supervise_here(
     if left_text:
         console.print(f"{job.run_id}: {left_text}", soft_wrap=True)
         return EXIT_BY_PLATFORM
-    if has_store(job.storage):
-        _print_outcome(console, job, ui_url)
-    # Prefect puts this before the text of every exception (3.8.8).
-    message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
-    kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()
-    text = f"{kind}: {message}".replace(REOPEN, resume_hint)
+    if state.name in NOT_TRAINED:
+        console.print(f"{state.name}: {state.message}", soft_wrap=True)
+        console.print(f"'perdure status {job.run_id}' shows it", soft_wrap=True)
+        return EXIT_FAILED
+    _print_outcome(console, job, ui_url)
+    text = _end_text(state.type.value, state.message or str(state.name))
+    text = plain(text.replace(REOPEN, resume_hint))
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
 
 
+def _end_text(kind: str, message: str) -> str:
+    # Prefect puts this before the text of every exception (3.8.8).
+    return f"{kind.lower()}: {message.removeprefix('Flow run encountered an exception: ')}"
+
+
 def _warn_of_pause(job: Job) -> None:
     if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
-        warn(f"{job.run_id}: a pause is requested; `perdure resume {job.run_id}` continues it")
+        warn(f"{job.run_id}: a pause is requested; 'perdure resume {job.run_id}' continues it")
 
 
 def _left_text(job: Job) -> str:
@@ -262,6 +269,8 @@ def _reopen(job: Job) -> None:
 
 
 def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
+    if not has_store(job.storage):
+        return
     store = store_of(job)
     folder = home_folder() / "runs" / job.run_id
     history = Ledger(store, job.run_id).read()
@@ -271,14 +280,12 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     last = history.attempts[-1].ended if history.attempts else None
     if last is not None and last.fault is not None:
         console.print(f"fault: {last.fault.evidence}")
-        console.print(f"       {last.fault.explanation}")
+        console.print(plain(f"       {last.fault.explanation}"))
     records = StepReader(store, job.run_id).read()
     kept_steps = drop_lost_steps(records)
     if kept_steps:
-        picture = folder / "loss.png"
-        picture.write_bytes(loss_picture(history, kept_steps))
-        console.print(f"steps kept: {len(kept_steps)}")
-        console.print(f"loss picture: {picture}", soft_wrap=True)
+        console.print(f"steps kept: {num_kept(history, kept_steps)}")
+        _save_picture(console, "loss", folder / "loss.png", loss_picture(history, kept_steps))
     _print_account(console, account_time(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
 
@@ -287,8 +294,16 @@ def _print_account(console: Console, spent: Account, folder: Path) -> None:
     """Print the account of the wall time, and save its picture."""
     if not spent.intervals:
         return
-    picture = folder / "timeline.png"
-    picture.write_bytes(timeline_picture(spent))
     console.print(ettr_text(spent))
     console.print(account_table(spent))
-    console.print(f"timeline picture: {picture}", soft_wrap=True)
+    _save_picture(console, "timeline", folder / "timeline.png", timeline_picture(spent))
+
+
+def _save_picture(console: Console, name: str, path: Path, picture: bytes) -> None:
+    """Save a picture and print its place; a full disk costs the picture, not the outcome."""
+    try:
+        path.write_bytes(picture)
+    except OSError as error:
+        warn(f"no {name} picture: {error.strerror}: {path}")
+        return
+    console.print(f"{name} picture: {path}", soft_wrap=True)

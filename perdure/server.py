@@ -34,10 +34,10 @@ from perdure.training.processes import free_port, is_alive
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 
 PORTS = range(4200, 4300)  # from Prefect's own on
-ANOTHER_PORT = "choose another port with `perdure server start --port N`"
+ANOTHER_PORT = "choose another port with 'perdure server start --port N'"
 REMEMBERED = (
-    "change the port: {port} is remembered from an earlier `perdure server start --port {port}`; "
-    "`perdure server start --port N` changes it, --port 0 forgets it"
+    "change the port: {port} is remembered from an earlier 'perdure server start --port {port}'; "
+    "'perdure server start --port N' changes it, --port 0 forgets it"
 )
 START_TIMEOUT_S = 120.0  # 18 s were measured for a first start, 23 s on a loaded machine
 STOP_TIMEOUT_S = 8.0
@@ -112,7 +112,7 @@ def start(port: Port = None) -> None:
             raise InputError(
                 "--port",
                 f"{port}: the server of this PERDURE_HOME already runs on port {record.port}; stop "
-                "it first with `perdure server stop`",
+                "it first with 'perdure server stop'",
             )
         if record is None:
             record = _start_as_before() if port is None else start_server(port=port or None)
@@ -402,12 +402,12 @@ def owner_text(owner: PortOwner | None, port: int, *, advice: str = ANOTHER_PORT
     if owner.home is not None:
         return (
             f"port {port} is taken by the Prefect server of PERDURE_HOME={owner.home} ({holder}); "
-            f"stop it with `PERDURE_HOME={owner.home} perdure server stop`, or {advice}"
+            f"stop it with 'PERDURE_HOME={owner.home} perdure server stop', or {advice}"
         )
     if owner.is_prefect:
         return (
             f"port {port} is taken by a Prefect server that perdure did not start ({holder}); use "
-            f"it with `export PREFECT_API_URL=http://127.0.0.1:{port}/api`, or {advice}"
+            f"it with 'export PREFECT_API_URL=http://127.0.0.1:{port}/api', or {advice}"
         )
     program = f"{holder}: {owner.command}" if owner.command else holder
     return f"port {port} is taken by another program ({program}); {advice}"

@@ -112,7 +112,7 @@ def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
         text = f"its supervisor is gone; {attempt} goes on and {WAITS}"
         return TaskEnd(StateType.CRASHED, LOST, text)
     text = f"its supervisor is gone; {attempt} went on and was adopted by {adopted_by}"
-    return TaskEnd(StateType.CRASHED, ADOPTED, text)
+    return TaskEnd(StateType.CANCELLED, ADOPTED, text)  # Crashed is the color of a loss
 
 
 def _ended(view: AttemptView) -> TaskEnd:

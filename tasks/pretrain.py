@@ -17,6 +17,7 @@ from typing import Any, TypedDict
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
 from prefect.runtime import task_run as this_task_run
 from prefect.tasks import Task
 
@@ -159,6 +160,8 @@ def train(
     Its retries and their delay are the job's restart policy, see `restart_options`.
     """
     tries: int = this_task_run.run_count
+    context = TaskRunContext.get()
+    supervision.story.placement_task = context.task_run if context is not None else None
     supervision.retry_delay.over()
     if tries == 1:  # before a retry, Prefect has waited
         supervision.run.wait_to_restart(placement, supervision.stop_wanted)

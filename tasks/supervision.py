@@ -113,7 +113,7 @@ class RequestPoller(_Periodic):
         super().__init__("perdure-control", CONTROL_PERIOD_S)
         self._flow_run_id = flow_run_id
         self._run = run
-        self._link = PauseLink(run.store, run.job.run_id)
+        self._link = PauseLink(run.brief_store, run.job.run_id)
         self.cancel_wanted = False
 
     @property
@@ -207,6 +207,8 @@ class Supervision:
             logger,
             target_step=job.target_step,
         )
+        self.outage.on_change = self.story.waits
+        self.run.on_wait = self.story.waits
         self.retry_delay = RetryDelay(self.stop_wanted)
         self._lease = LeaseRenewal(self.run, logger, self.outage)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
@@ -326,7 +328,7 @@ class Supervision:
             clear_requests(self.run.store, self.job.run_id)
         elif is_pause_wanted(self.run.store, self.job.run_id):
             self.logger.warning(
-                "run %s is paused on request: its ranks wait for `perdure resume %s`",
+                "run %s is paused on request: its ranks wait for 'perdure resume %s'",
                 self.job.run_id, self.job.run_id,
             )  # fmt: skip
         return history

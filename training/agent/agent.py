@@ -120,7 +120,9 @@ class Agent:
                 if time.monotonic() - checked_s > HANG_CHECK_S - TICK_S:
                     checked_s = time.monotonic()
                     if self._attempt is not None:
+                        self._attempt.check_last_words()
                         self._attempt.check_hang()
+                        self._attempt.make_room()
                     self._check_orphaned()
 
     @property
@@ -163,7 +165,8 @@ class Agent:
                 reply = AgentReply(status=self.status())
             case MetricsQuery():
                 idle = AgentReply(text="", offset=order.offset)
-                reply = attempt.read_steps(order.offset) if attempt is not None else idle
+                is_asked = attempt is not None and order.of_attempt in (None, attempt.key)
+                reply = attempt.read_steps(order.offset) if attempt and is_asked else idle
             case LogsQuery():
                 group = attempt.group if attempt is not None else None
                 logs = group.output.tails(group.ranks, order.tail_bytes) if group else ()
@@ -220,6 +223,7 @@ class Agent:
             attempt=0,
             oom_kills=oom_kills() - self._oom_kills_before,
             is_warm=self._container.launcher.is_warm,
+            unwritable=self._container.unwritable,
             is_terminated=is_terminated,
         )
 
@@ -266,11 +270,15 @@ class Agent:
     def _open_rendezvous(self, order: RendezvousOrder) -> AgentReply:
         start = order.start
         if not start.is_command:
-            folder = self._container.attempt_folder(start)
+            container = self._container
+            container.make_room(start.job, None, at_once=True)
             try:
-                address = self._container.launcher.open_coordinator(order, folder)
+                address = container.launcher.open_coordinator(
+                    order, container.attempt_folder(start)
+                )
             except OSError as error:
-                return AgentReply(error=f"rendezvous: {error}")
+                container.note_refusal(error)
+                return AgentReply(error=f"rendezvous: {container.unwritable or error}")
             return AgentReply(port=address.store_port, coordinator=address)
         key = (start.placement, start.attempt)
         if self._command_port is None or self._command_port[0] != key:
@@ -286,7 +294,8 @@ class Agent:
             return AgentReply()
         match query:
             case EvidenceQuery():
-                return AgentReply(texts=read_evidence(group, query.tail_bytes))
+                is_asked = query.of_attempt in (None, (order.placement, order.attempt))
+                return AgentReply(texts=read_evidence(group, query.tail_bytes) if is_asked else ())
             case StacksQuery():
                 return AgentReply(texts=read_worker_stacks(group))
         pieces = read_logs(
@@ -303,7 +312,10 @@ class Agent:
         with self._lock:
             if not self._is_quiet:
                 return AgentReply(error="an attempt is running")
-        return AgentReply(checks=self._checks.run(order))
+        try:
+            return AgentReply(checks=self._checks.run(order))
+        except OSError as error:  # of a disk that takes no files; silence would say nothing
+            return AgentReply(error=str(error))
 
     def _heal(self, order: HealOrder) -> AgentReply:
         if not self._is_quiet:

@@ -40,12 +40,12 @@ from perdure.training.injection.inside import checkpoint_server_faults
 from perdure.training.journal.attempt_log import AttemptLog
 from perdure.training.journal.events import CheckpointCommitted
 from perdure.training.log import start_logging
+from perdure.training.wire.store_wait import StoreWaitNote
 
 _log = logging.getLogger("perdure.agent")
 
 CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
-# Only the save after next waits for the checkpoint server: it can sit out an outage of the store.
-OUTAGE_S = 1200.0
+HASTE_S = 1.0  # between two tries once it is to end
 FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # set by agents; empty but on the first node
 HELD_FILE = "held.json"
 REVIVED_AFTER_S = 5.0  # a server that dies sooner is not started again
@@ -66,7 +66,11 @@ def serve() -> None:
     start_logging()
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     disk = CheckpointStore(LocalStore(Path(sys.argv[4])), job.run_id) if sys.argv[4:] else None
-    retry = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
+    ending, note = threading.Event(), StoreWaitNote(Path.cwd(), "checkpoint-server")
+    # Only the save after next waits for the checkpoint server: it can sit out an outage.
+    retry = Retry.patient(
+        sleep=partial(_pause, ending), on_failure=note.failed, on_success=note.passed
+    )
     first = os.environ.get(FIRST_CONTAINER_ENV)
     store = CheckpointStore(
         open_store(job.storage, retry=retry),
@@ -92,7 +96,14 @@ def serve() -> None:
     threading.Thread(target=checkpoint_server.serve, daemon=True).start()
     _log.info("checkpoint server is ready")
     _await_end()
+    ending.set()
     checkpoint_server.close(CLOSE_TIMEOUT_S)
+
+
+def _pause(ending: threading.Event, pause_s: float) -> None:
+    """Wait before another try; what is left at the end is tried more often, for little time."""
+    if ending.wait(pause_s):
+        time.sleep(min(HASTE_S, pause_s))
 
 
 def _await_end() -> None:

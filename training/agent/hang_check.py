@@ -14,12 +14,15 @@ from dataclasses import dataclass, field, replace
 
 import psutil
 
+from perdure.training.agent.processors import available_cores, waited_for_processor_s
 from perdure.training.agent.worker_process import SessionActivity, read_session_activity
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.liveness.culprit import STOPPED
 from perdure.training.liveness.hang_limits import (
+    QUIET_FIELD,
     ActivityDetector,
     HangDetector,
+    ProcessorUse,
     ProgramActivity,
     SilenceLimits,
 )
@@ -42,14 +45,20 @@ class HangCheck:
     Attributes:
         is_command: whether the workers are commands, which need not write heartbeats.
         marker: mark of the container's processes.
+        start_factor: times the limits before the first step.
+        ends_slow_start: whether a hang before the first step ends the attempt; else the supervisor
+            decides, who knows all nodes.
     """
 
     config: AgentConfig
     is_command: bool
     marker: str
+    start_factor: float = 1.0
+    ends_slow_start: bool = True
     _beat_detector: HangDetector = field(init=False)
     _step_detector: HangDetector = field(init=False)
     _activity_detector: ActivityDetector = field(init=False)
+    _starts: dict[int, tuple[int, float, SessionActivity]] = field(default_factory=dict)
     _polled_s: float = 0.0
     _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by key and process
     _awaits_coordinator: bool = False
@@ -64,6 +73,7 @@ class HangCheck:
             save_s=config.save_timeout_s,
             restore_s=config.restore_timeout_s,
             evaluate_s=config.evaluate_timeout_s,
+            start_factor=self.start_factor,
         )
         self._beat_detector = HangDetector(limits)
         # Output does not show the phase: a long silence may be a save.
@@ -88,6 +98,7 @@ class HangCheck:
         self._awaits_coordinator = any(beat.phase in _AWAITING for beat in beats.values())
         if not self.is_command:
             group.activity = _read_activity_before_steps(group, beats)
+            self._note_starts(group, beats, now_s=now_s)
         verdict = self._beat_detector.judge(
             beats,
             mute=group.mute_ranks(),
@@ -99,15 +110,52 @@ class HangCheck:
             if not self.is_command or beats:
                 return None
             return self._judge_steps(group, now_s) or self._judge_command(group, sample)
+        is_start = verdict.is_slow_start
+        use = self._use_of_starts(group, now_s=now_s) if is_start else None
         return HangReport(
             rank=group.rank_of(verdict.local_rank),
             silent_s=verdict.silent_s,
             limit_s=verdict.limit_s,
             phase=verdict.phase.name.lower(),
             step=verdict.step,
+            why=f"no step since its start, {use.text}" if use is not None else "",
             stopped=tuple(group.stopped_processes()),
-            ends_attempt=self.config.hangs_end_attempt,
+            ends_attempt=self._ends_attempt(is_start=is_start),
+            field=verdict.field,
+            is_slow_start=is_start,
+            is_busy=use.is_busy if use is not None else None,
         )
+
+    def _ends_attempt(self, *, is_start: bool) -> bool:
+        return self.config.hangs_end_attempt and (self.ends_slow_start or not is_start)
+
+    def _note_starts(
+        self, group: WorkerGroup, beats: Mapping[int, Heartbeat], *, now_s: float
+    ) -> None:
+        """Note the activity of the processes without a step, as it was at their newest beats."""
+        starts, self._starts = self._starts, {}
+        for local_rank, pid in group.pids().items():
+            activity, beat = group.activity.get(pid), beats.get(local_rank)
+            if activity is not None:
+                beat_ns = beat.beat_ns if beat is not None else 0
+                previous = starts.get(local_rank)
+                is_same = previous is not None and previous[0] == beat_ns
+                start = (beat_ns, now_s, activity)
+                self._starts[local_rank] = previous if previous and is_same else start
+
+    def _use_of_starts(self, group: WorkerGroup, *, now_s: float) -> ProcessorUse | None:
+        """Measure what the busiest rank without a step has computed while it was silent.
+
+        The others may wait for it in their first collective.
+        """
+        cores, pids, uses = available_cores(), group.pids(), []
+        for local_rank, (_, since_s, start) in self._starts.items():
+            activity, span_s = group.activity.get(pids.get(local_rank, 0)), now_s - since_s
+            if activity is not None and span_s > 0:
+                used_s = activity.cpu_s - start.cpu_s
+                waited_s = activity.waited_s - start.waited_s
+                uses.append(ProcessorUse(used_s / span_s, waited_s / span_s, cores))
+        return max(uses, key=lambda use: use.cores + use.waited, default=None)
 
     def _stopped_ranks(self, group: WorkerGroup, *, now_s: float) -> dict[int, float]:
         """List ranks that a signal has stopped, by their keys in `heartbeats()`, and since when."""
@@ -139,6 +187,7 @@ class HangCheck:
             why=f"no step after {verdict.step} in its output",
             stopped=tuple(group.stopped_processes()),
             ends_attempt=self.config.hangs_end_attempt,
+            field=verdict.field,
         )
 
     def _judge_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
@@ -147,18 +196,29 @@ class HangCheck:
         if time.monotonic() - self._polled_s < period_s:
             return self._command_hang
         self._polled_s = time.monotonic()
+        steps = group.step_follower.beat() if group.step_follower is not None else None
+        is_start = steps is None
+        if is_start:
+            quiet_s *= self.start_factor
+        self._activity_detector.quiet_s = quiet_s
         inactivity = self._activity_detector.judge(_read_activity(group, self.marker, sample))
         self._command_hang = None
         if inactivity is not None:
+            use = ProcessorUse(inactivity.cores, inactivity.waited, available_cores())
+            has_printed = group.output.size_bytes(group.ranks) > 0
+            since = "" if has_printed else ", nothing printed since its start"
             self._command_hang = HangReport(
                 rank=None,
                 silent_s=inactivity.silent_s,
                 limit_s=quiet_s,
                 phase=COMMAND,
-                step=-1,
-                why=f"neither output nor I/O, {inactivity.cores:.2f} cores in use all the while",
+                step=steps.step if steps is not None else -1,
+                why=f"neither output nor I/O{since}, {use.text}",
                 stopped=tuple(group.stopped_processes()),
-                ends_attempt=self.config.hangs_end_attempt,
+                ends_attempt=self._ends_attempt(is_start=is_start),
+                field=QUIET_FIELD,
+                is_slow_start=is_start,
+                is_busy=use.is_busy,
             )
         return self._command_hang
 
@@ -185,8 +245,9 @@ def _read_activity_before_steps(
 
 
 def _read_activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -> ProgramActivity:
-    io_bytes, cpu_s = 0, 0.0
+    io_bytes, cpu_s, waited_s = 0, 0.0, 0.0
     for process in container_processes(marker, spare=group.spare):
+        waited_s += waited_for_processor_s(process.pid)
         with contextlib.suppress(psutil.Error):
             with process.oneshot():
                 times, counters = process.cpu_times(), process.io_counters()
@@ -200,4 +261,5 @@ def _read_activity(group: WorkerGroup, marker: str, sample: NodeSample | None) -
         io_bytes=io_bytes,
         cpu_s=cpu_s,
         utilisation_percent=sum(utilisations) / len(utilisations) if utilisations else None,
+        waited_s=waited_s,
     )

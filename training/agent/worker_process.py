@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.training.agent.fork_server import ForkedProcess
+from perdure.training.agent.processors import waited_for_processor_s
 from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader
 from perdure.training.processes import process_state
 from perdure.training.wire.agent_status import Pulse, WorkerStatus
@@ -30,6 +31,7 @@ class Worker:
         stopped_by_agent: whether the agent ended it, so that its end is no failure.
         awaits_answer: whether the coordinator decides what follows its end.
         next_generation: generation of the process that is to replace it.
+        raised: the exception that had ended its program when the agent ended the process.
     """
 
     rank: int
@@ -42,6 +44,12 @@ class Worker:
     stopped_by_agent: bool = False
     awaits_answer: bool = False
     next_generation: int | None = None
+    raised: str | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code; of a process that lived on after an exception, the one it was to have."""
+        return 1 if self.raised is not None and self.process.returncode else self.process.returncode
 
     def beat(self) -> Heartbeat | None:
         """Read its newest heartbeat, ignoring those of the process that it replaces."""
@@ -69,7 +77,7 @@ class Worker:
             rank=self.rank,
             local_rank=self.local_rank,
             pid=self.process.pid,
-            exit_code=None if self.awaits_answer else self.process.returncode,
+            exit_code=None if self.awaits_answer else self.exit_code,
             ended_s=None if self.awaits_answer else self.ended_s,
             error=error.get("message"),
             error_s=error.get("at_s"),
@@ -133,10 +141,12 @@ class SessionActivity:
     Attributes:
         cpu_s: processor time.
         io_bytes: read and written, through files and pipes.
+        waited_s: time that threads were ready to run and waited for a processor.
     """
 
     cpu_s: float = 0.0
     io_bytes: int = 0
+    waited_s: float = 0.0
 
 
 def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity]:
@@ -149,8 +159,11 @@ def read_session_activity(leaders: Collection[int]) -> dict[int, SessionActivity
             continue
         ticks = sum(int(text) for text in fields[_TIMES])
         previous = activities[leader]
-        cpu_s, io_bytes = previous.cpu_s + ticks / _TICKS_PER_S, previous.io_bytes + _io(name)
-        activities[leader] = SessionActivity(cpu_s, io_bytes)
+        activities[leader] = SessionActivity(
+            previous.cpu_s + ticks / _TICKS_PER_S,
+            previous.io_bytes + _io(name),
+            previous.waited_s + waited_for_processor_s(int(name)),
+        )
     return activities
 
 

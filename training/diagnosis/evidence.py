@@ -5,13 +5,14 @@ Times are seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.wire.agent_status import Obstacle
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 
@@ -28,6 +29,7 @@ class WorkerEnd:
         stopped: whether a request to stop came before its end.
         bad_end: the reason why its exit with 0 was a failure.
         log_path: path of its output on its node.
+        is_command: whether its exit codes are its own, not those agreed with the runtime.
     """
 
     rank: int | None
@@ -40,6 +42,7 @@ class WorkerEnd:
     stopped: bool = False
     log_path: str | None = None
     bad_end: FalseSuccess | None = None
+    is_command: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -61,6 +64,9 @@ class SilentRank:
         node: None where the nodes do not differ.
         why: the sign of the silence.
         stopped: its processes, of no rank, that a signal has stopped.
+        field: of the job, which raises the limit.
+        is_slow_start: whether no step of this start is known.
+        is_busy: whether its processes have computed meanwhile; None: not known.
     """
 
     rank: int | None
@@ -70,6 +76,15 @@ class SilentRank:
     phase: str
     why: str = ""
     stopped: Sequence[str] = ()
+    field: str = ""
+    is_slow_start: bool = False
+    is_busy: bool | None = None
+
+    @property
+    def limit(self) -> str:
+        """The limit and its field."""
+        longer = f" (raise {self.field} if it needs longer)" if self.field else ""
+        return f"limit {self.limit_s:.0f} s{longer}"
 
     @property
     def line(self) -> str:
@@ -79,8 +94,7 @@ class SilentRank:
         if self.stopped:
             return f"{subject}: stopped by a signal: {', '.join(self.stopped)}"
         silence = f"no progress for {self.silent_s:.0f} s in phase {self.phase}"
-        limit = f"limit {self.limit_s:.0f} s"
-        return f"{subject}: {silence}, {limit}{f': {self.why}' if self.why else ''}"
+        return f"{subject}: {silence}, {self.limit}{f': {self.why}' if self.why else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +159,12 @@ class Evidence:
     Attributes:
         losses: containers that the engine has lost, or is about to lose.
         rank_progress: progress of all ranks at the moment when a rank was silent.
+        unwritable: nodes whose scratch folder takes no files, with the reason and the path.
+        is_late_start: whether `refusal` is that nodes took too long to start their processes.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
+        restart_codes: exit codes by which the program asks to be started again.
+        obstacles: things that its output says to be taken.
     """
 
     at_s: float
@@ -156,10 +174,14 @@ class Evidence:
     losses: Sequence[NodeLoss] = ()
     silent: Sequence[SilentRank] = ()
     staging_errors: Mapping[str, str] | None = None
+    unwritable: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
+    is_late_start: bool = False
     outputs: Sequence[NodeOutput] = ()
     rank_progress: Sequence[RankSnapshot] = ()
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
+    restart_codes: Collection[int] = ()
+    obstacles: Sequence[Obstacle] = ()

@@ -76,6 +76,11 @@ class Snapshot:
     lost: tuple[str, ...] = ()
     unanswered: tuple[str, ...] = ()
 
+    def of_attempt(self, placement: int, attempt: int) -> Snapshot:
+        """Return the state of the members in this attempt, and in no earlier attempt."""
+        agents = {i: status.of_attempt(placement, attempt) for i, status in self.agents.items()}
+        return replace(self, agents=agents)
+
     @property
     def is_over(self) -> bool:
         """Whether all processes of the attempt have ended, as far as can be known."""

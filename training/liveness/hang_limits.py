@@ -20,6 +20,20 @@ EVEN_PERCENT = 5.0
 MIN_LIMIT_S = 60.0
 MEDIANS = 10.0
 WINDOW = 50
+BUSY_SHARE = 0.5  # of one processor, or of what the node has, where that is less
+
+STEP_FIELD = "restart.hang_timeout_s"
+START_FIELD = "restart.start_timeout_s"
+QUIET_FIELD = "watch.command_quiet_s"
+OUTPUT_FIELD = "watch.output_quiet_s"
+RESTORE_FIELD = "watch.restore_timeout_s"
+_FIELDS = {
+    Phase.RESTORE: RESTORE_FIELD,
+    Phase.SAVE: "watch.save_timeout_s",
+    Phase.EVALUATE: "watch.evaluate_timeout_s",
+    Phase.DONE: "watch.evaluate_timeout_s",
+    Phase.STOPPED: "watch.evaluate_timeout_s",
+}
 
 _ENDING = frozenset({Phase.DONE, Phase.STOPPED})
 
@@ -33,6 +47,7 @@ class SilenceLimits:
         step_s: in a step, while it waits for data, and where ranks agree on a save; None:
             max(60 s, 10 x median step).
         floor_s: least limit that is learned from the steps.
+        start_factor: times the limits before the first step of a process.
     """
 
     start_s: float
@@ -41,6 +56,7 @@ class SilenceLimits:
     restore_s: float | None = None
     evaluate_s: float | None = None
     floor_s: float = MIN_LIMIT_S
+    start_factor: float = 1.0
 
     def limit_of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> float:
         """Return the limit of a phase.
@@ -50,6 +66,10 @@ class SilenceLimits:
             has_stepped: whether it has completed a step; the first step compiles and connects.
             step_s: limit of a step.
         """
+        limit_s = max(self._limit_of_phase(phase, has_stepped=has_stepped), step_s)
+        return limit_s if has_stepped else limit_s * self.start_factor
+
+    def _limit_of_phase(self, phase: Phase, *, has_stepped: bool) -> float:
         if phase in _ENDING:
             # A program may do anything after its loop, such as evaluate.
             return max(self.start_s, self.save_s or 0.0, self.evaluate_s or 0.0)
@@ -62,18 +82,31 @@ class SilenceLimits:
         }.get(phase)
         if limit_s is None:
             limit_s = 0.0 if has_stepped else self.start_s
-        return max(limit_s, step_s)
+        return limit_s
+
+    def field_of(self, phase: Phase, *, has_stepped: bool, step_s: float) -> str:
+        """Return the field of the job that raises the limit of a phase."""
+        if self._limit_of_phase(phase, has_stepped=has_stepped) >= step_s:
+            return _FIELDS.get(phase, START_FIELD)
+        return START_FIELD if step_s == self.start_s else STEP_FIELD
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A local rank that is silent beyond its limit, with the phase that it was in."""
+    """A local rank that is silent beyond its limit, with the phase that it was in.
+
+    Attributes:
+        field: of the job, which raises the limit.
+        is_slow_start: whether its process has completed no step, and is not stopped by a signal.
+    """
 
     local_rank: int
     silent_s: float
     limit_s: float
     phase: Phase
     step: int
+    field: str
+    is_slow_start: bool
 
 
 @dataclass(slots=True)
@@ -121,24 +154,29 @@ class HangDetector:
             stopped: when a signal stopped the processes of local ranks.
         """
         worst = self._longest_stopped(beats, stopped or {}, now_s=now_s)
-        start_s = self.limits.start_s
+        start_s = self.limits.start_s * self.limits.start_factor
         for local_rank, began_s in (mute or {}).items():
             silent_s = now_s - began_s
             if silent_s > start_s and (worst is None or silent_s > worst.silent_s):
-                worst = Hang(local_rank, silent_s, start_s, Phase.START, -1)
+                worst = Hang(local_rank, silent_s, start_s, Phase.START, -1, START_FIELD, True)
         for local_rank, beat in beats.items():
             self._learn(local_rank, beat)
             if beat.phase is Phase.PAUSED:
                 continue
             # The beat, not the step: a worker that saves beats when the phase changes.
             last_s = max(since_s, beat.stepped_ns / 1e9, beat.beat_ns / 1e9)
-            limit_s = self.limits.limit_of(
-                beat.phase, has_stepped=beat.stepped_ns > 0, step_s=self.limit_s
-            )
-            silent_s = now_s - last_s
-            if silent_s > limit_s and (worst is None or silent_s > worst.silent_s):
-                worst = Hang(local_rank, silent_s, limit_s, beat.phase, beat.step)
+            hang = self._hang_of(local_rank, beat, silent_s=now_s - last_s)
+            if hang is not None and (worst is None or hang.silent_s > worst.silent_s):
+                worst = hang
         return worst
+
+    def _hang_of(self, local_rank: int, beat: Heartbeat, *, silent_s: float) -> Hang | None:
+        limits, has_stepped, step_s = self.limits, beat.stepped_ns > 0, self.limit_s
+        limit_s = limits.limit_of(beat.phase, has_stepped=has_stepped, step_s=step_s)
+        if silent_s <= limit_s:
+            return None
+        name = limits.field_of(beat.phase, has_stepped=has_stepped, step_s=step_s)
+        return Hang(local_rank, silent_s, limit_s, beat.phase, beat.step, name, not has_stepped)
 
     def _longest_stopped(
         self, beats: Mapping[int, Heartbeat], stopped: Mapping[int, float], *, now_s: float
@@ -150,7 +188,9 @@ class HangDetector:
                 continue
             if silent_s > self.stopped_limit_s and (worst is None or silent_s > worst.silent_s):
                 phase, step = (beat.phase, beat.step) if beat is not None else (Phase.START, -1)
-                worst = Hang(local_rank, silent_s, self.stopped_limit_s, phase, step)
+                worst = Hang(
+                    local_rank, silent_s, self.stopped_limit_s, phase, step, STEP_FIELD, False
+                )
         return worst
 
     def _learn(self, local_rank: int, beat: Heartbeat) -> None:
@@ -171,6 +211,7 @@ class ProgramActivity:
         io_bytes: bytes that its processes have moved through files, pipes and terminals.
         cpu_s: processor time of its processes.
         utilisation_percent: mean of the devices, None where it is not known.
+        waited_s: time that its threads were ready to run and waited for a processor.
     """
 
     at_s: float
@@ -178,6 +219,36 @@ class ProgramActivity:
     io_bytes: int
     cpu_s: float
     utilisation_percent: float | None = None
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorUse:
+    """Use of processors over some time, beside what the node could give.
+
+    Attributes:
+        cores: processors in use.
+        waited: processors that threads waited for, ready to run, as on a node with other work.
+        available: processors that the node lets the program use.
+    """
+
+    cores: float
+    waited: float
+    available: float
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the program computed whenever it got a processor, in one thread at least."""
+        return self.cores + self.waited >= BUSY_SHARE * min(1.0, self.available)
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        use = f"{self.cores:.2f} of {self.available:g} cores in use all the while"
+        if not self.is_busy:
+            return f"processors were idle, {use}"
+        is_short = self.waited > self.cores
+        return f"processors were busy, {use}{', and the node gave no more' if is_short else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +258,12 @@ class Inactivity:
     Attributes:
         silent_s: time since output or I/O last grew.
         cores: processors in use meanwhile.
+        waited: processors that its threads waited for meanwhile.
     """
 
     silent_s: float
     cores: float
+    waited: float = 0.0
 
 
 @dataclass(slots=True)
@@ -219,10 +292,12 @@ class ActivityDetector:
         if silent_s <= self.quiet_s or len(self._readings) < MIN_READINGS:
             return None
         cores = _cores(self._readings)
+        first, span_s = self._readings[0], now.at_s - self._readings[0].at_s
         uses = [r.utilisation_percent for r in self._readings if r.utilisation_percent is not None]
         if _spread(cores) > EVEN_CORES or _spread(uses) > EVEN_PERCENT:
             return None
-        return Inactivity(silent_s, sum(cores) / len(cores))
+        waited = (now.waited_s - first.waited_s) / span_s if span_s > 0 else 0.0
+        return Inactivity(silent_s, sum(cores) / len(cores), waited)
 
 
 def _has_moved(previous: ProgramActivity, now: ProgramActivity) -> bool:

@@ -21,6 +21,7 @@ from perdure.training.recovery.chips import (
     times_in_a_row,
 )
 from perdure.training.recovery.faults import (
+    SLOW_START,
     STORE_FULL,
     TRAITS,
     USER_CAUSED_CODES,
@@ -33,6 +34,7 @@ from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,
+    LEAVES_THE_NODE,
     RESCHEDULES,
     RUNGS,
     STAYS_ON_CHIP,
@@ -69,6 +71,7 @@ class LadderInput:
         survivors: whether processes of the attempt live on.
         no_replica: why no other rank has the state of the one at fault, None when one may.
         no_replica_of_node: why no other node has the state of one of its node's ranks.
+        hung_before: whether the rank hung at the same place of the program before.
     """
 
     fault: Fault
@@ -80,6 +83,7 @@ class LadderInput:
     survivors: bool = False
     no_replica: str | None = None
     no_replica_of_node: str | None = None
+    hung_before: bool = False
 
     @property
     def is_user_caused(self) -> bool:
@@ -90,7 +94,12 @@ class LadderInput:
     def may_isolate(self) -> bool:
         """Whether there is evidence that it is the node."""
         often = self.too_often is not None and not self.is_user_caused
-        return often or self.node_suspicion is not None or points_at_hardware(self.fault)
+        return (
+            often
+            or self.fault.is_of_unwritable_node
+            or self.node_suspicion is not None
+            or points_at_hardware(self.fault)
+        )
 
     def used(self, *rungs: Rung) -> int:
         """Recoveries of the streak that were carried out; a last resort that failed counts too."""
@@ -113,6 +122,8 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     ladder = LADDER[fault.fault_class]
     if ladder == (Rung.STOP,):
         return ladder
+    if case.fault.is_of_unwritable_node:
+        return LEAVES_THE_NODE
     allowed = set(ladder) - ISOLATES
     if fault.fault_class is FaultClass.CONTAINER_LOST:
         allowed |= {Rung.NODE_REPLACE, Rung.POD_RESCHEDULE}
@@ -221,10 +232,42 @@ def is_oom_again(case: LadderInput) -> bool:
     )
 
 
+def hung_before(fault: Fault, *, history: Sequence[Recovery], streak: Sequence[Recovery]) -> bool:
+    """Whether the same rank hung at this step in the same function of the program before.
+
+    Without a known step, only hangs without progress in between are at the same place. A start that
+    computes may only be slow, so that another such start says nothing about it.
+
+    Args:
+        fault: what is to be answered.
+        history: every past recovery of the run, oldest first.
+        streak: those without progress.
+    """
+    if fault.fault_class is not FaultClass.HANG or fault.frame is None:
+        return False
+    place = (fault.step, fault.rank, fault.frame)
+    hangs = [past.fault for past in (streak if fault.step is None else history)]
+    if fault.code == SLOW_START:
+        hangs = [hang for hang in hangs if hang.code != SLOW_START]
+    return any((hang.step, hang.rank, hang.frame) == place for hang in hangs)
+
+
+def is_hang_again(case: LadderInput) -> bool:
+    """Whether new processes hang where others did: the program does, whatever the limit is."""
+    return case.hung_before
+
+
 def is_store_full(case: LadderInput) -> bool:
     """Whether the run's own store is full: new processes would fill it as these have."""
     fault = case.fault
     return fault.fault_class is FaultClass.STORAGE_ERROR and fault.code == STORE_FULL
+
+
+def is_cancelled(case: LadderInput) -> bool:
+    """Whether a person ended the job: who starts it again by itself works against that person."""
+    fault = case.fault
+    is_end = fault.fault_class is FaultClass.PREEMPTED
+    return is_end and fault.recoverable_by is RecoverableBy.USER_FIX
 
 
 def is_the_users_again(case: LadderInput) -> bool:

@@ -12,16 +12,20 @@ answer, ladder_rules.py the rules in words, chips.py the fault codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 from perdure.training.recovery.guards import (
     SETTINGS,
+    SWITCHED_OFF,
     UNSUPPORTED,
     LadderInput,
+    hung_before,
     is_accepted,
+    is_cancelled,
+    is_hang_again,
     is_oom_again,
     is_store_full,
     is_the_users_again,
@@ -44,6 +48,8 @@ from perdure.training.recovery.rungs import (
     RestartCount,
     Rung,
 )
+
+UNWRITABLE_ADVICE = "make room there or have the folder mended, then start the run again"
 
 
 def decide(  # noqa: PLR0913 all that an answer may depend on
@@ -86,6 +92,7 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
         survivors,
         no_replica,
         no_replica_of_node,
+        hung_before(fault, history=history, streak=streak),
     )
     return _climb(case, supported, capacity)
 
@@ -96,7 +103,7 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    ends = is_oom_again(case) or is_store_full(case) or is_the_users_again(case)
+    ends = _has_nowhere_to_go(case, capacity) or any(ends_run(case) for ends_run in _ENDS)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -104,6 +111,13 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
             return _decision(rung, case, skipped, capacity)
         skipped.append((rung, why_not))
     raise AssertionError(f"the ladder of {fault.fault_class} does not end in stop")
+
+
+def _has_nowhere_to_go(case: LadderInput, capacity: Capacity | None) -> bool:
+    """Whether the only nodes there are include one that takes no files."""
+    if capacity is None or capacity.healthy is None or capacity.is_estimate:
+        return False
+    return case.fault.is_of_unwritable_node and capacity.healthy <= capacity.needed
 
 
 def _decision(
@@ -143,14 +157,31 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
+def _hang_again_text(fault: Fault) -> str:
+    rank = f" of rank {fault.rank}" if fault.rank is not None else ""
+    place = f"at step {fault.step}{rank} in {fault.frame}"
+    return f" again {place} is for the user to fix: {fault.action}"
+
+
+# The cases in which no rung but `stop` can help, and the reason to give.
+_ENDS: Mapping[Callable[[LadderInput], bool], Callable[[Fault], str]] = {
+    is_cancelled: lambda _fault: ": the job was ended by a person, who may start it again",
+    is_oom_again: lambda fault: f" again at step {fault.step} is for the user to fix",
+    is_hang_again: _hang_again_text,
+    is_store_full: lambda _fault: ": the run's store is full; make room, then start the run again",
+    is_the_users_again: lambda _fault: " again, and its evidence is for the user to fix",
+}
+
+
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
-    if is_oom_again(case):
-        return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
-    if is_store_full(case):
-        return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
-    if is_the_users_again(case):
-        return f"{fault.fault_class} again, and its evidence is for the user to fix"
+    end = next((text for ends_run, text in _ENDS.items() if ends_run(case)), None)
+    if end is not None:
+        return f"{fault.fault_class}{end(fault)}"
+    if rung is Rung.STOP and fault.is_of_unwritable_node:
+        why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
+        where = f" ({why})" if why else ", and no other node is free"
+        return f"{fault.fault_class}: {fault.evidence}{where}; {UNWRITABLE_ADVICE}"
     if LADDER[fault.fault_class] == (Rung.STOP,):
         return f"{fault.fault_class} is for the user to fix"
     passed = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]

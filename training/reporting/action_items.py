@@ -11,7 +11,14 @@ from enum import StrEnum
 
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RESCHEDULES
-from perdure.training.reporting.markdown import clock_text, code, counted, listed, text
+from perdure.training.reporting.markdown import (
+    clock_text,
+    code,
+    counted,
+    listed,
+    text,
+    with_commands,
+)
 from perdure.training.reporting.rows import OPEN, alert_rows
 
 MAX_WHY = 160
@@ -110,7 +117,7 @@ def attention(
     # No table: the UI does not fold a table's cells (3.8.8), and cuts off long ones.
     listing = "".join(
         f"### {text(need.title)}\n\nSince {need.since} UTC: {text(need.why)}\n\n"
-        f"**What to do:** {_with_commands(need.action)}\n\n"
+        f"**What to do:** {with_commands(need.action)}\n\n"
         for need in needs
     )
     verb = "needs" if len(needs) == 1 else "need"
@@ -224,13 +231,3 @@ def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
 def _why(words: str) -> str:
     line = " ".join(words.split())
     return line if len(line) <= MAX_WHY else f"{line[: MAX_WHY - 3]}..."
-
-
-def _with_commands(words: str) -> str:
-    """Make markdown from plain text in which commands are in backquotes."""
-    parts = words.split("`")
-    return "".join(
-        # text() would drop the spaces at the ends.
-        code(part) if n % 2 else part.replace(part.strip(), text(part), 1) if part.strip() else part
-        for n, part in enumerate(parts)
-    )

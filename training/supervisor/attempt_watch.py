@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.ending import FalseSuccess
@@ -22,7 +24,9 @@ from perdure.training.diagnosis.evidence import (
 )
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
+from perdure.training.liveness.hang_limits import START_FIELD
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
 from perdure.training.supervisor.exit_zero import (
@@ -62,6 +66,22 @@ class _Failure:
     stacks: tuple[tuple[str, NodeLog], ...] = ()
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
+    is_late_start: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptStart:
+    """The start of an attempt that is watched.
+
+    Attributes:
+        key: placement and attempt; an agent may still report an earlier attempt.
+        at_s: seconds since the epoch.
+        factor: times the limit of a start.
+    """
+
+    key: tuple[int, int]
+    at_s: float
+    factor: float = 1.0
 
 
 class AttemptWatch:
@@ -70,7 +90,7 @@ class AttemptWatch:
     Args:
         fleet: where the attempt runs.
         job: its limits say how long processes get to start and to end.
-        started_s: when the attempt was started, seconds since the epoch.
+        start: its key and its time.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
@@ -81,19 +101,20 @@ class AttemptWatch:
         self,
         fleet: Fleet,
         job: Job,
+        start: AttemptStart,
         *,
-        started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         watchers: Sequence[AttemptWatcher] = (),
         termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
-        self._started_s = started_s
-        self._start_timeout_s = job.restart.start_timeout_s
+        self._start = start
+        self._start_timeout_s = start.factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
+        self._restart_codes = job.worker.restart_codes
         self._hang_limit_s = job.watch.command_quiet_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
@@ -101,9 +122,27 @@ class AttemptWatch:
         self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
-        self._log, self._log_container = Follower(fleet.metrics), ""
+        self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
+        # While this process waited for the store.
+        self._stop_ordered = self._ended_on_request = False
+
+    def stop_where_wanted(self) -> None:
+        """Have the processes end on a request that comes while their end cannot be recorded."""
+        if self._stop_ordered or not self._stop_wanted():
+            return
+        with suppress(EngineError):  # another supervisor has the run
+            # A fault comes first all the same: it is still to be recorded.
+            self._ended_on_request = not _has_failure(self._poll())
+            self._fleet.stop(self._request_grace_s)
+            self._stop_ordered = True
+
+    def _follower(self) -> Follower:
+        return Follower(partial(self._fleet.metrics, of_attempt=self._start.key))
+
+    def _poll(self) -> Snapshot:
+        return self._fleet.poll().of_attempt(*self._start.key)
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
@@ -139,7 +178,7 @@ class AttemptWatch:
             request = EndKind.RESTARTED
         # A fault comes before a request to stop: else nobody would learn of it.
         is_fault = has_failed or any(result.is_fault for result in results)
-        if request is not None and not is_fault:
+        if request is not None and (not is_fault or self._ended_on_request):
             return self._end_on_request(request)
         if EndKind.FAILED in ends:
             return self.wind_up()
@@ -147,8 +186,11 @@ class AttemptWatch:
             return self._end(EndKind.COMPLETED, snapshot)
         starting = [node for node in _starting(snapshot) if node not in answered]
         if starting and is_late:
-            text = f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s"
-            return self.wind_up(refusal=text)
+            text = (
+                f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s "
+                f"(raise {START_FIELD} if it needs longer)"
+            )
+            return self.wind_up(refusal=text, is_late_start=True)
         if has_failed or (snapshot.is_over and not starting):
             return self.wind_up()
         culprit = next((result.culprit for result in results if result.culprit is not None), None)
@@ -204,12 +246,17 @@ class AttemptWatch:
         return step is not None and target is not None and step >= target
 
     def wind_up(
-        self, *, refusal: str | None = None, culprit: SlowNode | SilentRank | None = None
+        self,
+        *,
+        refusal: str | None = None,
+        is_late_start: bool = False,
+        culprit: SlowNode | SilentRank | None = None,
     ) -> AttemptEnd:
         """Let the others report after the first failure, stop them, and poll once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
+            is_late_start: whether it is that nodes took too long.
             culprit: holds the others up, when nothing else has happened.
         """
         at_s = time.time()
@@ -232,12 +279,12 @@ class AttemptWatch:
         if self.is_from_outside(final):
             return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
-        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent)
+        failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
     def end_of_failure(self) -> AttemptEnd | None:
         """Wind the attempt up where it has failed already; None: it has not."""
-        return self.wind_up() if _has_failure(self._fleet.poll()) else None
+        return self.wind_up() if _has_failure(self._poll()) else None
 
     def _await_end(self, grace_s: float) -> Snapshot:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
@@ -263,7 +310,7 @@ class AttemptWatch:
     def _observe(self) -> Snapshot:
         self._read_log()
         progress = self._progress
-        progress.take_snapshot(self._fleet.poll(), at_s=time.time())
+        progress.take_snapshot(self._poll(), at_s=time.time())
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         if self._exit_check is not None:
@@ -282,7 +329,7 @@ class AttemptWatch:
         """Read on in the attempt log. Returns whether there was more of it."""
         first = self._fleet.first_container
         if first != self._log_container:  # the first node was lost: another log begins elsewhere
-            self._log, self._log_container = Follower(self._fleet.metrics), first
+            self._log, self._log_container = self._follower(), first
             self._progress.begin_log()
         events, progress = self._log.read(), self._progress
         progress.take(events or ())
@@ -312,13 +359,17 @@ class AttemptWatch:
             losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
             silent=failure.silent,
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
+            unwritable=_unwritable(failure.snapshot, snapshot),
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=failure.refusal,
+            is_late_start=failure.is_late_start,
             outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
+            restart_codes=self._restart_codes,
+            obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
         return AttemptEnd(
             kind,
@@ -341,9 +392,17 @@ class AttemptWatch:
     def _outputs(self) -> Iterator[NodeOutput]:
         """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
         # An earlier report of the platform is not about the end of this attempt.
-        texts = self._fleet.texts(DEVICE_LOG_TAIL_BYTES, since_s=self._started_s)
+        texts = self._fleet.texts(
+            DEVICE_LOG_TAIL_BYTES, since_s=self._start.at_s, of_attempt=self._start.key
+        )
         for node, text in texts:
             yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
+
+
+def _unwritable(*snapshots: Snapshot) -> dict[str, str]:
+    """Map nodes whose scratch folder takes no files to the reason."""
+    statuses = [status for snapshot in snapshots for status in snapshot.agents.values()]
+    return {status.node: status.unwritable for status in statuses if status.unwritable}
 
 
 def _all_done(snapshot: Snapshot) -> bool:
@@ -412,6 +471,7 @@ def _worker_ends(
                 log_path=_log_path(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
                 bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
+                is_command=status.is_command,
             )
 
 

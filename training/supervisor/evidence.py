@@ -32,6 +32,9 @@ def silent_of(
                 hang.phase,
                 _why_silent(hang),
                 hang.stopped,
+                hang.field,
+                hang.is_slow_start,
+                hang.is_busy,
             )
 
 

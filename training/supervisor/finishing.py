@@ -15,7 +15,10 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import blame_repeated_end, fault_of_command
+from perdure.training.diagnosis.ending import blame_repeated_end
+from perdure.training.diagnosis.hang import locate
+from perdure.training.diagnosis.loading import Resumed, judge_loading
+from perdure.training.diagnosis.obstacles import judge_obstacles
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -182,7 +185,11 @@ class Decider:
             supported=self.fleet.capabilities,
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             survivors=survivors,
-            capacity=Capacity(healthy=healthy, needed=self.job.engine.nodes),
+            capacity=Capacity(
+                healthy=healthy,
+                needed=self.job.engine.nodes,
+                is_estimate=self.fleet.nodes() is None,
+            ),
             no_replica=no_replica,
             no_replica_of_node=no_replica_of_node,
         )
@@ -323,7 +330,7 @@ class AttemptFinisher:
         # The nodes upload their logs while the fault is diagnosed and the next attempt starts.
         self._decider.fleet.collect_logs(placement, attempt)
         self._writer.missed_checkpoints(view)
-        diagnosis = self._diagnose(end) if end.kind is EndKind.FAILED else None
+        diagnosis = self._diagnose(view, end) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:
             diagnosis = self._with_stacks(view, end, diagnosis)
         self._writer.end_attempt(
@@ -331,23 +338,40 @@ class AttemptFinisher:
         )
         return diagnosis
 
-    def _diagnose(self, end: AttemptEnd) -> Diagnosis:
+    def _diagnose(self, view: AttemptView, end: AttemptEnd) -> Diagnosis:
         diagnosis = diagnose(end.evidence)
         # A user who starts a run that had ended has seen how.
         earlier = self._writer.history.attempts[self._writer.history.budgets_from : -1]
         last = earlier[-1].ended if earlier else None
         fault = blame_repeated_end(diagnosis.fault, last.fault if last is not None else None)
         if self._decider.job.worker.is_command:
-            fault = fault_of_command(fault)
+            outputs = [worker.log for worker in end.evidence.workers if worker.has_failed]
+            fault = judge_loading(fault, outputs, self._resumed(view))
+        is_first = len(self._writer.history.attempts) < 2
+        fault = judge_obstacles(fault, end.evidence.obstacles, is_first=is_first)
         return replace(diagnosis, fault=fault)
 
+    def _resumed(self, view: AttemptView) -> Resumed:
+        """Describe from where a command went on in the attempt that has ended."""
+        history, current = self._writer.history, self._writer.now(view)
+        resume = current.resume
+        step = resume.step if resume is not None else None
+        return Resumed(
+            has_trained=any(earlier.first_step is not None for earlier in history.attempts[:-1]),
+            has_stepped=current.first_step is not None,
+            path=resume.path if resume is not None else None,
+            step=step,
+            other_steps=history.saved_steps - {step},
+        )
+
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
-        """Name the place of a hang's stacks in its fault."""
+        """Name the place of a hang's stacks in its fault, and that of its rank in the program."""
         run_id, ranks = self._decider.job.run_id, end.evidence.rank_progress
         try:
             where = save_hang_report(self.store, run_id, view.key, end.stacks, ranks)
         except StorageError as error:
             where = f"The stacks of the ranks could not be saved: {error}."
-        fault = diagnosis.fault
+        texts = [(log.rank, log.text) for _, log in end.stacks]
+        fault = locate(diagnosis.fault, texts, end.evidence)
         explained = replace(fault, explanation=f"{fault.explanation} {where}".strip())
         return replace(diagnosis, fault=explained)

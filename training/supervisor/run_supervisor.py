@@ -8,9 +8,10 @@ call these methods in turn. Times are seconds.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,8 @@ from perdure.training.journal.records import DataReady, RunCreated, RunEnded
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
-from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
+from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
 from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
@@ -42,7 +44,7 @@ from perdure.training.supervisor.finishing import (
     Healer,
 )
 from perdure.training.supervisor.health_watch import AttemptHealth, PeriodicRestart
-from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
 from perdure.training.supervisor.placing import Placer
@@ -61,10 +63,10 @@ from perdure.training.supervisor.watch import (
     Progress,
 )
 from perdure.training.trainer.data.prepare import DataOutcome
-from perdure.training.wire.requests import clear_requests, is_cancel_wanted
+from perdure.training.wire.requests import clear_requests
+from perdure.training.wire.store_wait import Wait, write_wait
 
 _log = logging.getLogger("perdure.supervisor")
-CANCEL_POLL_S = 2.0
 LAST_ENDS = (EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE)  # which a request to end does not cut
 LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
 
@@ -81,6 +83,9 @@ class RunSupervisor(RunHandle):
         cwd: folder the workers start in when the job names none; default: the caller's.
         flow_run: id of the flow run that this process belongs to; None without Prefect.
         outage: has ledger and checkpoints wait for a store that cannot be used; None: they raise.
+
+    Attributes:
+        on_wait: called with what this supervisor waits for, and with None when that is over.
     """
 
     def __init__(
@@ -100,8 +105,11 @@ class RunSupervisor(RunHandle):
         self._writer = LedgerWriter(self.ledger, self.checkpoints)
         self._cwd = _folder_of_workers(job, cwd or Path.cwd())
         self._identity = Identity.of_this_process(flow_run=flow_run)
+        self._outage = outage
+        self.on_wait: Callable[[Wait | None], None] = lambda _wait: None
         self._fleet: Fleet | None = None
         self._warm_spares: WarmSpares | None = None
+        self._cancel_poll: CancelPoll | None = None
         self.termination = Termination()
 
     @property
@@ -131,6 +139,8 @@ class RunSupervisor(RunHandle):
         self._cwd = history.cwd or self._cwd
         remember_job(self.home, self.job)
         forget_outage(self.home, self.job.run_id)
+        forget_cancel(self.home, self.job.run_id)
+        write_wait(job_path(self.home, self.job.run_id).parent, None)
         history = self.refresh()
         self._fleet = self._make_fleet(self.ledger.epoch)
         return history
@@ -166,7 +176,14 @@ class RunSupervisor(RunHandle):
 
     @property
     def _placer(self) -> Placer:
-        return Placer(self._healer, identity=self._identity, home=self.home)
+        return Placer(
+            self._healer, identity=self._identity, home=self.home, on_wait=self._note_wait
+        )
+
+    def _note_wait(self, wait: Wait | None) -> None:
+        """Show a wait of this supervisor, here and to readers on this machine."""
+        write_wait(job_path(self.home, self.job.run_id).parent, wait)
+        self.on_wait(wait)
 
     @property
     def _finisher(self) -> AttemptFinisher:
@@ -202,17 +219,10 @@ class RunSupervisor(RunHandle):
 
     def _or_cancelled(self, stop_wanted: Callable[[], bool]) -> Callable[[], bool]:
         """Return a predicate: the caller wants a stop, or the run's store has a request."""
-        polled_s, is_cancelled = float("-inf"), False
-
-        def is_wanted() -> bool:
-            nonlocal polled_s, is_cancelled
-            if not is_cancelled and time.monotonic() - polled_s > CANCEL_POLL_S:
-                polled_s = time.monotonic()
-                with suppress(StorageError):  # polled again soon
-                    is_cancelled = is_cancel_wanted(self.store, self.job.run_id)
-            return is_cancelled or stop_wanted()
-
-        return is_wanted
+        poll = self._cancel_poll = self._cancel_poll or CancelPoll(
+            self.job, self.home, self._credentials
+        )
+        return lambda: poll.is_wanted or stop_wanted()
 
     def wants_checks(self, placement: Placement) -> bool:
         """Whether a placement is checked: nothing has been started on it yet."""
@@ -257,6 +267,35 @@ class RunSupervisor(RunHandle):
             view = self._writer.begin_attempt(placement.number)
         starter = self._starter(view, placement, data_manifest_key)
         watch = self._watch(starter, stop_wanted, on_progress)
+        with self._stopping_meanwhile(watch):
+            return self._run_attempt(starter, placement, watch, stop_wanted)
+
+    @contextmanager
+    def _stopping_meanwhile(self, watch: AttemptWatch) -> Iterator[None]:
+        """Have a request to stop end the processes also while this thread waits for the store."""
+        if self._outage is None:
+            yield
+            return
+        thread = threading.current_thread()
+
+        def stop() -> None:
+            if threading.current_thread() is thread:
+                watch.stop_where_wanted()
+
+        self._outage.meanwhile = stop
+        try:
+            yield
+        finally:
+            self._outage.meanwhile = lambda: None
+
+    def _run_attempt(
+        self,
+        starter: AttemptStarter,
+        placement: Placement,
+        watch: AttemptWatch,
+        stop_wanted: Callable[[], bool],
+    ) -> AttemptResult:
+        view = starter.view
         if starter.has_started():
             return self._finisher.conclude(view, watch.run(), stop_wanted)
         # First: a process of an earlier attempt that lives on can commit nothing from here on.
@@ -290,7 +329,8 @@ class RunSupervisor(RunHandle):
     ) -> AttemptWatch:
         """Put the watchers of an attempt together."""
         job, view = self.job, starter.view
-        stall = StallCheck(job, view.started.at_s)
+        patience = starter.patience
+        stall = StallCheck(job, view.started.at_s, patience)
         health = AttemptHealth(job.watch, view, stall)
         replacer = NodeReplacer(self._decider, self._placer, starter, health)
         self._warm_spares = self._warm_spares or WarmSpares(
@@ -303,7 +343,7 @@ class RunSupervisor(RunHandle):
         return AttemptWatch(
             self.fleet,
             job,
-            started_s=view.started.at_s,
+            AttemptStart(view.key, view.started.at_s, patience.factor),
             stop_wanted=stop_wanted,
             on_progress=recorder.record,
             watchers=(
@@ -367,7 +407,7 @@ class RunSupervisor(RunHandle):
         watch = AttemptWatch(
             self.fleet,
             self.job,
-            started_s=view.started.at_s,
+            AttemptStart(view.key, view.started.at_s),
             stop_wanted=lambda: True,
             on_progress=lambda _progress: None,
         )

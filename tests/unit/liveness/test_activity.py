@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from perdure.training.liveness.hang_limits import ActivityDetector, Inactivity, ProgramActivity
+from perdure.training.liveness.hang_limits import (
+    ActivityDetector,
+    Inactivity,
+    ProcessorUse,
+    ProgramActivity,
+)
 from tests.values import not_none
 
 QUIET_S = 600.0
@@ -69,3 +74,31 @@ def test_devices_that_are_used_evenly_are_no_sign_of_life():
 
 def test_a_first_reading_proves_nothing():
     assert ActivityDetector(0.001).judge(ProgramActivity(1e6, 5, 5, 5.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("use", "is_busy"),
+    [
+        (ProcessorUse(1.0, 0.0, 64.0), True),
+        (ProcessorUse(0.02, 0.01, 64.0), False),
+        (ProcessorUse(0.15, 0.8, 2.0), True),
+        (ProcessorUse(0.24, 0.0, 0.25), True),
+        (ProcessorUse(0.05, 0.0, 0.25), False),
+        (ProcessorUse(7.9, 0.0, 8.0), True),
+    ],
+    ids=["a thread on a large node", "a program that sleeps", "a node with other work",
+         "a quota of a quarter", "idle with a quota", "all processors"],
+)  # fmt: skip
+def test_processors_are_busy_by_what_the_node_could_give(use, is_busy):
+    assert use.is_busy is is_busy
+    assert f"processors were {'busy' if is_busy else 'idle'}, {use.cores:.2f} of" in use.text
+    assert ("the node gave no more" in use.text) is (is_busy and use.waited > use.cores)
+
+
+def test_the_time_that_threads_waited_for_a_processor_is_measured_over_the_newest_readings():
+    detector, inactivity = ActivityDetector(QUIET_S), None
+    for at_s in range(0, 700, 10):
+        waited_s = max(0.0, 0.75 * (at_s - 300))
+        reading = ProgramActivity(at_s, 0, 0, 0.2 * at_s, waited_s=waited_s)
+        inactivity = inactivity or detector.judge(reading)
+    assert not_none(inactivity).waited == pytest.approx(0.75)

@@ -12,6 +12,9 @@ from perdure.training.config.watch import HangAction
 from perdure.training.errors import InputError
 from perdure.training.liveness.hang_limits import (
     MIN_LIMIT_S,
+    RESTORE_FIELD,
+    START_FIELD,
+    STEP_FIELD,
     WINDOW,
     Hang,
     HangDetector,
@@ -90,14 +93,16 @@ def test_a_limit_given_by_the_job_is_not_learned():
     detector, now_s = trained(*[40.0] * 3, fixed_limit_s=45.0)
     assert detector.limit_s == 45.0
     verdict = judge(detector, now_s + 46, rank0=beat(4, now_s))
-    assert verdict == Hang(0, 46.0, 45.0, Phase.STEP, 4)
+    assert verdict == Hang(0, 46.0, 45.0, Phase.STEP, 4, STEP_FIELD, is_slow_start=False)
 
 
 def test_silence_is_a_hang_only_beyond_the_limit():
     detector, now_s = trained(*[0.5] * 5)
     silent = beat(6, now_s)
     assert judge(detector, now_s + 60, rank0=silent) is None
-    assert judge(detector, now_s + 60.5, rank0=silent) == Hang(0, 60.5, 60.0, Phase.STEP, 6)
+    assert judge(detector, now_s + 60.5, rank0=silent) == Hang(
+        0, 60.5, 60.0, Phase.STEP, 6, STEP_FIELD, is_slow_start=False
+    )
 
 
 def test_the_rank_that_is_silent_longest_is_named():
@@ -114,13 +119,22 @@ def test_the_rank_that_is_silent_longest_is_named():
     assert (verdict.local_rank, verdict.step) == (1, 5)
 
 
-@pytest.mark.parametrize("phase", [Phase.START, Phase.RESTORE, Phase.SAVE])
-def test_slow_phases_get_the_limit_for_the_start(phase):
+@pytest.mark.parametrize(
+    ("phase", "field"),
+    [
+        (Phase.START, START_FIELD),
+        (Phase.RESTORE, RESTORE_FIELD),
+        (Phase.SAVE, "watch.save_timeout_s"),
+    ],
+)
+def test_slow_phases_get_the_limit_for_the_start(phase, field):
     detector, now_s = trained(*[0.5] * 5)
     slow = beat(6, now_s, phase=phase)
     assert judge(detector, now_s + START_LIMIT_S, rank0=slow) is None
     verdict = judge(detector, now_s + START_LIMIT_S + 1, rank0=slow)
-    assert verdict == Hang(0, START_LIMIT_S + 1, START_LIMIT_S, phase, 6)
+    assert verdict == Hang(
+        0, START_LIMIT_S + 1, START_LIMIT_S, phase, 6, field, is_slow_start=False
+    )
 
 
 def test_a_slow_phase_never_gets_less_than_a_step():
@@ -175,6 +189,41 @@ def test_no_phase_is_allowed_less_than_a_step():
     limits = SilenceLimits(5.0, 50.0, save_s=1.0)
     assert limits.limit_of(Phase.SAVE, has_stepped=True, step_s=50.0) == 50.0
     assert limits.limit_of(Phase.START, has_stepped=False, step_s=50.0) == 50.0
+
+
+@pytest.mark.parametrize(
+    ("phase", "limits", "field"),
+    [
+        (Phase.STEP, SilenceLimits(600.0), START_FIELD),
+        (Phase.STEP, SilenceLimits(600.0, 900.0), STEP_FIELD),
+        (Phase.RESTORE, SilenceLimits(600.0, restore_s=50.0), START_FIELD),
+        (Phase.RESTORE, SilenceLimits(600.0, restore_s=900.0), RESTORE_FIELD),
+        (Phase.EVALUATE, SilenceLimits(600.0, evaluate_s=3600.0), "watch.evaluate_timeout_s"),
+    ],
+)
+def test_the_field_of_a_limit_is_the_one_that_raises_it(phase, limits, field):
+    detector = HangDetector(limits)
+    hang = not_none(
+        judge(detector, START_S + 9e9, rank0=beat(6, START_S, phase=phase, stepped_s=0))
+    )
+    assert (hang.field, hang.is_slow_start) == (field, True)
+
+
+@pytest.mark.parametrize("phase", [Phase.START, Phase.RESTORE, Phase.DATA, Phase.STEP])
+def test_a_process_without_a_step_gets_a_multiple_of_its_limit_where_starts_were_slow(phase):
+    detector = HangDetector(SilenceLimits(START_LIMIT_S, 5.0, start_factor=2.0))
+    silent = beat(40, START_S + 2, phase=phase, stepped_s=0.0)
+    assert judge(detector, START_S + 2 + 2 * START_LIMIT_S, rank0=silent) is None
+    assert not_none(judge(detector, START_S + 3 + 2 * START_LIMIT_S, rank0=silent)).is_slow_start
+    trains = beat(41, START_S + 2, phase=Phase.STEP)
+    assert not_none(judge(detector, START_S + 8, rank0=trains)).limit_s == 5.0
+
+
+def test_a_process_without_a_beat_gets_a_multiple_of_its_limit_where_starts_were_slow():
+    detector = HangDetector(SilenceLimits(10.0, start_factor=4.0))
+    mute = {"mute": {0: START_S}, "since_s": START_S}
+    assert detector.judge({}, now_s=START_S + 40.0, **mute) is None
+    assert not_none(detector.judge({}, now_s=START_S + 41.0, **mute)).field == START_FIELD
 
 
 @pytest.mark.parametrize("phase", [Phase.DONE, Phase.STOPPED])

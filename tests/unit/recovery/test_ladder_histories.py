@@ -67,6 +67,7 @@ FAULTS = st.builds(
     severity=st.sampled_from([None, None, *Severity]),
     hardware_fault=st.sampled_from([None, None, True, False]),
     num_other_nodes=st.sampled_from([0, 0, 2]),
+    frame=st.sampled_from([None, None, "main (train.py)"]),
 )
 # Of these one that failed shows that there is no other node.
 MOVING = frozenset(ISOLATING) - {Rung.NODE_REPLACE}

@@ -294,6 +294,47 @@ def test_a_scaler_skips_the_update_of_gradients_that_overflow(make):
     assert scaler.get_scale() == 2.0**119
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_loss_that_overflows_is_the_scalers_until_its_scale_shows_that_it_does_not_help(
+    make, value
+):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainee = make(scaler=scaler)
+    before = weights(trainee)
+    for scale in (2.0, 1.0, 0.5):
+        step = trainee.take(trainee.step(), spoil=lambda _, loss: loss * value)
+        assert step.is_applied
+        assert scaler.get_scale() == scale
+    assert torch.equal(weights(trainee), before)
+    with pytest.raises(NumericAnomaly, match=r"^loss is "):
+        trainee.take(trainee.step(), spoil=lambda _, loss: loss * value)
+
+
+def test_a_scaler_that_is_switched_off_handles_nothing(make):
+    trainee = make(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    before = weights(trainee)
+    with pytest.raises(NumericAnomaly, match=r"^loss is inf"):
+        trainee.take(trainee.step(), spoil=lambda _, loss: loss * float("inf"))
+    assert torch.equal(weights(trainee), before)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "has_scaler", "words"),
+    [
+        (1.0, float("inf"), True, None),
+        (float("nan"), float("nan"), True, None),
+        (float("nan"), 1.0, True, "loss is nan"),
+        (1.0, float("nan"), False, "gradient norm is nan"),
+        (9.0, float("inf"), True, None),
+        (9.0, 1.0, True, "loss is 9, the limit is 5"),
+    ],
+)
+def test_a_scaler_handles_what_has_infinite_gradients(loss, norm, has_scaler, words):
+    vote = Vote(step=1, loss=loss, grad_norm=norm)
+    assert Limits(loss=5.0).refusal(vote, has_scaler=has_scaler) == words
+
+
 def test_a_scaled_step_is_the_unscaled_one(make):
     scaled, plain = make(scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)), make()
     first = scaled.take(scaled.step())

@@ -45,6 +45,9 @@ class StepRequests:
     pause: bool = False
 
 
+MIN_SCALE = 1.0  # below it a scaler only makes losses smaller
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """From which on a step is abnormal; None: only what is not a number is.
@@ -59,12 +62,18 @@ class Limits:
     grad_norm: float | None = None
 
     def refusal(self, vote: Vote, *, has_scaler: bool) -> str | None:
-        """Explain why a step is abnormal, None while it is not. The same on every rank."""
+        """Explain why a step is abnormal, None while it is not. The same on every rank.
+
+        Args:
+            vote: of the step.
+            has_scaler: whether a scaler skips a step of infinite gradients by itself.
+        """
+        if has_scaler and not math.isfinite(vote.grad_norm):
+            return None
         if not math.isfinite(vote.loss):
             return f"loss is {vote.loss}"
-        # A scaler skips a step of infinite gradients by itself.
         if not math.isfinite(vote.grad_norm):
-            return None if has_scaler else f"gradient norm is {vote.grad_norm}"
+            return f"gradient norm is {vote.grad_norm}"
         if self.loss is not None and vote.loss >= self.loss:
             return f"loss is {vote.loss:g}, the limit is {self.loss:g}"
         if self.grad_norm is not None and vote.grad_norm >= self.grad_norm:
@@ -271,7 +280,8 @@ class Step:
         self.phase = StepPhase.PREPARED
         self._reached("prepared")
         self.vote = self._agree(norm, hashes)
-        refused = self._context.limits.refusal(self.vote, has_scaler=training.scaler is not None)
+        has_scaler = _may_skip(training.scaler, self.vote)
+        refused = self._context.limits.refusal(self.vote, has_scaler=has_scaler)
         if refused is not None and self._context.skips:
             self._skip()
             return None
@@ -363,6 +373,16 @@ class Step:
         if self._context.limits.loss is not None:
             is_abnormal |= own_loss >= self._context.limits.loss
         return is_abnormal
+
+
+def _may_skip(scaler: torch.amp.GradScaler | None, vote: Vote) -> bool:
+    """Whether a scaler handles a step of infinite gradients.
+
+    Halved at every such step, its scale shows whether losses stay infinite whatever it is.
+    """
+    if scaler is None or not scaler.is_enabled():
+        return False
+    return math.isfinite(vote.loss) or scaler.get_scale() >= MIN_SCALE
 
 
 def _clip(training: Training) -> Tensor | float:
