@@ -125,7 +125,8 @@ def _ended(view: AttemptView) -> TaskEnd:
     if ended.outcome == "restarted":
         return TaskEnd(StateType.COMPLETED, "Restarted", f"restart.every_s, at step {step}")
     if ended.outcome == "ended from outside":
-        return TaskEnd(StateType.COMPLETED, BY_PLATFORM, f"ended by the platform at step {step}")
+        where = f" at step {step}" if step is not None else ""
+        return TaskEnd(StateType.COMPLETED, BY_PLATFORM, f"ended by the platform{where}")
     if fault is None:
         return TaskEnd(StateType.COMPLETED, STOPPED, "stopped on request")
     at = f" at step {step}" if step is not None else ""

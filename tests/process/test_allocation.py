@@ -38,7 +38,8 @@ def everything(running: Running) -> Iterator[psutil.Process]:
     if running.process is not None and running.process.poll() is None:
         yield psutil.Process(running.process.pid)
     yield from running.local.processes()
-    yield from (process for process in psutil.process_iter() if is_of(process, running.bench))
+    if not running.bench.api_url:  # else the server is the tests' own
+        yield from (process for process in psutil.process_iter() if is_of(process, running.bench))
 
 
 def is_of(process: psutil.Process, bench: Workbench) -> bool:

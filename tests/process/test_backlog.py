@@ -46,7 +46,7 @@ def open_runs(api, schedule: str) -> list[str]:
 
 
 def processes(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [one for one in runs if one["start_time"] is not None]
+    return [one for one in runs if one["infrastructure_pid"] is not None]
 
 
 @pytest.mark.long
