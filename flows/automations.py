@@ -26,11 +26,15 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ActionTypes, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
+from prefect.exceptions import ObjectAlreadyExists
 
 from perdure.tasks.relaunch import AUTO_RESUME
+from perdure.tasks.states import BY_PLATFORM
 from perdure.training.recovery.faults import FaultClass
 
 SKIP_LATE_TAG = "skip-late"
+TICKS = "ticks"  # work queue of what a schedule starts again and again
+MAX_TICKS = 3
 REQUEST_TIMEOUT_S = 20.0
 # Two and a half heartbeats of 30 s, the shortest that Prefect allows.
 HEARTBEAT_LOST_AFTER = timedelta(seconds=75)
@@ -38,7 +42,8 @@ HEARTBEAT_LOST_AFTER = timedelta(seconds=75)
 # the flow run is by then: started again before that, its new start would be reported as crashed.
 CRASHED_FOR = timedelta(seconds=30)
 TERMINAL_EVENTS = frozenset(
-    f"prefect.flow-run.{name}" for name in ("Completed", "Failed", "Cancelled", "Crashed")
+    f"prefect.flow-run.{name}"
+    for name in ("Completed", "Failed", "Cancelled", "Crashed", BY_PLATFORM)
 )
 # Events that show that a crashed flow run has been taken care of.
 GOES_ON_EVENTS = frozenset(
@@ -66,7 +71,7 @@ def automations() -> list[Automation]:
         AUTO_RESUME,
         name="perdure: Crashed -> run again",
         description="A crashed supervisor is started again and adopts the living attempt.",
-        trigger_events=frozenset({"prefect.flow-run.Crashed"}),
+        trigger_events=frozenset({"prefect.flow-run.Crashed", f"prefect.flow-run.{BY_PLATFORM}"}),
         expect=GOES_ON_EVENTS,
         within=CRASHED_FOR,
         action=ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", force=True),
@@ -165,13 +170,32 @@ def at_each(
     )
 
 
-def ensure() -> dict[str, Any]:
+def ensure(pool: str | None = None) -> dict[str, Any]:
     """Create or update the automations that bring a supervisor back; as often as one likes.
+
+    Args:
+        pool: work pool whose queue of ticks gets its limit; None: no ticks go through a pool.
 
     Returns:
         Names, for the log of the deployment step.
     """
+    if pool is not None:
+        _limit_ticks(pool)
     return put(automations())
+
+
+def _limit_ticks(pool: str) -> None:
+    """Have the worker of a pool start a few ticks at once: a backlog would fill its memory.
+
+    A tick that is killed holds its place until the next one of `keep-supervised` ends it.
+    """
+    with get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}) as client:
+        try:
+            queue = client.create_work_queue(TICKS, work_pool_name=pool)
+        except ObjectAlreadyExists:
+            queue = client.read_work_queue_by_name(TICKS, work_pool_name=pool)
+        if queue.concurrency_limit != MAX_TICKS:
+            client.update_work_queue(queue.id, concurrency_limit=MAX_TICKS)
 
 
 def put(wanted: Sequence[Automation]) -> dict[str, Any]:

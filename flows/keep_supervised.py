@@ -10,14 +10,27 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed, Failed
 
 from perdure.tasks.entry import finish_with
-from perdure.tasks.keep_supervised import QUIET, Unseen, apply, forget_quiet, look
+from perdure.tasks.keep_supervised import (
+    QUIET,
+    Unseen,
+    apply,
+    end_stuck,
+    forget_quiet,
+    limits,
+    look,
+)
 from perdure.tasks.states import data_of
+from perdure.tasks.ticks import newer_tick
 from perdure.tasks.unsupervised import Remedy
 
 
 @flow(name="keep-supervised", persist_result=False)
 def keep_supervised() -> State[Any]:
     """Have every living attempt of this machine supervised, whatever its flow run shows."""
+    newer = newer_tick()
+    if newer is not None:
+        return Completed(name=QUIET, message=newer)
+    end_stuck(datetime.now(UTC))
     forget_quiet(datetime.now(UTC))
     done, failed, waiting = [], [], []
     for case in look():
@@ -37,4 +50,6 @@ def keep_supervised() -> State[Any]:
         return Completed(message="; ".join(done))
     names = ", ".join(waiting)
     text = f"not supervised, and left alone: {names}" if names else "every run is supervised"
+    if waiting:
+        text = "; ".join([text, *limits()])
     return Completed(name=QUIET, message=text)

@@ -77,5 +77,5 @@ def _id_of(block: str) -> UUID:
             return client.read_block_document_by_name(name, kind).id
         except ObjectNotFound as error:
             raise InputError(
-                "block", f"{block!r}: no such block; `prefect block ls` lists them as TYPE/NAME"
+                "block", f"{block!r}: no such block; 'prefect block ls' lists them as TYPE/NAME"
             ) from error

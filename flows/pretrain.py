@@ -14,7 +14,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
-from perdure.tasks.entry import enter, finish_with, left_to_other, name_of_flow_run
+from perdure.tasks.entry import enter, finish_with, leave_with, left_to_other, name_of_flow_run
 from perdure.tasks.following import follow, goes_on_following, may_follow
 from perdure.tasks.hooks import leave_adoptable, take_down
 from perdure.tasks.job_parameter import (
@@ -34,7 +34,8 @@ from perdure.tasks.pretrain import (
     train,
 )
 from perdure.tasks.retry_delay import NotWanted
-from perdure.tasks.states import FINAL_STATES, data_of
+from perdure.tasks.states import BY_PLATFORM, FINAL_STATES, data_of
+from perdure.tasks.story import CONTINUED
 from perdure.tasks.supervision import Supervision, has_open_attempt
 from perdure.training.config.job import Job, JobTemplate
 from perdure.training.engines.base import Placement
@@ -91,7 +92,7 @@ def _pretrain(job: Job) -> State[Any]:
     checked = CheckedJob.of_living_attempt(job) if has_open_attempt(job) else preflight(job)
     supervision = Supervision(checked, get_run_logger())
     try:
-        return _supervise(supervision)
+        end = _supervise(supervision)
     except KeyboardInterrupt:
         if not supervision.has_cancelled:
             raise  # Ctrl-C was for what serves the flow: the attempt goes on
@@ -99,6 +100,9 @@ def _pretrain(job: Job) -> State[Any]:
         # Prefect would call the flow run Crashed (3.8.8), but Ctrl-C has cancelled the run.
         text = final_message("cancelled with Ctrl-C", run.history, ettr=ettr)
         return Cancelled(message=text)
+    if end.name == BY_PLATFORM:
+        leave_with(end)
+    return end
 
 
 def _supervise(supervision: Supervision) -> State[Any]:
@@ -107,6 +111,8 @@ def _supervise(supervision: Supervision) -> State[Any]:
         if run.is_complete:
             return Completed(message=completed_before(job, run.history))
         end = run_to_completion(TaskSteps(supervision), log=supervision.logger)
+        if end.outcome == "ended from outside":
+            return FINAL_STATES[end.outcome](message=end.message)
         if supervision.retry_delay.was_cut_short:
             supervision.close_own()  # Prefect has set the placement to Crashed (3.8.8)
         # A picture that fails changes no outcome.
@@ -152,7 +158,7 @@ class TaskSteps(RunSteps):
         history, number = self.run.history, placement.number
         name = f"placement {number} on {','.join(placement.nodes)}"
         if history.open_attempt is None and history.attempts_in(number):
-            name += ", continued"
+            name += CONTINUED
         named = train.with_options(task_run_name=name, **restart_options(self.run.job))
         try:
             with self.supervision.retry_delay:

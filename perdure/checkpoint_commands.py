@@ -108,7 +108,8 @@ def show_list(run: RunName, *, as_json: AsJson = False) -> None:
 def _list_program_saves(job: Job, *, as_json: bool) -> None:
     """What a command has saved itself, newest first."""
     store = store_of(job)
-    saves = program_saves(Ledger(store, job.run_id).read())[::-1]
+    history = Ledger(store, job.run_id).read()
+    saves = program_saves(history)[::-1]
     if as_json:
         print_json([asdict(save_record) for save_record in saves])
         return
@@ -127,6 +128,9 @@ def _list_program_saves(job: Job, *, as_json: bool) -> None:
         make_console().print(table)
     else:
         print(f"{job.run_id}: no checkpoints")
+    for view in history.attempts:
+        for aside in view.resume.set_aside if view.resume is not None else ():
+            print(f"{aside.path} was set aside: {aside.why}")
 
 
 @app.command()

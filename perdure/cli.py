@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -49,7 +50,6 @@ from perdure.training.supervisor import runbook as cancelling
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 
 app = typer.Typer(
-    help="Pretraining that outlasts its faults.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -61,6 +61,28 @@ for command in (
     run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder,
 ):  # fmt: skip
     app.command()(command)
+
+
+def _print_version(*, is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"perdure {version('perdure')}")
+        raise typer.Exit
+
+
+@app.callback()
+def perdure(
+    *,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,  # before the missing command is noticed
+            callback=lambda value: _print_version(is_wanted=value),
+            help="print the version and exit",
+        ),
+    ] = False,
+) -> None:
+    """Pretraining that outlasts its faults."""
 
 
 @app.command()

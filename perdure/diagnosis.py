@@ -26,6 +26,7 @@ from perdure.training.errors import InputError
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.ladder import decide
 from perdure.training.recovery.rungs import Decision, Policy, Rung
+from perdure.training.reporting.markdown import plain
 
 CONTEXT_LINES = 3
 LINE_WIDTH = 400
@@ -197,5 +198,5 @@ def _facts(fault: Fault) -> Table:
     table.add_column(overflow="fold")
     for name, value in rows:
         if value:
-            table.add_row(name, Text(value))
+            table.add_row(name, Text(plain(value)))
     return table

@@ -36,11 +36,14 @@ from perdure.training.reporting.rows import alert_rows, attempt_rows, program_no
 from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.checkpoints import node_tiers, program_saves, saves_are_known
 from perdure.training.supervisor.evidence import newest_of, step_of
+from perdure.training.supervisor.job_registry import job_path
 from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run_handle import RunHandle
-from perdure.training.supervisor.store_outage import unwritable
+from perdure.training.supervisor.store_outage import read_outage, unwritable
+from perdure.training.supervisor.waiting import wait_of
 from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.requests import is_pause_wanted
+from perdure.training.wire.store_wait import Wait, read_wait
 
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
 ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
@@ -131,6 +134,7 @@ class RunMonitor:
             sub_healthy=len(history.sub_healthy),
             pause_wanted=is_pause_wanted(run.store, job.run_id),
             pause=PauseStatus(at_s=pause.began.at_s, step=pause.began.step) if pause else None,
+            waits=_waits(run, history, agents),
             attempts=tuple(attempt_rows(history)),
             abnormal=abnormal_steps(history),
             notices=tuple(program_notices(history)),
@@ -190,6 +194,17 @@ class RunMonitor:
         return tiers
 
 
+def _waits(run: RunHandle, history: RunHistory, agents: Snapshot | None) -> Wait | None:
+    """The wait of a run that goes on: for its store, a person, or a free node."""
+    if history.ended is not None:
+        return None
+    outage = read_outage(run.home, run.job.run_id)
+    noted = read_wait(job_path(run.home, run.job.run_id).parent)
+    if outage is not None:
+        return outage.wait
+    return wait_of(history, agents) or noted
+
+
 def _add_events(history: RunHistory, attempt: AttemptSnapshot) -> None:
     """Add events that the open attempt has logged and no supervisor has recorded yet."""
     view = history.open_attempt
@@ -225,7 +240,7 @@ def _last_step_age_s(
     """The time since the newest step; of a command, since its heartbeat or output showed it."""
     newest = newest_of(agents, now_s=now_s) if agents is not None and last is None else None
     step = last or newest
-    return round(now_s - step.at_s, 1) if step is not None else None
+    return round(max(0.0, now_s - step.at_s), 1) if step is not None else None
 
 
 def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | None) -> float | None:

@@ -112,7 +112,7 @@ class LiveView:
 
 def _colour_of(activity: str) -> str | None:
     """The color of an activity other than training."""
-    if "recover" in activity:
+    if "recover" in activity or "waiting" in activity:
         return "yellow"
     return "cyan" if activity.startswith("paused") else None
 
@@ -144,4 +144,5 @@ def _events_of(view: AttemptView) -> Iterator[str]:
     fault = view.ended.fault if view.ended is not None else None
     cause = f"{fault.fault_class}: {fault.evidence}" if fault is not None else "?"
     isolated = f", {view.decision.isolate} isolated" if view.decision.isolate else ""
-    yield f"fault in {name}: {cause} -> {view.decision.rung}{isolated}"
+    heading = "fault in" if view.ended is None or view.ended.is_fault else "restart of"
+    yield f"{heading} {name}: {cause} -> {view.decision.rung}{isolated}"

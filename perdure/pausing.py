@@ -82,9 +82,9 @@ class Pausing:
         if not self._await(paused=True):
             raise PerdureError(
                 f"{self._run_id}: no pause was confirmed within {self._wait_s:g} s; its ranks "
-                f"will still pause, unless `perdure resume {self._run_id}` withdraws the request"
+                f"will still pause, unless 'perdure resume {self._run_id}' withdraws the request"
             )
-        self._print(f"paused; `perdure resume {self._run_id}` continues it")
+        self._print(f"paused; 'perdure resume {self._run_id}' continues it")
 
     def resume(self) -> None:
         """Withdraw the request, and wait until the ranks train.

@@ -165,7 +165,7 @@ def checkpoints(
         raise InputError(
             "run",
             f"{job.run_id!r} is of a command, whose checkpoints are its own files; "
-            f"`perdure checkpoints ls {job.run_id}` lists them",
+            f"'perdure checkpoints ls {job.run_id}' lists them",
         )
     return CheckpointReader(CheckpointStore(store_of(job), job.run_id))
 

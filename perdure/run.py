@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import sysconfig
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -30,22 +33,27 @@ from perdure.console import (
 from perdure.preflight import warn_of_departures
 from perdure.runs import credentials_of, store_of
 from perdure.storage.address import StorageSpec, has_store
+from perdure.storage.errors import StorageError
+from perdure.tasks.termination import EXIT_BY_PLATFORM, ended_in_time, limit_of
 from perdure.training.config.drill import DrillSpec, Kill, Victim
 from perdure.training.config.engine import LocalEngineSpec
 from perdure.training.config.job import Job, JobTemplate
 from perdure.training.config.job_file import load_job
 from perdure.training.config.model import BatchSpec, DataSpec, ModelSpec, OptimizerSpec
 from perdure.training.config.recovery import CheckpointSpec, RestartSpec
+from perdure.training.drill.termination import raise_on_termination
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.injection.outside import KillInjector
+from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import RunReopened
 from perdure.training.journal.steps import StepReader, drop_lost_steps
 from perdure.training.journal.time_account import Account, account_time
 from perdure.training.preflight.job import CheckedJob, check_job
 from perdure.training.reporting.ettr import ettr_text, timeline_picture
-from perdure.training.reporting.rows import loss_picture, story_rows
+from perdure.training.reporting.markdown import plain
+from perdure.training.reporting.rows import loss_picture, num_kept, story_rows
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
@@ -139,13 +147,45 @@ def _supervise(
         reopen: whether a completed run continues.
         resume_hint: the command that continues a completed run.
     """
+    try:
+        limit_s = limit_of(checked.job.engine.grace_s)
+        with raise_on_termination(signal.SIGTERM), ended_in_time(limit_s):
+            code = _supervise_here(checked, injector, reopen=reopen, resume_hint=resume_hint)
+    except SystemExit as end:  # before Prefect took the signal over
+        code = end.code if isinstance(end.code, int) else EXIT_FAILED
+    if code == EXIT_BY_PLATFORM:
+        _leave(checked.job)
+    return code
+
+
+def _leave(job: Job) -> NoReturn:
+    """End this process now: at the interpreter's exit Prefect waits for a server that is gone."""
+    with suppress(StorageError):
+        if not _history(job).attempts:
+            server.stop_started()  # there is nothing to see in its UI
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(EXIT_BY_PLATFORM)
+
+
+def _history(job: Job) -> RunHistory:
+    return Ledger(store_of(job), job.run_id).read() if has_store(job.storage) else RunHistory()
+
+
+def _supervise_here(
+    checked: CheckedJob, injector: KillInjector | None, *, reopen: bool, resume_hint: str
+) -> int:
+    """Run the flow under a live view, then print the table; return the exit code."""
     job = checked.job
     console = make_console()
     with console.status("starting the Prefect server"):
         ui_url = server.use_server()
+        from prefect.exceptions import TerminationSignal  # noqa: PLC0415 imports Prefect
+
         from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
-        from perdure.tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.entry import NOT_TRAINED, Left  # noqa: PLC0415 imports Prefect
         from perdure.tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from perdure.tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
         from perdure.tasks.pretrain import checked_already  # noqa: PLC0415 imports Prefect
@@ -157,30 +197,61 @@ def _supervise(
         if reopen:
             _reopen(job)
 
-    def hit(victim: Victim, index: int) -> bool:
-        observer = RunHandle(job, home=home_folder()).observer()
-        return observer is not None and observer.kill(victim, index)
-
     def inject(observation: Observation) -> None:
         if injector is not None and observation.steps:
-            injector.inject(hit, observation.steps[-1].step)
+            injector.inject(partial(_hit, job), observation.steps[-1].step)
 
-    if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
-        warn(f"{job.run_id}: a pause is requested; `perdure resume {job.run_id}` continues it")
-    view = LiveView(console, ui_url=ui_url)
+    _warn_of_pause(job)
+    view, left_text = LiveView(console, ui_url=ui_url), ""
     with view, checked_already(checked), observed_by(view.observe), observed_by(inject):
         try:
             state = pretrain(JobTemplate.of(job), return_state=True)
         except KeyboardInterrupt:
             raise PerdureError("cancelled: the processes of the run are stopped") from None
+        except Left as left:
+            left_text = str(left)
+        except TerminationSignal:
+            left_text = _left_text(job)
+    if left_text:
+        console.print(f"{job.run_id}: {left_text}", soft_wrap=True)
+        return EXIT_BY_PLATFORM
+    if state.name in NOT_TRAINED:
+        console.print(f"{state.name}: {state.message}", soft_wrap=True)
+        console.print(f"'perdure status {job.run_id}' shows it", soft_wrap=True)
+        return EXIT_FAILED
     if has_store(job.storage):
         _print_outcome(console, job, ui_url)
-    # Prefect puts this before the text of every exception (3.8.8).
-    message = (state.message or str(state.name)).removeprefix("Flow run encountered an exception: ")
-    kind = state.name if state.name in NOT_TRAINED else state.type.value.lower()
-    text = f"{kind}: {message}".replace(REOPEN, resume_hint)
+    text = _end_text(state.type.value, state.message or str(state.name))
+    text = plain(text.replace(REOPEN, resume_hint))
     console.print(text, soft_wrap=True)
     return 0 if state.is_completed() else EXIT_FAILED
+
+
+def _end_text(kind: str, message: str) -> str:
+    # Prefect puts this before the text of every exception (3.8.8).
+    return f"{kind.lower()}: {message.removeprefix('Flow run encountered an exception: ')}"
+
+
+def _warn_of_pause(job: Job) -> None:
+    if has_store(job.storage) and is_pause_wanted(store_of(job), job.run_id):
+        warn(f"{job.run_id}: a pause is requested; 'perdure resume {job.run_id}' continues it")
+
+
+def _left_text(job: Job) -> str:
+    """Say what SIGTERM to this process alone leaves behind."""
+    try:
+        view = _history(job).open_attempt
+    except StorageError:
+        view = None
+    if view is None:
+        return "ended by the platform (SIGTERM); start it again to go on"
+    attempt = "{}.{}".format(*view.key)
+    return f"SIGTERM ended this supervisor; attempt {attempt} goes on; start it again to adopt it"
+
+
+def _hit(job: Job, victim: Victim, index: int) -> bool:
+    observer = RunHandle(job, home=home_folder()).observer()
+    return observer is not None and observer.kill(victim, index)
 
 
 def _reopen(job: Job) -> None:
@@ -208,14 +279,12 @@ def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
     last = history.attempts[-1].ended if history.attempts else None
     if last is not None and last.fault is not None:
         console.print(f"fault: {last.fault.evidence}")
-        console.print(f"       {last.fault.explanation}")
+        console.print(plain(f"       {last.fault.explanation}"))
     records = StepReader(store, job.run_id).read()
     kept_steps = drop_lost_steps(records)
     if kept_steps:
-        picture = folder / "loss.png"
-        picture.write_bytes(loss_picture(history, kept_steps))
-        console.print(f"steps kept: {len(kept_steps)}")
-        console.print(f"loss picture: {picture}", soft_wrap=True)
+        console.print(f"steps kept: {num_kept(history, kept_steps)}")
+        _save_picture(console, "loss", folder / "loss.png", loss_picture(history, kept_steps))
     _print_account(console, account_time(history, records, now_s=time.time()), folder)
     console.print(f"Prefect UI: {ui_url}", soft_wrap=True)
 
@@ -224,8 +293,16 @@ def _print_account(console: Console, spent: Account, folder: Path) -> None:
     """Print the account of the wall time, and save its picture."""
     if not spent.intervals:
         return
-    picture = folder / "timeline.png"
-    picture.write_bytes(timeline_picture(spent))
     console.print(ettr_text(spent))
     console.print(account_table(spent))
-    console.print(f"timeline picture: {picture}", soft_wrap=True)
+    _save_picture(console, "timeline", folder / "timeline.png", timeline_picture(spent))
+
+
+def _save_picture(console: Console, name: str, path: Path, picture: bytes) -> None:
+    """Save a picture and print its place; a full disk costs the picture, not the outcome."""
+    try:
+        path.write_bytes(picture)
+    except OSError as error:
+        warn(f"no {name} picture: {error.strerror}: {path}")
+        return
+    console.print(f"{name} picture: {path}", soft_wrap=True)

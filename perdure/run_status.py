@@ -28,6 +28,7 @@ from perdure.training.reporting.summary import AbnormalSteps
 from perdure.training.supervisor.store_outage import Outage
 from perdure.training.wire.agent_status import AgentState, RankStatus
 from perdure.training.wire.node import NodeSample
+from perdure.training.wire.store_wait import Wait
 
 _FAULT = TypeAdapter(Fault)
 
@@ -164,6 +165,7 @@ class RunStatus(FrozenModel):
     sub_healthy: int = Field(description="collectives that were repeated after a broken connection")
     pause_wanted: bool = Field(description="whether a pause has been requested")
     pause: PauseStatus | None = Field(description="the pause under way")
+    waits: Wait | None = Field(description="what the run waits for, since when, and why")
     attempts: tuple[AttemptRow, ...] = Field(description="oldest first")
     abnormal: AbnormalSteps | None = Field(
         description="steps of abnormal loss or gradient norm, and skipped batches"

@@ -38,14 +38,19 @@ def store_of(job: Job) -> ObjectStore:
     return open_store(job.storage, credentials_of(job))
 
 
-def run_to_observe(run: str) -> RunHandle:
+def run_to_observe(run: str, *, is_brief: bool = False) -> RunHandle:
     """The run that `named_job` finds, to read; another process may supervise it.
+
+    Args:
+        run: run_id or path.
+        is_brief: whether a silent store is given up soon.
 
     Raises:
         InputError: there is none.
     """
     job = named_job(run)
-    return RunHandle(job, home=home_folder(), credentials=credentials_of(job))
+    credentials = credentials_of(job)
+    return RunHandle(job, home=home_folder(), credentials=credentials, is_brief=is_brief)
 
 
 def credentials_of(job: Job) -> Credentials | None:

@@ -6,13 +6,15 @@ command that started it, so the UI still shows runs that have ended. Times are s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,16 +34,17 @@ from perdure.training.processes import free_port, is_alive
 app = typer.Typer(help="The Prefect server of this machine.", no_args_is_help=True)
 
 PORTS = range(4200, 4300)  # from Prefect's own on
-ANOTHER_PORT = "choose another port with `perdure server start --port N`"
+ANOTHER_PORT = "choose another port with 'perdure server start --port N'"
 REMEMBERED = (
-    "change the port: {port} is remembered from an earlier `perdure server start --port {port}`; "
-    "`perdure server start --port N` changes it, --port 0 forgets it"
+    "change the port: {port} is remembered from an earlier 'perdure server start --port {port}'; "
+    "'perdure server start --port N' changes it, --port 0 forgets it"
 )
 START_TIMEOUT_S = 120.0  # 18 s were measured for a first start, 23 s on a loaded machine
 STOP_TIMEOUT_S = 8.0
 MAX_COMMAND = 80  # characters
 _PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)
 _ANSWER_S = 2.0
+_started: list[int] = []  # servers of this process
 
 CLIENT_SETTINGS = {
     # Ten wait half an hour for a server that is down. After the default five, a minute, a flow
@@ -103,15 +106,16 @@ Port = Annotated[
 @app.command("start")
 def start(port: Port = None) -> None:
     """Start the server unless it already runs."""
-    record = _running_server()
-    if record is not None and port and port != record.port:
-        raise InputError(
-            "--port",
-            f"{port}: the server of this PERDURE_HOME already runs on port {record.port}; stop it "
-            "first with `perdure server stop`",
-        )
-    if record is None:
-        record = _start_as_before() if port is None else start_server(port=port or None)
+    with _one_start():
+        record = _running_server()
+        if record is not None and port and port != record.port:
+            raise InputError(
+                "--port",
+                f"{port}: the server of this PERDURE_HOME already runs on port {record.port}; stop "
+                "it first with 'perdure server stop'",
+            )
+        if record is None:
+            record = _start_as_before() if port is None else start_server(port=port or None)
     if port is not None:
         _remember(ServerSettings(port=port or None))
     print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
@@ -148,7 +152,8 @@ def use_server() -> str:
         os.environ.setdefault(name, value)
     api_url = os.environ.get("PREFECT_API_URL") or configured_api()
     if not api_url:
-        record = _running_server() or _start_as_before()
+        with _one_start():
+            record = _running_server() or _start_as_before()
         api_url = os.environ["PREFECT_API_URL"] = record.api_url
         # This machine's server has it from the same shell as its clients.
         if of_server := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
@@ -179,6 +184,15 @@ def _refuse_unauthorized(api_url: str) -> None:
         return  # the flow waits for its server
 
 
+@contextmanager
+def _one_start() -> Iterator[None]:
+    """Have one command at a time look for the server and start it; the others then find it."""
+    folder = private_folder(_record_path().parent)
+    with (folder / "start.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _running_server() -> ServerRecord | None:
     """The server that runs on this machine, once it answers; a busy one gets time to do so."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -187,6 +201,12 @@ def _running_server() -> ServerRecord | None:
             return record
         time.sleep(0.5)
     return None
+
+
+def stop_started() -> None:
+    """Stop the server if this process has started it."""
+    if _started:
+        stop_server()
 
 
 def _start_as_before() -> ServerRecord:
@@ -235,6 +255,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
             stderr=log,
             start_new_session=True,  # Ctrl-C in the terminal of this command is not for it
         )
+    _started.append(process.pid)
     started_s = psutil.Process(process.pid).create_time()
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
     # Before it answers: a second command waits for this server instead of starting its own.
@@ -381,12 +402,12 @@ def owner_text(owner: PortOwner | None, port: int, *, advice: str = ANOTHER_PORT
     if owner.home is not None:
         return (
             f"port {port} is taken by the Prefect server of PERDURE_HOME={owner.home} ({holder}); "
-            f"stop it with `PERDURE_HOME={owner.home} perdure server stop`, or {advice}"
+            f"stop it with 'PERDURE_HOME={owner.home} perdure server stop', or {advice}"
         )
     if owner.is_prefect:
         return (
             f"port {port} is taken by a Prefect server that perdure did not start ({holder}); use "
-            f"it with `export PREFECT_API_URL=http://127.0.0.1:{port}/api`, or {advice}"
+            f"it with 'export PREFECT_API_URL=http://127.0.0.1:{port}/api', or {advice}"
         )
     program = f"{holder}: {owner.command}" if owner.command else holder
     return f"port {port} is taken by another program ({program}); {advice}"

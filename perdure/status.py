@@ -53,6 +53,7 @@ from perdure.training.reporting.rows import OPEN, AlertRow, losses_of_steps, sto
 from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.job_registry import known_runs
 from perdure.training.supervisor.store_outage import read_outage
+from perdure.training.wire.store_wait import WaitKind
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 NOT_KNOWN = "not known"
@@ -84,14 +85,17 @@ def status(
     if not run:
         _list_runs(as_json=as_json)
         return
-    observed = run_to_observe(run)
+    observed = run_to_observe(run, is_brief=True)
     try:
         _show(RunMonitor(observed), once=once, as_json=as_json)
     except StorageError as error:
-        outage = read_outage(observed.home, observed.job.run_id)
+        outage, run_id = read_outage(observed.home, observed.job.run_id), observed.job.run_id
         if outage is None:
             raise
-        text = f"{observed.job.run_id}: {UNWRITABLE} since {outage.since}: {error}"
+        if as_json:
+            document = {"run_id": run_id, "state": None, "waits": outage.wait.model_dump()}
+            print_json({**document, "ledger_unwritable": outage.model_dump()})
+        text = f"{run_id}: {UNWRITABLE} since {outage.since}: {error}; {outage.wait.text}"
         raise PerdureError(text) from error
 
 
@@ -175,7 +179,9 @@ def _field_text(status: RunStatus, name: str) -> str:
 def _headline(status: RunStatus) -> str:
     """State, step, speed and remaining time, in a line."""
     target = f" / {status.target_step}" if status.target_step is not None else ""
-    parts = [_field_text(status, "state"), f"step {_field_text(status, 'step')}{target}"]
+    is_waiting = status.waits is not None and status.waits.kind is not WaitKind.RESUME
+    waits = [status.waits.text] if status.waits is not None and is_waiting else []
+    parts = [_field_text(status, "state"), *waits, f"step {_field_text(status, 'step')}{target}"]
     is_running = status.state is RunState.RUNNING
     if status.tokens_per_s and is_running:
         parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
@@ -268,17 +274,19 @@ def _notices(snapshot: RunSnapshot) -> list[str]:
     """Lines that a user should read beside the numbers."""
     status, abnormal = snapshot.status, abnormal_steps(snapshot.history)
     lines = []
-    resume = f"`perdure resume {status.run_id}` continues it"
+    resume = f"'perdure resume {status.run_id}' continues it"
     outage = status.ledger_unwritable
     if outage is not None:
         lines.append(f"{UNWRITABLE} since {outage.since}: {outage.why}")
     if status.state is RunState.RUNNING and not status.supervised:
-        lines.append("no process supervises it; `perdure run` with its job file adopts it")
+        lines.append("no process supervises it; 'perdure run' with its job file adopts it")
     if status.sub_healthy:
         lines.append(
             f"sub-healthy: connections broke {status.sub_healthy} times during collectives, which "
             "were then repeated; check the network between its nodes"
         )
+    if status.waits is not None:
+        lines.append(f"phase: {status.waits.text}")
     if status.pause is not None:
         lines.append(f"paused at step {status.pause.step}; {resume}")
     elif status.pause_wanted:
@@ -333,7 +341,7 @@ def _list_runs(*, as_json: bool) -> None:
 
 def _run_row(run_id: str) -> _RunRow:
     try:
-        snapshot = RunMonitor(run_to_observe(run_id)).snapshot()
+        snapshot = RunMonitor(run_to_observe(run_id, is_brief=True)).snapshot()
     except (StorageError, PerdureError) as error:
         return _RunRow(run_id, problem=" ".join(str(error).split()))
     status, history = snapshot.status, snapshot.history

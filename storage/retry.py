@@ -9,11 +9,15 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
 from perdure.storage.errors import StorageError, TransientError
 
 T = TypeVar("T")
+
+OUTAGE_S = 1200.0  # an outage of the store that a run sits out
+PATIENT_CAP_S = 30.0
+BRIEF_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,8 @@ class Retry:
 
     Attributes:
         passing: errors that are retried; every other error is raised at once.
-        on_failure: called with every error that is repeated, before the pause.
+        on_failure: called with every error that is repeated, before the pause, and the time since
+            the operation began.
         on_success: called when an operation has succeeded that had failed before.
     """
 
@@ -38,8 +43,18 @@ class Retry:
     sleep: Callable[[float], None] = time.sleep
     rng: random.Random = field(default_factory=random.Random)
     passing: tuple[type[StorageError], ...] = (TransientError,)
-    on_failure: Callable[[StorageError], None] = lambda _error: None
+    on_failure: Callable[[StorageError, float], None] = lambda _error, _lasted_s: None
     on_success: Callable[[], None] = lambda: None
+
+    @classmethod
+    def patient(cls, **options: Any) -> Self:
+        """Sit out an outage of the store: for all that a run cannot go on without."""
+        return cls(max_tries=1_000, cap_s=PATIENT_CAP_S, give_up_after_s=OUTAGE_S, **options)
+
+    @classmethod
+    def brief(cls) -> Self:
+        """Give up soon: for a person who waits."""
+        return cls(max_tries=2, cap_s=1.0, give_up_after_s=BRIEF_S)
 
     def run(self, operation: Callable[[int], T]) -> T:
         """Call `operation(tries_before)` until it returns.
@@ -59,7 +74,7 @@ class Retry:
                 late = self.clock() - started_s + pause_s > self.give_up_after_s
                 if tries >= self.max_tries or late:
                     raise
-                self.on_failure(exc)
+                self.on_failure(exc, self.clock() - started_s)
             else:
                 if tries:
                     self.on_success()

@@ -100,7 +100,9 @@ class S3Store:
         def read(_tries: int) -> bytes:
             try:
                 answer = self._client().get_object(**self._at(key), **ranged)
-                return bytes(answer["Body"].read())
+                data = bytearray(answer["ContentLength"])
+                filled = read_into(answer["Body"], [memoryview(data)])
+                return bytes(data[:filled])
             except ClientError as exc:
                 if exc.response.get("Error", {}).get("Code") in ("InvalidRange", "416"):
                     return b""

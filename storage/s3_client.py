@@ -7,7 +7,9 @@ gateway in front of the store) are judged by status. Sizes are bytes, times seco
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPResponse
@@ -40,6 +42,9 @@ S3Client = Any  # boto3 generates its clients at run time
 
 COPY_SIZE_BYTES = 2**18  # of a body that must be copied; stays in the CPU's cache
 SEND_SIZE_BYTES = 2**20
+# No link that can carry checkpoints is so slow: another connection may be served better.
+SLOWEST_BYTES_PER_S = 16 * 2**10
+PACE_WINDOW_S = 20.0
 
 CODES: Mapping[str, type[StorageError]] = {
     "SlowDown": Throttled,
@@ -140,9 +145,15 @@ def read_into(body: StreamingBody, outs: Sequence[memoryview]) -> int:
     answer = _plain_answer(body, raw)
     if answer is None:
         return _fill(outs, lambda out: _copy_some(body, out))
-    expected = answer.length or 0
+    expected, pace = answer.length or 0, Pace()
+
+    def read_some(out: memoryview) -> int:
+        count = _read_once(answer, out)
+        pace.check(count, left=answer.length or 0)
+        return count
+
     try:
-        filled = _fill(outs, answer.readinto)
+        filled = _fill(outs, read_some)
     except TimeoutError as exc:
         raise ReadTimeoutError(endpoint_url=raw.url, error=exc) from exc
     except (HTTPException, OSError) as exc:
@@ -154,6 +165,52 @@ def read_into(body: StreamingBody, outs: Sequence[memoryview]) -> int:
     if answer.length and filled < sum(out.nbytes for out in outs):
         raise IncompleteReadError(actual_bytes=filled, expected_bytes=expected)
     return filled
+
+
+def _read_once(answer: HTTPResponse, out: memoryview) -> int:
+    """Read what one read of the socket gives; `HTTPResponse.readinto` waits for all of it.
+
+    An answer that trickles would not come back for hours, and no read of it would time out.
+    """
+    length = answer.length or 0
+    count = int(answer.fp.readinto1(out[:length])) if length else 0
+    answer.length = length - count
+    if not count or not answer.length:
+        answer.close()
+    return count
+
+
+@dataclass(slots=True)
+class Pace:
+    """The pace of an answer, window by window; too slow is as good as silent.
+
+    Attributes:
+        clock: monotonic seconds.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    _began_s: float | None = None
+    _bytes: int = 0
+
+    def check(self, count: int, *, left: int) -> None:
+        """Note that some bytes came.
+
+        Args:
+            count: how many.
+            left: how many are still to come.
+
+        Raises:
+            TimeoutError: too few came in the last window.
+        """
+        now_s = self.clock()
+        self._began_s = now_s if self._began_s is None else self._began_s
+        self._bytes += count
+        took_s = now_s - self._began_s
+        if took_s < PACE_WINDOW_S or not left:
+            return
+        if self._bytes < SLOWEST_BYTES_PER_S * took_s:
+            raise TimeoutError(f"only {self._bytes} bytes came in {took_s:.0f} s")
+        self._began_s, self._bytes = now_s, 0
 
 
 def _plain_answer(body: StreamingBody, raw: object) -> HTTPResponse | None:

@@ -119,6 +119,7 @@ def parse_header(header: bytes, *, size_bytes: int, url: str) -> dict[str, Entry
         document.pop("__metadata__", None)
         entries = {name: _entry(fields, len(header)) for name, fields in document.items()}
         whole = all(_is_whole(entry, len(header), size_bytes) for entry in entries.values())
+        ends = max((entry.end for entry in entries.values()), default=len(header)) == size_bytes
     except (
         ValueError,
         TypeError,
@@ -128,7 +129,7 @@ def parse_header(header: bytes, *, size_bytes: int, url: str) -> dict[str, Entry
         RecursionError,
     ) as exc:
         raise Corrupt(f"{url}: not a safetensors header: {exc}") from exc
-    if not whole:
+    if not whole or not ends:
         raise Corrupt(f"{url}: header and file of {size_bytes} bytes do not fit")
     return entries
 

@@ -9,33 +9,28 @@ so nobody takes it for a trained model. A flow run that waits for the end of the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, NoReturn
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
+import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterId,
-    FlowRunFilter,
-    FlowRunFilterExpectedStartTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.client.schemas.sorting import FlowRunSort
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort
+from prefect.exceptions import Abort, PrefectException
 from prefect.states import Cancelled, Failed
 from prefect.utilities.urls import url_for
 
 from perdure.storage.address import has_store
 from perdure.storage.errors import StorageError
 from perdure.tasks.job_parameter import template_of
+from perdure.tasks.prefect_client import client_without_retries
 from perdure.tasks.remote_jobs import is_in_pod, is_kept, learn
 from perdure.tasks.runs import run_of
+from perdure.tasks.ticks import rival_text
 from perdure.training.config.job import Job, JobTemplate
 from perdure.training.config.run_name import is_of, is_template, name_of
 from perdure.training.errors import InputError
@@ -47,8 +42,6 @@ from perdure.training.supervisor.run_identity import completed_before
 
 ALREADY_SUPERVISED = "AlreadySupervised"
 SKIPPED = "Skipped"
-BEGINNING = [StateType.PENDING, StateType.RUNNING]
-BEGINS_WITHIN = timedelta(minutes=10)  # a tick that runs for longer has taken its run
 NOT_TRAINED = frozenset({ALREADY_SUPERVISED, SKIPPED})
 
 
@@ -163,7 +156,7 @@ def left_to_other(job: Job) -> State[Any]:
     return Cancelled(name=_name_of_conflict(), message=text)
 
 
-class _Left(Abort):
+class Left(Abort):
     """Ends this process when the flow run is in a last state already."""
 
     def __init__(self, state: State[Any]) -> None:
@@ -188,7 +181,24 @@ def finish_with(state: State[Any]) -> State[Any]:
     (logger.error if state.is_failed() else logger.warning)(state.message)
     with get_client(sync_client=True) as client:
         answer = client.set_flow_run_state(flow_run.id, state)
-    raise _Left(answer.state or state)
+    raise Left(answer.state or state)
+
+
+def leave_with(state: State[Any]) -> NoReturn:
+    """End a flow run whose server may be about to end as well: it is told once, and not awaited.
+
+    Raises:
+        Abort: always; the engine of Prefect would ask a dead server for minutes (3.8.8).
+    """
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context is not None else None
+    if flow_run is not None:
+        with (
+            suppress(httpx.HTTPError, PrefectException, OSError),
+            client_without_retries() as client,
+        ):
+            client.set_flow_run_state(flow_run.id, state)
+    raise Left(state)
 
 
 def standing(run: RunHandle, history: RunHistory) -> str:
@@ -217,7 +227,7 @@ def supervised_by(history: RunHistory) -> str:
 def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
     """Why a tick of a schedule trains nothing; None when it does."""
     if not has_store(job.storage):
-        return _earlier_tick(tick)  # the first of all, or preflight says what is wrong
+        return rival_text(tick)  # the first of all, or preflight says what is wrong
     run = run_of(job)
     history = run.refresh()
     if history.supervisor is not None and history.supervisor.flow_run == str(tick.id):
@@ -231,7 +241,7 @@ def _why_skipped(run_id: str, job: Job, tick: FlowRun) -> str | None:
         return standing(run, history)
     siblings = [name for name in _known_like(job) if is_of(run_id, name)]
     training = (_training(name) for name in siblings if name != job.run_id)
-    return next(filter(None, training), None) or _earlier_tick(tick)
+    return next(filter(None, training), None) or rival_text(tick)
 
 
 def _known_like(job: Job) -> list[str]:
@@ -240,32 +250,6 @@ def _known_like(job: Job) -> list[str]:
         with get_client(sync_client=True) as client:
             learn(client, home_folder())
     return known_runs(home_folder())
-
-
-def _earlier_tick(tick: FlowRun) -> str | None:
-    """The tick that begins at the same time and was due before; None when there is none.
-
-    A worker that comes back starts all that came due without it, and none has taken its run yet.
-    """
-    now = datetime.now(UTC)
-    made_by, deployment, due = tick.created_by, tick.deployment_id, tick.expected_start_time
-    if made_by is None or deployment is None or due is None:
-        return None
-    with get_client(sync_client=True) as client:
-        ticks = client.read_flow_runs(
-            deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[deployment])),
-            flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=BEGINNING)),
-                expected_start_time=FlowRunFilterExpectedStartTime(before_=due),
-            ),
-            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
-            limit=200,
-        )
-    for rival in ticks:
-        of_same = rival.id != tick.id and rival.created_by == made_by and rival.state is not None
-        if of_same and rival.state and now - rival.state.timestamp < BEGINS_WITHIN:
-            return f"flow run {rival.name}, which was due before, begins at the same time"
-    return None
 
 
 def _training(run_id: str) -> str | None:

@@ -83,14 +83,14 @@ def _value(client: SyncPrefectClient, name: str, source: SecretSource) -> Secret
         )
     except ObjectNotFound:
         problem = f"no {f'block of type {kind}' if kind else 'Secret block'} named {block!r}"
-        raise InputError(field, f"{problem}; `prefect block ls` lists them") from None
+        raise InputError(field, f"{problem}; 'prefect block ls' lists them") from None
     content: Any = document.data
     path = source.field.split(".") if source.field else []
     for part in [*(["value"] if not kind else []), *path]:
         content = content.get(part) if isinstance(content, Mapping) else None
     if not isinstance(content, str | int | float) or isinstance(content, bool):
         where = f"field {source.field}" if source.field else "a field"
-        raise InputError(field, f"block {source.block!r} has no text in {where}; set `field`")
+        raise InputError(field, f"block {source.block!r} has no text in {where}; set 'field'")
     try:
         return SecretStr(checked_value(name, str(content)))
     except ValueError as error:

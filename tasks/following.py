@@ -215,7 +215,7 @@ def end_of(run: RunHandle, history: RunHistory) -> State[object]:
     ended = history.ended
     assert ended is not None  # noqa: S101 the caller looked
     account = Accountant(run.store, run.job.run_id).account(history, now_s=ended.at_s)
-    parts = [final_message(ended.message, history, ettr=account.known_ettr)]
+    parts = [final_message(ended.message, history, ettr=account.ettr or None)]
     place = ReportPlace(run.job.run_id, run.store.url)
     reports = fault_reports(history, place, recent=len(history.attempts))
     if reports:

@@ -25,7 +25,7 @@ from prefect.exceptions import PrefectException
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Cancelled, Cancelling
 
-from perdure.storage.errors import StorageError
+from perdure.storage.errors import StorageError, TransientError
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.drill import homes_of
 from perdure.tasks.entry import job_of
@@ -36,7 +36,9 @@ from perdure.tasks.runs import flow_runs_of, run_of, supervisor_of
 from perdure.tasks.story import report_end
 from perdure.training.config.job import Job
 from perdure.training.errors import RunConflict
+from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
+from perdure.training.supervisor.cancelling import cancel_on_this_machine
 from perdure.training.supervisor.job_registry import known_job, known_runs
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
@@ -146,6 +148,12 @@ def cancel_run(job: Job) -> str:
     Returns:
         What was done, for the user.
     """
+    try:
+        RunHandle(
+            job, home=home_folder(), credentials=credentials_of(job.storage), is_brief=True
+        ).refresh()
+    except TransientError as error:
+        return cancel_on_this_machine(home_folder(), job.run_id, error)
     run = supervisor_of(job)
     asked: State[Any] = Cancelling(message="perdure cancel")
     done = cancel(run, by_server=lambda history: bool(_set_flow_runs(history, asked)))

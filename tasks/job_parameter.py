@@ -29,9 +29,9 @@ from perdure.training.config.job import Job, JobTemplate, input_error, parse_tem
 from perdure.training.errors import InputError, PerdureError
 
 NAME = "^[a-z0-9][a-z0-9_-]*$"  # what Prefect allows for a Variable
-VARIABLE = "a Prefect Variable that holds the job, as `perdure show job.yaml` prints it"
+VARIABLE = "a Prefect Variable that holds the job, as 'perdure show job.yaml' prints it"
 JOB_IS_MISSING = (
-    "is missing: give the flow run or its schedule one, as `perdure show job.yaml` prints it, or "
+    "is missing: give the flow run or its schedule one, as 'perdure show job.yaml' prints it, or "
     "the name of a Prefect Variable that holds one"
 )
 HOW_TO_SET = 'prefect variable set {name} "$(perdure show job.yaml)"'

@@ -17,6 +17,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import psutil
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -40,6 +41,7 @@ from perdure.storage.errors import StorageError
 from perdure.tasks.entry import NOT_TRAINED, job_of
 from perdure.tasks.following import is_follower
 from perdure.tasks.hooks import take_down_run
+from perdure.tasks.limits import limits_of_pretrain
 from perdure.tasks.orphaned_task_runs import ADOPTED
 from perdure.tasks.relaunch import AUTO_RESUME, PRETRAIN, is_started_for, start, started_for
 from perdure.tasks.remote_jobs import learn
@@ -66,6 +68,7 @@ from perdure.training.supervisor.run_handle import RunHandle
 
 QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)
+TICK_LASTS = timedelta(minutes=10)  # at most, unless its process was killed
 CRASH_IS_NEWS_S = 86_400.0  # an older one is not started again out of the blue
 MOST = 200  # flow runs in one answer of the server
 # Cancelled by type, but no user wants the run to end: another flow run has it.
@@ -161,6 +164,31 @@ def forget_quiet(now: datetime) -> None:
         for flow_run in quiet_runs:
             with suppress(ObjectNotFound):  # another tick was faster
                 client.delete_flow_run(flow_run.id)
+
+
+def end_stuck(now: datetime) -> None:
+    """End ticks of this flow that have no process any more: they hold places of its queue."""
+    with get_client(sync_client=True) as client:
+        begun = client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=["keep-supervised"])),
+            flow_run_filter=FlowRunFilter(
+                state=FlowRunFilterState(
+                    type=FlowRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING])
+                ),
+            ),
+            sort=FlowRunSort.EXPECTED_START_TIME_ASC,
+            limit=MOST,
+        )
+        for flow_run in begun:
+            if flow_run.state is not None and now - flow_run.state.timestamp > TICK_LASTS:
+                ended: State[Any] = Cancelled(message="its process is gone")
+                client.set_flow_run_state(flow_run.id, ended, force=True)
+
+
+def limits() -> list[str]:
+    """List the concurrency limits that a flow run may be waiting for, a line for each."""
+    with get_client(sync_client=True) as client:
+        return limits_of_pretrain(client)
 
 
 def _of_known(client: SyncPrefectClient, run_id: str) -> RunCase | None:
@@ -279,8 +307,8 @@ def _flow_run_of(client: SyncPrefectClient, run_id: str, history: RunHistory) ->
 def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
     """Flow runs that lately crashed or were never started, and that are to be brought back.
 
-    A worker that dies when it has just taken a flow run leaves it Pending for ever, with no process
-    (3.8.8); one that waits for its container has one, on the server's record.
+    A worker that dies when it has just taken a flow run leaves it Pending for ever (3.8.8), with no
+    process, or with one that died with it.
     """
     flow_runs = client.read_flow_runs(
         flow_filter=PRETRAIN,
@@ -299,8 +327,20 @@ def _stranded(client: SyncPrefectClient) -> list[FlowRun]:
         for flow_run in flow_runs
         if flow_run.state is not None
         and flow_run.state.timestamp > since
-        and (flow_run.infrastructure_pid is None or not flow_run.state.is_pending())
+        and (not flow_run.state.is_pending() or not may_begin(flow_run))
     ]
+
+
+def may_begin(flow_run: FlowRun) -> bool:
+    """Whether a Pending flow run has a process that is to run it, or a container.
+
+    A process that ended with its worker is of this machine: keep-supervised is the worker's own.
+    """
+    started = flow_run.infrastructure_pid
+    if started is None:
+        return False
+    pid = started.rpartition(":")[2]
+    return not pid.isdigit() or psutil.pid_exists(int(pid))
 
 
 def _apply(case: RunCase) -> str:

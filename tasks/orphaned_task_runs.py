@@ -31,6 +31,7 @@ from prefect.exceptions import ObjectNotFound
 
 from perdure.tasks.entry import ALREADY_SUPERVISED
 from perdure.tasks.runs import flow_runs_of
+from perdure.tasks.states import BY_PLATFORM
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
@@ -111,7 +112,7 @@ def _living(view: AttemptView, adopted_by: str | None) -> TaskEnd:
         text = f"its supervisor is gone; {attempt} goes on and {WAITS}"
         return TaskEnd(StateType.CRASHED, LOST, text)
     text = f"its supervisor is gone; {attempt} went on and was adopted by {adopted_by}"
-    return TaskEnd(StateType.CRASHED, ADOPTED, text)
+    return TaskEnd(StateType.CANCELLED, ADOPTED, text)  # Crashed is the color of a loss
 
 
 def _ended(view: AttemptView) -> TaskEnd:
@@ -123,6 +124,8 @@ def _ended(view: AttemptView) -> TaskEnd:
         return TaskEnd(StateType.COMPLETED, "Completed", good_end_text(done, ended.notes))
     if ended.outcome == "restarted":
         return TaskEnd(StateType.COMPLETED, "Restarted", f"restart.every_s, at step {step}")
+    if ended.outcome == "ended from outside":
+        return TaskEnd(StateType.COMPLETED, BY_PLATFORM, f"ended by the platform at step {step}")
     if fault is None:
         return TaskEnd(StateType.COMPLETED, STOPPED, "stopped on request")
     at = f" at step {step}" if step is not None else ""

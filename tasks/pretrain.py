@@ -17,12 +17,13 @@ from typing import Any, TypedDict
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
 from prefect.runtime import task_run as this_task_run
 from prefect.tasks import Task
 
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import check_blocks
-from perdure.tasks.states import completed, data_of, failed
+from perdure.tasks.states import BY_PLATFORM, completed, data_of, failed
 from perdure.tasks.supervision import Supervision
 from perdure.training.config.job import Job
 from perdure.training.config.recommendations import departures
@@ -159,6 +160,8 @@ def train(
     Its retries and their delay are the job's restart policy, see `restart_options`.
     """
     tries: int = this_task_run.run_count
+    context = TaskRunContext.get()
+    supervision.story.placement_task = context.task_run if context is not None else None
     supervision.retry_delay.over()
     if tries == 1:  # before a retry, Prefect has waited
         supervision.run.wait_to_restart(placement, supervision.stop_wanted)
@@ -203,6 +206,8 @@ def _state_of(verdict: AttemptResult) -> AttemptResult:
         return completed(verdict, good_end_text(steps, verdict.notes))
     if verdict.kind is EndKind.RESTARTED:
         return completed(verdict, f"restart.every_s, at step {verdict.step}", name="Restarted")
+    if verdict.kind is EndKind.ENDED_FROM_OUTSIDE:
+        return completed(verdict, f"ended by the platform{_at(verdict)}", name=BY_PLATFORM)
     if verdict.decision is None:
         return completed(verdict, "stopped on request", name="StoppedOnRequest")
     return failed(verdict, _state_text(verdict), name=RUNGS[verdict.decision.rung].state_name)
@@ -211,15 +216,18 @@ def _state_of(verdict: AttemptResult) -> AttemptResult:
 def _state_text(verdict: AttemptResult) -> str:
     assert verdict.fault is not None  # noqa: S101 a decision answers a fault
     assert verdict.decision is not None  # noqa: S101 a failed attempt has a decision
-    step = f" at step {verdict.step}" if verdict.step is not None else ""
     healed = ""
     if verdict.healed is not None:
         failed = "" if verdict.healed.succeeded else f"; {verdict.healed.rung} failed"
         healed = f"{failed}; {verdict.healed.text}"
     return (
-        f"{verdict.fault.fault_class} on {verdict.fault.where}{step}: "
+        f"{verdict.fault.fault_class} on {verdict.fault.where}{_at(verdict)}: "
         f"{verdict.decision.rung} ({verdict.fault.evidence[:160]}){healed}"
     )
+
+
+def _at(verdict: AttemptResult) -> str:
+    return f" at step {verdict.step}" if verdict.step is not None else ""
 
 
 @task(name="report", task_run_name="report", cache_policy=NO_CACHE)

@@ -81,13 +81,13 @@ class Reporter:
         """Begin to send."""
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what is waiting, for a bounded time, and end."""
         with self._wake:
             self._closing = True
-            self._give_up_s = time.monotonic() + CLOSE_TIMEOUT_S - LAST_RETRY_S
+            self._give_up_s = time.monotonic() + timeout_s - LAST_RETRY_S
             self._wake.notify()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(timeout_s)
         self._log_dropped()
         if self._thread.is_alive():
             self._logger.warning("the Prefect server did not take the last artifacts in time")

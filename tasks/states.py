@@ -8,10 +8,13 @@ that came from another run loses name and data (Prefect 3.8.8).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from prefect.client.schemas.objects import State
-from prefect.states import Cancelled, Completed, Failed
+from prefect.states import Cancelled, Completed, Crashed, Failed
+
+BY_PLATFORM = "EndedByPlatform"  # of type Crashed: whoever has it is started again
 
 T = TypeVar("T")
 
@@ -20,6 +23,7 @@ FINAL_STATES: Mapping[str, Callable[..., State[Any]]] = {
     "completed": Completed,
     "cancelled": Cancelled,
     "failed": Failed,
+    "ended from outside": partial(Crashed, name=BY_PLATFORM),
 }
 
 

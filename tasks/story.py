@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from uuid import UUID
 
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import TaskRun
+
 from perdure.storage.errors import StorageError
-from perdure.tasks.artifacts import Artifact, ArtifactKind, checkpoint_rows
+from perdure.tasks.artifacts import TOP, Artifact, ArtifactKind, checkpoint_rows
 from perdure.tasks.engine_log import silence_engine_log
 from perdure.tasks.observe import Observation, publish
-from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, Reporter
 from perdure.tasks.runs import flow_runs_of
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import (
@@ -48,6 +51,7 @@ from perdure.training.reporting.facts import (
     RecoveryFacts,
 )
 from perdure.training.reporting.fault_report import ReportPlace, fault_reports
+from perdure.training.reporting.markdown import plain
 from perdure.training.reporting.rows import (
     OPEN,
     activity_of,
@@ -60,15 +64,20 @@ from perdure.training.reporting.rows import (
 )
 from perdure.training.reporting.summary import attempts_table, attempts_title
 from perdure.training.supervisor.run_supervisor import RunSupervisor
+from perdure.training.supervisor.waiting import wait_of
 from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.store_wait import Wait, WaitKind
 
 UPDATE_PERIOD_S = 30.0
+WAIT_PERIOD_S = 30.0
+STANDS_AFTER_S = 10.0  # without a step
 CHECKPOINTS_PERIOD_S = 300.0
 ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 # Share of the run's age: pictures of weeks need not follow every half a minute.
 ACCOUNT_AGE_SHARE = 0.01
 ACCOUNT_MAX_PERIOD_S = 600.0
 RECENT = 5  # attempts whose reports may still change
+CONTINUED = ", continued"  # end of the name of a placement's second task run
 BAD_NEWS = (
     RecoveryBegan, AttemptGivenUp, CheckpointDamaged, AlertRaised, ProgramNotice, BatchSkipped,
 )  # fmt: skip
@@ -89,7 +98,11 @@ class RunReporter:
     ) -> None:
         self.reporter = reporter
         self.activity = "starting"
+        self._wait: Wait | None = None  # of this process
+        self._agents_wait: Wait | None = None
+        self._waited_s = float("-inf")
         self.ettr: float | None = None
+        self.placement_task: TaskRun | None = None
         self._run = run
         self._logger = logger
         self._target_step = target_step
@@ -105,6 +118,7 @@ class RunReporter:
         self._last: StepRecord | None = None
         self._called_for: set[tuple[NeedKind, str]] = set()
         self._was_interrupted = False  # at the last look, by a pause or a recovery
+        self.limits: Sequence[str] = ()  # concurrency limits on its flow run
 
     def start(self) -> None:
         """Begin to send to the server: first what the ledger says now."""
@@ -112,9 +126,28 @@ class RunReporter:
         self.reporter.start()
         self.update()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what is waiting, for a bounded time, and end."""
-        self.reporter.close()
+        self.reporter.close(timeout_s)
+
+    def waits(self, wait: Wait | None) -> None:
+        """Show what the supervisor waits for, from any thread; None: it goes on."""
+        self._wait = wait
+        now_s = time.monotonic()
+        if wait is None or now_s - self._waited_s > WAIT_PERIOD_S:
+            self._waited_s = now_s
+            self._publish(())
+            # Not the rest: it may need the store that cannot be used.
+            self._show_progress()
+
+    @property
+    def phase(self) -> str:
+        """The activity for people: a wait takes the place of whatever has come to a stand."""
+        wait = self._wait or self._agents_wait
+        if wait is None or wait.kind is WaitKind.RESUME:  # whose activity says it
+            return self.activity
+        is_old = self._last is None or time.time() - self._last.at_s > STANDS_AFTER_S
+        return wait.text if is_old else f"{self.activity}; {wait.text}"
 
     def show(self, activity: str) -> None:
         """Show what is being done now, on the terminal and in the UI."""
@@ -125,6 +158,7 @@ class RunReporter:
     def on_progress(self, progress: Progress) -> None:
         """Report what a watcher sees."""
         self._last = progress.last or self._last
+        self._agents_wait = wait_of(self._run.history, progress.snapshot)
         interruption = activity_of(self._run.history)
         if interruption is not None:
             self.activity = interruption
@@ -180,8 +214,8 @@ class RunReporter:
             self._shown = history
             self._show_history(history)
         is_due = now_s - self._shown_s > UPDATE_PERIOD_S
-        if is_due or self.activity != self._shown_activity:
-            self._shown_s, self._shown_activity = now_s, self.activity
+        if is_due or self.phase != self._shown_activity:
+            self._shown_s, self._shown_activity = now_s, self.phase
             self._show_progress()
         if is_due:
             self._look_again()
@@ -211,6 +245,13 @@ class RunReporter:
 
     def _show_history(self, history: RunHistory) -> None:
         """Show everything that follows from the ledger; what has not changed is not sent."""
+        run_id, spares = self._run.job.run_id, self._run.spares()
+        items = attention(
+            run_id, history, spares=spares, warm=self._run.warm_spares, limits=self.limits
+        )
+        self.reporter.artifact(Artifact(TOP, ArtifactKind.MARKDOWN, items.body, items.title))
+        self._call_for_help(items.needs)
+        self._name_placement(history)
         table = attempts_table(story_rows(history))
         if table:  # a table without rows is an empty page
             title = attempts_title(history)
@@ -221,7 +262,6 @@ class RunReporter:
             title = f"Alerts: {num_open} open, {len(alerts) - num_open} past"
             rows = [alert_cells(row) for row in alerts]
             self.reporter.artifact(Artifact("alerts", ArtifactKind.TABLE, rows, title))
-        run_id, spares = self._run.job.run_id, self._run.spares()
         place = ReportPlace(
             run_id, self._run.store.url, waits=waits_for_node(history, spares=spares)
         )
@@ -229,18 +269,26 @@ class RunReporter:
             self.reporter.artifact(
                 Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)
             )
-        items = attention(run_id, history, spares=spares, warm=self._run.warm_spares)
-        self.reporter.artifact(
-            Artifact("needs-you", ArtifactKind.MARKDOWN, items.body, items.title)
-        )
-        self._call_for_help(items.needs)
+
+    def _name_placement(self, history: RunHistory) -> None:
+        """Have the task run of the placement name its nodes, also once one was replaced."""
+        task_run, placed = self.placement_task, history.placement
+        if task_run is None or placed is None:
+            return
+        nodes = ",".join(member.node for member in placed.members)
+        beginning, _, rest = task_run.name.partition(" on ")
+        continued = CONTINUED if rest.endswith(CONTINUED) else ""
+        name = f"placement {placed.placement} on {nodes}{continued}"
+        if name.startswith(f"{beginning} on ") and name != task_run.name:
+            task_run.name = name  # each of its states sends the name along (3.8.8)
+            self.reporter.submit("placement", lambda: rename(task_run, name))
 
     def _call_for_help(self, needs: Sequence[Need]) -> None:
         """An event for each need that is new; a failed run is an event of Prefect's own."""
         now = {(need.kind, need.title): need for need in needs}
         for key, need in now.items():
             if key not in self._called_for and need.kind is not NeedKind.FAILED:
-                facts = {"what": need.title, "why": need.why, "action": need.action}
+                facts = {"what": need.title, "why": need.why, "action": plain(need.action)}
                 self.reporter.event(
                     "action_required", {"need": need.kind, "node": need.node, **facts}
                 )
@@ -251,7 +299,7 @@ class RunReporter:
             return
         step = self._last.step if self._last is not None else self._run.history.committed_step
         percent = min(100.0, 100.0 * step / self._target_step)
-        text = progress_text(self._last, self._target_step, self.activity, ettr=self.ettr)
+        text = progress_text(self._last, self._target_step, self.phase, ettr=self.ettr)
         self.reporter.artifact(Artifact("progress", ArtifactKind.PROGRESS, round(percent, 2), text))
 
     def _show_checkpoints(self) -> None:
@@ -329,9 +377,7 @@ class RunReporter:
 
     def _publish(self, steps: tuple[StepRecord, ...]) -> None:
         run_id, history = self._run.job.run_id, self._run.history
-        observation = Observation(
-            run_id, self._target_step, self.activity, history, self._last, steps
-        )
+        observation = Observation(run_id, self._target_step, self.phase, history, self._last, steps)
         publish(observation)
 
 
@@ -348,6 +394,16 @@ def report_end(run: RunSupervisor, flow_run_id: UUID, logger: Log) -> None:
         story.end(history.ended.outcome)
     finally:
         story.close()
+
+
+def rename(task_run: TaskRun, name: str) -> None:
+    """Name a task run on the server.
+
+    Raises:
+        Exception: the server does not take it.
+    """
+    with get_client(sync_client=True) as client:
+        client.set_task_run_name(task_run.id, name)
 
 
 def _account_artifacts(report: AccountReport) -> list[Artifact]:

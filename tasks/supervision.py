@@ -20,20 +20,22 @@ import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, PrefectException
+from prefect.exceptions import Abort, PrefectException, TerminationSignal
 from prefect.runtime import flow_run as flow_run_runtime
 
 from perdure.storage.errors import StorageError
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import BlockSecrets
+from perdure.tasks.limits import limits_of
 from perdure.tasks.orphaned_task_runs import close_flow_runs, close_orphaned_task_runs
 from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from perdure.tasks.prefect_client import client_without_retries
 from perdure.tasks.remote_jobs import artifact_of, is_kept
-from perdure.tasks.reporting import Log, Reporter
+from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, Reporter
 from perdure.tasks.retry_delay import RetryDelay
 from perdure.tasks.runs import flow_runs_of, run_of
 from perdure.tasks.story import RunReporter
+from perdure.tasks.termination import TerminationSignals
 from perdure.training.config.job import Job
 from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
@@ -47,6 +49,7 @@ from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import clear_requests, is_pause_wanted
 
 CONTROL_PERIOD_S = 3.0
+TERMINATED_CLOSE_S = 2.0  # the platform does not wait for what the server was not told yet
 POLL_ENDS_S = 10.0  # a few requests of 5 s at most; the end of the flow does not wait for more
 HANDOVER_S = 30.0  # for the supervisor before to notice, and to leave
 HANDOVER_POLL_S = 1.0
@@ -110,7 +113,7 @@ class RequestPoller(_Periodic):
         super().__init__("perdure-control", CONTROL_PERIOD_S)
         self._flow_run_id = flow_run_id
         self._run = run
-        self._link = PauseLink(run.store, run.job.run_id)
+        self._link = PauseLink(run.brief_store, run.job.run_id)
         self.cancel_wanted = False
 
     @property
@@ -204,12 +207,16 @@ class Supervision:
             logger,
             target_step=job.target_step,
         )
+        self.outage.on_change = self.story.waits
+        self.run.on_wait = self.story.waits
         self.retry_delay = RetryDelay(self.stop_wanted)
         self._lease = LeaseRenewal(self.run, logger, self.outage)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
+        self._signal = TerminationSignals(self.run.termination, job.engine.grace_s)
 
     def __enter__(self) -> Self:
         history = self._take()
+        self._signal.install()
         if history.attempts:
             self.logger.info(
                 "run %s is taken up again: %s so far, committed step %d",
@@ -219,6 +226,7 @@ class Supervision:
         if is_kept(self.job):
             self.story.reporter.artifact(artifact_of(self.job, history.epoch))
         self.story.reporter.submit("left open", lambda: self._close_orphaned_task_runs(history))
+        self.story.reporter.submit("limits", self._name_limits)
         self._lease.start()
         if self._requests is not None:
             self._requests.start()
@@ -232,11 +240,15 @@ class Supervision:
     ) -> None:
         self.outage.give_up()  # first: the renewal of the lease may be waiting for the store
         self._end_threads()
+        is_terminated = self.run.termination.is_wanted or kind is TerminationSignal
         # A flow's process is ended by no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
         # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
-        self.story.close()
+        self.story.close(TERMINATED_CLOSE_S if is_terminated else CLOSE_TIMEOUT_S)
+        self._signal.restore()
+        if kind is TerminationSignal:
+            self._signal.hurry()
 
     def _end_threads(self) -> None:
         """End what would otherwise write after this process has set its last word."""
@@ -275,6 +287,18 @@ class Supervision:
             if flow_run_id is not None:
                 close_flow_runs(client, history, successor=flow_run_id)
 
+    def _name_limits(self) -> None:
+        """Show the concurrency limits that can keep the next supervisor waiting."""
+        if self.flow_run_id is None:
+            return
+        with get_client(sync_client=True) as client:
+            deployment_id = client.read_flow_run(self.flow_run_id).deployment_id
+            if deployment_id is None:
+                return  # of a terminal: no limit is asked
+            self.story.limits = limits_of(client, [client.read_deployment(deployment_id)])
+        for limit in self.story.limits:
+            self.logger.warning("%s: a supervisor that has ended may wait for its slot", limit)
+
     def close_own(self) -> None:
         """Have the task runs of this process end as the ledger has it, not by the signal."""
         now = datetime.now(UTC)  # later ones are not over
@@ -304,7 +328,7 @@ class Supervision:
             clear_requests(self.run.store, self.job.run_id)
         elif is_pause_wanted(self.run.store, self.job.run_id):
             self.logger.warning(
-                "run %s is paused on request: its ranks wait for `perdure resume %s`",
+                "run %s is paused on request: its ranks wait for 'perdure resume %s'",
                 self.job.run_id, self.job.run_id,
             )  # fmt: skip
         return history
@@ -335,6 +359,7 @@ class Supervision:
         # Ctrl-C in `perdure run`; in the terminal of what serves deployments it is for that alone.
         if cancelled or (issubclass(kind, KeyboardInterrupt) and not _is_of_deployment()):
             self.logger.info("cancelled: stopping the processes of the run")
+            self._signal.disarm()
             self.run.end("cancelled", f"cancelled ({kind.__name__})")
             self.has_cancelled = True
             self.close_own()
@@ -348,8 +373,8 @@ class Supervision:
                 "%s: this supervisor ends, the attempt goes on; start the run again to adopt it",
                 kind.__name__,
             )
-        with suppress(StorageError):  # the next supervisor need not wait for the lease to run out
-            self.run.ledger.release()
+        self.run.withdraw()
+        self.run.leave()
 
 
 def _is_of_deployment() -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 HOME_ENV = "PERDURE_HOME"
+PROBE_BYTES = 4096
+# Of a file system that is full, read-only, ill or gone, whichever file is written.
+REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE})
 
 
 def home_folder() -> Path:
@@ -43,9 +49,46 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
     descriptor = os.open(
         temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666
     )
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):  # half of a file takes room that others need
+            temporary.unlink()
+        # The error of a write names no file.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def why_unwritable(folder: Path) -> str:
+    """Return why nothing can be written in a folder, reason and path; empty where it can."""
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb", buffering=0) as file:
+            file.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        return f"{error.strerror}: {folder}"
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+    return ""
+
+
+def write_refusal(error: Exception | None, folders: Sequence[Path]) -> str:
+    """Return why nothing could be written, reason and path; empty where that is not why.
+
+    Args:
+        error: ended a start; None: there was none.
+        folders: take the files of this machine. Elsewhere, a missing file or right is no refusal.
+    """
+    if isinstance(error, OSError) and error.filename:
+        path = Path(os.fsdecode(error.filename))
+        is_inside = any(path.is_relative_to(folder) for folder in folders)
+        if is_inside or error.errno in REFUSALS:
+            return f"{error.strerror}: {path}"
+    probed = next(filter(None, map(why_unwritable, folders)), "")
+    is_refusal = isinstance(error, OSError) and error.errno in REFUSALS
+    return probed or (str(error) if is_refusal else "")
 
 
 def last_line(path: Path) -> str:

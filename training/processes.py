@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ LAUNCHER = re.compile(
     r"|accelerate)(?![\w-])"
 )
 RANK_VARIABLES = frozenset(rank for rank, _ in _RANK_NAMES)
+Recorded = tuple[int, float]  # pid and start of a process without the mark
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
@@ -62,23 +63,30 @@ def reap_adopted(own_pids: Collection[int]) -> None:
 
 
 def container_processes(
-    marker: str, *, spare: Collection[int] = frozenset()
+    marker: str, *, spare: Collection[int] = frozenset(), recorded: Iterable[Recorded] = ()
 ) -> list[psutil.Process]:
     """List all living processes of a container, but the caller and the pids in `spare`.
 
     They carry the marker, or descend from such a process or from the caller's own children: a
-    program may start others with an environment of its own.
+    program may start others with an environment of its own. Once the agent is dead, only its
+    record shows these.
     """
     entry = f"{MARKER}={marker}".encode()
     by_pid: dict[int, psutil.Process] = {}
+    for pid, started_s in recorded:
+        if is_alive(pid, started_s):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                by_pid |= {member.pid: member for member in (process, *list_descendants(process))}
     for process in psutil.process_iter():
         if process.pid not in by_pid and _carries(process, entry):
-            for member in (process, *_descendants(process)):
+            for member in (process, *list_descendants(process)):
                 by_pid[member.pid] = member
     return [member for pid, member in by_pid.items() if pid != os.getpid() and pid not in spare]
 
 
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
+def list_descendants(process: psutil.Process) -> list[psutil.Process]:
+    """List the living descendants of a process."""
     try:
         children = process.children(recursive=True)
     except psutil.NoSuchProcess:
@@ -142,7 +150,11 @@ def _started_s(process: psutil.Process) -> float:
 
 
 def kill_container(
-    marker: str, *, spare: Collection[int] = frozenset(), timeout_s: float = 10.0
+    marker: str,
+    *,
+    spare: Collection[int] = frozenset(),
+    recorded: Sequence[Recorded] = (),
+    timeout_s: float = 10.0,
 ) -> bool:
     """SIGKILL everything in a container but the pids in `spare`, until nothing else is left.
 
@@ -151,7 +163,7 @@ def kill_container(
     """
     deadline_s = time.monotonic() + timeout_s
     trackers_end_s = time.monotonic() + _TRACKER_TIMEOUT_S
-    while processes := container_processes(marker, spare=spare):
+    while processes := container_processes(marker, spare=spare, recorded=recorded):
         if time.monotonic() > deadline_s:
             return False
         killed = [process for process in processes if not is_tracker(process)]

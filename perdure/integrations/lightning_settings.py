@@ -21,7 +21,7 @@ PASSED = "a Trainer cannot pass a batch over"
 REFUSED_CALLBACKS = {
     BatchSizeFinder: "trains beside the job's steps: find the size in a run without Perdure",
     LearningRateFinder: "trains beside the job's steps: find the rate in a run without Perdure",
-    Timer: "asks all ranks after every batch: leave max_time out, `perdure cancel` ends a run",
+    Timer: "asks all ranks after every batch: leave max_time out, 'perdure cancel' ends a run",
 }
 
 
@@ -35,7 +35,7 @@ def check_trainer(session: Session, trainer: Any, module: Any) -> None:
         text = f"PerdureCallback is written for {SERIES}: pip install 'perdure[lightning]'"
         raise InputError("lightning", f"{version('lightning')}: {text}")
     if not isinstance(trainer, Trainer):
-        text = "PerdureCallback belongs to that of `import lightning`"
+        text = "PerdureCallback belongs to that of 'import lightning'"
         raise InputError("trainer", f"it is of {type(trainer).__module__}: {text}")
     _check_ranks(session, trainer)
     _check_strategy(session, trainer)

@@ -39,7 +39,8 @@ _log = logging.getLogger("perdure.storage")
 RECORD_THREADS = 16
 POLL_FIRST_S = 0.05
 POLL_LONGEST_S = 1.0
-OVERTAKEN_S = 10.0  # after the commit of a later save
+# After the commit of a later save: a share that a slow store delays is sent again by then.
+OVERTAKEN_S = 180.0
 CHECK_S = 5.0  # between two checks of who owns the run, while records are awaited
 DISK_KEEPS_SAVES = 2
 _SHARE = re.compile(r"/step-(\d+)/p(\d+)-a(\d+)-rank\d+\.")
@@ -196,7 +197,7 @@ class Publisher:
                 missing = sorted(set(range(task.save.world_size)) - recorded)
                 _log.warning(
                     f"step {step}: the shares of ranks {missing} did not come, and a later step "
-                    "is committed: their node was lost"
+                    "is committed: this one is not waited for"
                 )
                 return False
             if self._clock() - checked_s >= CHECK_S:

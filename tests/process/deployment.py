@@ -78,6 +78,12 @@ class FlowRun:
         return state
 
     @property
+    def due(self) -> str:
+        """When it was to start."""
+        due: str = self.facts["expected_start_time"]
+        return due
+
+    @property
     def states(self) -> list[str]:
         """Names of all its states, oldest first."""
         path = f"flow_run_states/?flow_run_id={self.id}"

@@ -253,3 +253,64 @@ def test_a_completed_command_goes_on_when_it_is_reopened_and_a_changed_one_is_no
     assert "was completed with another worker.command" in bench.look(job("two")).out
     assert words_after(0, job("two"), "--reopen") == ["one", "two"]
     assert words_after(0, job("three", steps=9)) == ["one", "two", "three"]
+
+
+IN_SLICES = """
+import pathlib, sys
+reached = pathlib.Path("reached")
+step = int(reached.read_text()) if reached.exists() else 0
+for step in range(step + 1, step + 6):
+    print(f"step {step}/20 loss {1 / step:.4f}", flush=True)
+    reached.write_text(str(step))
+with open("lives", "a") as lives:
+    lives.write(f"{step} ")
+sys.exit(0 if step == 20 else 85)
+"""
+SHOWN = {"patterns": [r"^step (?P<step>\d+)/(?P<target>\d+) loss (?P<loss>\S+)"]}
+
+
+def test_a_program_that_asks_to_be_started_again_is_no_fault_and_uses_no_budget(tmp_path):
+    (tmp_path / "train.py").write_text(IN_SLICES)
+    worker = {
+        "command": [sys.executable, "train.py"],
+        "cwd": str(tmp_path),
+        "progress": SHOWN,
+        "restart_codes": [85, 99],
+    }
+    limits = {"max_restarts": 0, "in_place_retries": 1}
+    job = command_job(tmp_path, "slices", "", worker=worker, restart=limits)
+    played = RunDriver(tmp_path).run(job)
+    assert (tmp_path / "lives").read_text().split() == ["5", "10", "15", "20"]
+    assert played.ended == "completed"
+    asked = faults_of(played)
+    assert [fault.fault_class for fault in asked] == ["restart_requested"] * 3
+    assert all("exit code 85" in fault.evidence for fault in asked)
+    decisions = [view.decision for view in played.history.attempts]
+    assert [one and one.rung for one in decisions] == [*["in_place_restart"] * 3, None]
+
+
+@pytest.mark.long
+def test_a_program_that_asks_again_and_again_without_a_step_stops(tmp_path):
+    worker = {"command": ["bash", "-c", "exit 85"], "restart_codes": [85]}
+    limits = {"max_restarts": 0, "in_place_retries": 2}
+    job = command_job(tmp_path, "stands", "", worker=worker, restart=limits)
+    played = RunDriver(tmp_path).run(job)
+    assert "in_place_restart: used 2 of 2 in a row" in played.ended
+    assert len(played.history.attempts) == 3
+
+
+@pytest.mark.long
+def test_a_program_that_raises_and_whose_hook_at_exit_never_returns_ends_as_its_exception(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import atexit, time\natexit.register(time.sleep, 9999)\n"
+        "print('step 1/9 loss 2.0', flush=True)\n"
+        "raise ValueError('sample 3: expected 2048 tokens, got 0')\n"
+    )
+    played = RunDriver(tmp_path).run(
+        command_job(tmp_path, "lingers", f"{sys.executable} {program} && true")
+    )
+    assert played.ended == "user_code_error is for the user to fix"
+    (fault,) = faults_of(played)
+    assert fault.evidence == "ValueError: sample 3: expected 2048 tokens, got 0"
+    assert played.leftovers == ()

@@ -135,7 +135,7 @@ def test_of_a_real_run_the_lost_node_the_missing_spare_and_the_end_are_told(benc
     )
     assert len(received) == len(subjects), "each is reported once"
     bodies = {message["subject"]: message["body"] for message in received}
-    assert "`perdure nodes hooked --release node-0`" in bodies["hooked: Node node-0 is isolated"]
+    assert "'perdure nodes hooked --release node-0'" in bodies["hooked: Node node-0 is isolated"]
     assert "user_code_error is for the user to fix" in bodies["hooked has failed"]
     running.leave_nothing()
 

@@ -23,7 +23,7 @@ def start_paused(bench, run_id: str):
     wait_for(lambda: running.history.attempts, what=running.out)
     write_control(open_store(running.job.storage), run_id, pause=True)
     printed = bench.perdure("pause", run_id, *WAIT)
-    assert f"`perdure resume {run_id}` continues it" in printed
+    assert f"'perdure resume {run_id}' continues it" in printed
     return running, running.step()
 
 

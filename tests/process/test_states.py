@@ -268,21 +268,19 @@ def test_the_nightly_schedule_trains_as_it_is_in_the_file(bench, deployed, api):
     assert (state["type"], tick.facts["name"][:8]) == ("COMPLETED", "nightly-"), state
 
 
-def test_of_ticks_that_came_due_without_a_worker_the_first_trains(bench, deployed, api):
+def test_of_ticks_that_came_due_without_a_worker_the_newest_trains(bench, deployed, api):
     job = bench.pair("late-{n}", steps=4000, env={"PACE_S": "0.3"})
     kill_worker(deployed[0])
     with ticking(api, PRETRAIN, {"job": job}, every_s=10, in_s=3) as schedule:
         time.sleep(30)
         deployed[0] = start_worker(bench)
-        started = wait_for(
-            lambda: (found := ticks(api, schedule))[2:] and found, what="three ticks"
-        )
-        states = [tick.wait_for_end()["name"] for tick in started[1:]]
-    assert set(states) == {"Skipped"}
-    running = bench.look({**job, "run_id": "late-1"})
-    running.reach(2)
-    assert started[0].state["type"] == "RUNNING"
-    finish(running, started[0])
+        running = bench.look({**job, "run_id": "late-1"})
+        running.reach(2)
+        (trains,) = [tick for tick in ticks(api, schedule) if tick.state["type"] == "RUNNING"]
+    earlier = [tick for tick in ticks(api, schedule) if tick.due < trains.due]
+    assert len(earlier) >= 2
+    assert {tick.wait_for_end()["type"] for tick in earlier} == {"CANCELLED"}
+    finish(running, trains)
 
 
 @pytest.mark.timeout(900)

@@ -55,7 +55,7 @@ def test_after_the_death_of_a_supervisor_nothing_stays_open_and_nothing_is_doubl
     assert_true(api, second)
     states = {one["name"]: one["state"] for one in task_runs(api, name)}
     left = states["attempt 1.1 from step 0"]
-    assert (left["type"], left["name"]) == ("CRASHED", "Adopted")
+    assert (left["type"], left["name"]) == ("CANCELLED", "Adopted")
     assert "went on and was adopted by supervisor 2" in left["message"]
     assert states["attempt 1.1 (adopted)"]["name"] == "RestartInPlace"
     assert set(versions(api, name).values()) == {1}

@@ -31,6 +31,8 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     third = bench.start(job)
     assert third.finish(hurry=False) == 1
     assert "AlreadySupervised: run adopted is still training" in third.out
+    assert "'perdure status adopted' shows it" in third.out
+    assert "ETTR" not in third.out, "the account is that of the one that supervises"
     assert "Traceback" not in third.out
 
     second.complete(undisturbed_pair)

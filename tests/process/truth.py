@@ -10,6 +10,7 @@ from typing import Any
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.tasks.orphaned_task_runs import end_of_task
+from perdure.tasks.story import CONTINUED
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RUNGS
@@ -49,6 +50,7 @@ def contradictions(api: Api, running: Running) -> list[str]:
         *_task_runs(api, name, history),
         *_tables(shown, running, history),
         *_reports(shown, name, history),
+        *_order(shown, name),
     ]
 
 
@@ -86,6 +88,11 @@ def _task_runs(api: Api, name: str, history: RunHistory) -> Iterator[str]:
         wanted = end_of_task(prefix, history, adopted_by=None).name
         if names - SUPERSEDED - {"Continued"} - {wanted}:
             yield f"task runs of {prefix}... are {sorted(names)}, the ledger says {wanted}"
+        nodes = ",".join(member.node for member in placed.members)
+        ends = [one["name"] for one in found if one["state_name"] not in SUPERSEDED]
+        ends = [end for end in ends if end.startswith(prefix)]
+        if not all(end.removesuffix(CONTINUED) == prefix + nodes for end in ends):
+            yield f"the placement was on {nodes} at its end, the task runs are {ends}"
     for view in history.attempts:
         prefix = "attempt {}.{} ".format(*view.key)
         names = {one["state_name"] for one in found if f"{one['name']} ".startswith(prefix)}
@@ -93,6 +100,14 @@ def _task_runs(api: Api, name: str, history: RunHistory) -> Iterator[str]:
             yield f"no task run for {prefix}"
         elif names - SUPERSEDED != {_state_name(view)}:
             yield f"task runs of {prefix}are {sorted(names)}, the ledger says {_state_name(view)}"
+
+
+def _order(shown: dict[str, dict[str, Any]], name: str) -> Iterator[str]:
+    """Both UIs list the artifacts of a flow run by their ids, the highest at the top (3.8.8)."""
+    top = shown[f"{name}-needs-you"]
+    for key, artifact in shown.items():
+        if artifact["flow_run_id"] == top["flow_run_id"] and artifact["id"] > top["id"]:
+            yield f"{key} stands above what needs a person"
 
 
 def _state_name(view: AttemptView) -> str:

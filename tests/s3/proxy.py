@@ -21,6 +21,7 @@ from tests.s3.programs import HOST
 
 PIECE_BYTES = 64 * 1024
 UPSTREAM_S = 240.0
+TRICKLE_S = 0.02
 DROPPED = ("connection", "transfer-encoding", "content-length", "expect")
 
 
@@ -70,6 +71,13 @@ class Stall:
 
 
 @dataclass(frozen=True)
+class Trickle:
+    """A few bytes at a time come when so much of the answer's body has passed."""
+
+    after_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class InUpload:
     """Something is done when so much of the request's body has passed."""
 
@@ -82,7 +90,7 @@ class LostRequest:
     """The request is dropped here: it never reaches the server, and nothing is answered."""
 
 
-Fault = Answer | LostAnswer | Reset | Stall | InUpload | LostRequest
+Fault = Answer | LostAnswer | Reset | Stall | Trickle | InUpload | LostRequest
 
 
 @dataclass
@@ -235,7 +243,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("Content-Length", str(size))
         self.end_headers()
-        stop = fault.after_bytes if isinstance(fault, (Reset, Stall)) else None
+        stop = fault.after_bytes if isinstance(fault, (Reset, Stall, Trickle)) else None
         passed = 0
         while stop is None or passed < stop:
             want = PIECE_BYTES if stop is None else min(PIECE_BYTES, stop - passed)
@@ -246,6 +254,12 @@ class _Handler(BaseHTTPRequestHandler):
             passed += len(piece)
         if isinstance(fault, Stall):
             released.wait(UPSTREAM_S)
+        if isinstance(fault, Trickle):
+            rest = body[passed:] if body is not None else answer.read()
+            for byte in rest:
+                if released.wait(TRICKLE_S):
+                    break
+                self.wfile.write(bytes([byte]))
         if stop is not None:
             self._reset()
 

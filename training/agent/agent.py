@@ -12,10 +12,11 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from perdure.training.agent.attempt import Container, NodeAttempt
-from perdure.training.agent.control import ADDRESS_FILE, ControlServer
+from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE, ControlServer
 from perdure.training.agent.evidence import read_evidence, read_worker_stacks
 from perdure.training.agent.log_collection import Collector, read_logs
 from perdure.training.agent.preparation import NodeChecks
@@ -59,6 +60,7 @@ from perdure.training.wire.node import DevicesQuery, HealOrder
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
 CONFIG_FILE = "agent.json"
+LAST_SAVE_S = 5.0  # after the processes, for saves that are nowhere else
 
 
 class Agent:
@@ -77,6 +79,7 @@ class Agent:
         self._attempt: NodeAttempt | None = None
         self._command_port: tuple[tuple[int, int], int] | None = None
         self._ending = False
+        self._terminated_s: float | None = None
         self._oom_kills_before = oom_kills()
 
     def run(self) -> None:
@@ -92,13 +95,20 @@ class Agent:
         with container.wakeup:
             self._watch()
         # Saves that are nowhere else first, then logs; only then do the remaining processes end.
-        attempt = self._attempt
-        container.checkpoint_server.close(attempt.order.grace_s if attempt else 0.0)
+        container.checkpoint_server.close(self._save_limit_s)
         container.launcher.close()
         self._collector.close(*self._newest)
         kill_container(container.marker)
         self._server.close()
         (self._folder / ADDRESS_FILE).unlink(missing_ok=True)
+
+    @property
+    def _save_limit_s(self) -> float:
+        """Time for the saves that only the checkpoint server has; the platform's grace runs out."""
+        grace_s = self._attempt.order.grace_s if self._attempt is not None else 0.0
+        if self._terminated_s is None or grace_s <= LAST_SAVE_S:
+            return grace_s
+        return max(LAST_SAVE_S, grace_s - (time.monotonic() - self._terminated_s))
 
     def _watch(self) -> None:
         checked_s = 0.0
@@ -110,7 +120,9 @@ class Agent:
                 if time.monotonic() - checked_s > HANG_CHECK_S - TICK_S:
                     checked_s = time.monotonic()
                     if self._attempt is not None:
+                        self._attempt.check_last_words()
                         self._attempt.check_hang()
+                        self._attempt.make_room()
                     self._check_orphaned()
 
     @property
@@ -153,7 +165,8 @@ class Agent:
                 reply = AgentReply(status=self.status())
             case MetricsQuery():
                 idle = AgentReply(text="", offset=order.offset)
-                reply = attempt.read_steps(order.offset) if attempt is not None else idle
+                is_asked = attempt is not None and order.of_attempt in (None, attempt.key)
+                reply = attempt.read_steps(order.offset) if attempt and is_asked else idle
             case LogsQuery():
                 group = attempt.group if attempt is not None else None
                 logs = group.output.tails(group.ranks, order.tail_bytes) if group else ()
@@ -197,8 +210,9 @@ class Agent:
 
     def status(self) -> AgentStatus:
         """Return the status of this node."""
+        is_terminated = self._terminated_s is not None
         if self._attempt is not None:
-            return self._attempt.status()
+            return self._attempt.status().model_copy(update={"is_terminated": is_terminated})
         return AgentStatus(
             node=self._config.node,
             member=self._config.member,
@@ -209,6 +223,8 @@ class Agent:
             attempt=0,
             oom_kills=oom_kills() - self._oom_kills_before,
             is_warm=self._container.launcher.is_warm,
+            unwritable=self._container.unwritable,
+            is_terminated=is_terminated,
         )
 
     def _assign(self, order: AssignOrder) -> AgentReply:
@@ -254,11 +270,15 @@ class Agent:
     def _open_rendezvous(self, order: RendezvousOrder) -> AgentReply:
         start = order.start
         if not start.is_command:
-            folder = self._container.attempt_folder(start)
+            container = self._container
+            container.make_room(start.job, None, at_once=True)
             try:
-                address = self._container.launcher.open_coordinator(order, folder)
+                address = container.launcher.open_coordinator(
+                    order, container.attempt_folder(start)
+                )
             except OSError as error:
-                return AgentReply(error=f"rendezvous: {error}")
+                container.note_refusal(error)
+                return AgentReply(error=f"rendezvous: {container.unwritable or error}")
             return AgentReply(port=address.store_port, coordinator=address)
         key = (start.placement, start.attempt)
         if self._command_port is None or self._command_port[0] != key:
@@ -274,7 +294,8 @@ class Agent:
             return AgentReply()
         match query:
             case EvidenceQuery():
-                return AgentReply(texts=read_evidence(group, query.tail_bytes))
+                is_asked = query.of_attempt in (None, (order.placement, order.attempt))
+                return AgentReply(texts=read_evidence(group, query.tail_bytes) if is_asked else ())
             case StacksQuery():
                 return AgentReply(texts=read_worker_stacks(group))
         pieces = read_logs(
@@ -291,7 +312,10 @@ class Agent:
         with self._lock:
             if not self._is_quiet:
                 return AgentReply(error="an attempt is running")
-        return AgentReply(checks=self._checks.run(order))
+        try:
+            return AgentReply(checks=self._checks.run(order))
+        except OSError as error:  # of a disk that takes no files; silence would say nothing
+            return AgentReply(error=str(error))
 
     def _heal(self, order: HealOrder) -> AgentReply:
         if not self._is_quiet:
@@ -304,6 +328,10 @@ class Agent:
         threading.Thread(target=self._terminate, daemon=True).start()
 
     def _terminate(self) -> None:
+        # First: a supervisor that comes too late to ask still learns why this agent ended.
+        with suppress(OSError):
+            (self._folder / TERMINATED_FILE).touch()
         with self._lock:
+            self._terminated_s = self._terminated_s or time.monotonic()
             self._stop()
             self._ending = True

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
+from perdure.storage.retry import Retry
 from perdure.training.agent.checkpoint_server import CheckpointServerProcess
 from perdure.training.agent.control import WakeupSignal
 from perdure.training.agent.coordinator_client import (
@@ -25,14 +26,26 @@ from perdure.training.agent.coordinator_client import (
 )
 from perdure.training.agent.hang_check import HangCheck
 from perdure.training.agent.healing import NodeHealing
+from perdure.training.agent.last_words import LastWordsCheck
 from perdure.training.agent.launcher import Launcher
+from perdure.training.agent.log_room import DiskRoom, give_up_logs, logs_of
+from perdure.training.agent.obstacles import (
+    SharedMemoryNames,
+    describe_obstacles,
+    remove_leftovers,
+)
 from perdure.training.agent.sampler import PeriodicSampler
+from perdure.training.agent.unmarked import UnmarkedRecord
 from perdure.training.agent.workers import WorkerGroup
-from perdure.training.commands.checkpoint_watch import fetch_resume_checkpoint
+from perdure.training.commands.checkpoint_watch import (
+    CommandCheckpointWatcher,
+    fetch_resume_checkpoint,
+    watch_checkpoints,
+)
 from perdure.training.config.job import Job
 from perdure.training.config.secrets import values_on_node
 from perdure.training.environment import interface_variables
-from perdure.training.files import write_whole
+from perdure.training.files import write_refusal, write_whole
 from perdure.training.journal import attempt_log
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.processes import kill_container, oom_kills
@@ -46,10 +59,18 @@ from perdure.training.wire.agent import (
     RejoinOrder,
     StartOrder,
 )
-from perdure.training.wire.agent_status import AgentState, AgentStatus, CoordinatorEnd, HangReport
+from perdure.training.wire.agent_status import (
+    AgentState,
+    AgentStatus,
+    CoordinatorEnd,
+    HangReport,
+    Obstacle,
+)
 from perdure.training.wire.node import HealOrder, NodeSample
+from perdure.training.wire.store_wait import StoreWaitNote, read_store_wait
 
 DATA_FOLDER = "data"
+OBSTACLES_TAIL_BYTES = 16 * 1024
 
 
 @dataclass(slots=True)
@@ -62,6 +83,7 @@ class Container:
         lock: guards the state of the agent and its attempt.
         wakeup: wakes the agent's main thread.
         proc_start_cnt: how often the processes of an attempt were started here.
+        unwritable: why the folder took no files when a start or a process failed last.
     """
 
     config: AgentConfig
@@ -70,6 +92,7 @@ class Container:
     lock: threading.Lock = field(default_factory=threading.Lock)
     wakeup: WakeupSignal = field(default_factory=WakeupSignal)
     proc_start_cnt: int = 0
+    unwritable: str = ""
     launcher: Launcher = field(init=False)
     checkpoint_server: CheckpointServerProcess = field(init=False)
     healing: NodeHealing = field(init=False)
@@ -85,6 +108,40 @@ class Container:
     def attempt_folder(self, order: StartOrder | HealOrder) -> Path:
         """Return the folder of an attempt."""
         return self.folder / "attempts" / f"p{order.placement:04d}-a{order.attempt:04d}"
+
+    def make_room(self, job: Job, log_folder: Path | None, *, at_once: bool) -> None:
+        """Give logs up where the disk is nearly full: that must not be the end of the run.
+
+        Args:
+            job: says how much of the disk is to be free.
+            log_folder: where the newest attempt's logs lie; None: nothing has printed yet.
+            at_once: else the sampler sees the disk first, so that an alert tells of it.
+        """
+        try:
+            room = DiskRoom.of(self.folder)
+        except OSError:
+            return  # the next file that is written shows it
+        low_percent = job.watch.disk_free_low_percent
+        if not room.is_low(low_percent):
+            return
+        sample = self.sampler.newest
+        seen_percent = sample.host.disk_free_percent if sample is not None else None
+        is_seen = seen_percent is not None and seen_percent < low_percent
+        if not (at_once or is_seen or room.is_critical(low_percent)):
+            self.sampler.hasten()
+            return
+        logs = logs_of(self.folder, log_folder)
+        give_up_logs(logs, low_bytes=room.low_bytes(low_percent))
+
+    def note_refusal(self, error: Exception | None, log_folder: Path | None = None) -> None:
+        """Find out whether the node takes files, after a start or a process has failed.
+
+        Args:
+            error: ended the start; None: a process has failed.
+            log_folder: where its logs lie.
+        """
+        folders = (self.folder, log_folder) if log_folder is not None else (self.folder,)
+        self.unwritable = write_refusal(error, folders)
 
     @property
     def spare_pids(self) -> frozenset[int]:
@@ -103,10 +160,14 @@ class NodeAttempt:
         self._config = container.config
         self._folder = container.attempt_folder(order)
         self._hang_check = self._new_hang_check()
+        self._last_words = LastWordsCheck()
         self._hang: HangReport | None = None
         self._coordinator: AgentCoordinatorClient | None = None
         self._coordinator_end: CoordinatorEnd | None = None
         self._staging_error: str | None = None
+        self._obstacles: tuple[Obstacle, ...] = ()
+        self._shared_memory: SharedMemoryNames | None = None
+        self._unmarked = UnmarkedRecord(container.folder, container.marker)
         self._oom_kills_before = oom_kills()
 
     def _new_hang_check(self) -> HangCheck:
@@ -162,11 +223,14 @@ class NodeAttempt:
             saved=watcher.newest if watcher is not None else (),
             shown=follower.newest if follower is not None else None,
             left_running=group.leftovers.processes if group else (),
+            obstacles=self._obstacles,
             mended_retries=group.mended_retries() if group else {},
             sample=container.sampler.newest,
             metrics_url=metrics_url(self._folder),
             coordinator_end=self._coordinator_end,
             is_warm=container.launcher.is_warm,
+            unwritable=container.unwritable,
+            store_wait=read_store_wait(container.folder),
         )
 
     def read_steps(self, offset: int) -> AgentReply:
@@ -205,11 +269,16 @@ class NodeAttempt:
 
     def poll(self) -> None:
         """Notice ends of processes and go on with stopping."""
+        if self.order.is_command and not self.is_over:
+            self._unmarked.update()
         if self.group is None or self.state not in (AgentState.RUNNING, AgentState.STOPPING):
             return
         container = self._container
         self._coordinator_end = self._coordinator_end or container.launcher.coordinator_end()
         if self.group.poll():
+            self._clear_up(self.group)
+            if any(worker.exit_code for worker in self.group.statuses()):
+                container.note_refusal(None, self.group.output.log_folder)
             self.state = AgentState.ENDED
             container.sampler.end()
             if self._coordinator is not None:
@@ -220,6 +289,24 @@ class NodeAttempt:
             container.healing.end()
         elif container.checkpoint_server.revive(now_s=time.monotonic()):
             self.group.spare = container.spare_pids
+
+    def check_last_words(self) -> None:
+        """End workers that live on after an exception has ended their program."""
+        if self.group is not None and self.state is AgentState.RUNNING:
+            self._last_words.check(self.group)
+
+    def _clear_up(self, group: WorkerGroup) -> None:
+        """Remove what the processes left in shared memory, and find out what was in their way."""
+        if self._shared_memory is not None:
+            self._shared_memory.remove_new(group.known_pids)
+        if group.has_failed:
+            tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
+            self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
+
+    def make_room(self) -> None:
+        """Give logs up where the disk is nearly full."""
+        if self.group is not None and not self.is_over:
+            self._container.make_room(self.order.job, self.group.output.log_folder, at_once=False)
 
     def check_hang(self) -> None:
         """Judge whether the workers make progress."""
@@ -239,11 +326,15 @@ class NodeAttempt:
     def _stage_and_launch(self) -> None:
         """Fetch data and checkpoint, then start the workers; runs in a thread of its own."""
         order, container = self.order, self._container
+        container.make_room(order.job, None, at_once=True)
         try:
             self._stage_data()
             fetch_resume_checkpoint(order, self._config.node, self._config.member)
+            watcher = watch_checkpoints(order, self._config.node, self._config.member)
             if not order.is_command:
                 container.launcher.prepare(order.variables)
+            remove_leftovers(order.leftovers, since_s=order.created_s)
+            self._shared_memory = SharedMemoryNames()
             sources = order.job.env_from
             secrets = values_on_node(sources, delivered=order.delivered, environment=os.environ)
         except (StorageError, OSError, ValueError) as error:
@@ -254,7 +345,7 @@ class NodeAttempt:
             if self.state is not AgentState.STAGING:
                 return  # it was stopped meanwhile
             try:
-                self._launch(secrets)
+                self._launch(secrets, watcher)
             except (OSError, ValueError) as error:
                 # The checkpoint server may hold the only copy of a save.
                 kill_container(container.marker, spare=container.spare_pids)
@@ -265,17 +356,21 @@ class NodeAttempt:
     def _stage_data(self) -> None:
         """Fetch the token shards of a session program into the container's folder."""
         if self.order.data_manifest_key is not None:
-            store = open_store(self.order.job.storage)
+            note = StoreWaitNote(self._container.folder, "agent")
+            retry = Retry.patient(on_failure=note.failed, on_success=note.passed)
+            store = open_store(self.order.job.storage, retry=retry)
             manifest = load_manifest(store, self.order.data_manifest_key)
             stage(manifest, store, self._container.folder / DATA_FOLDER)
 
     def _fail_staging(self, error: Exception) -> None:
         if self.state is AgentState.STAGING:
             self._staging_error = f"{type(error).__name__}: {error}"
+            log_path = self.order.log_path
+            self._container.note_refusal(error, Path(log_path) if log_path else None)
             self.group = None
             self.state = AgentState.ENDED
 
-    def _launch(self, secrets: dict[str, str]) -> None:
+    def _launch(self, secrets: dict[str, str], watcher: CommandCheckpointWatcher | None) -> None:
         order, container, folder = self.order, self._container, self._folder
         folder.mkdir(parents=True, exist_ok=True)
         job_file = folder / "job.json"
@@ -290,6 +385,7 @@ class NodeAttempt:
             fork=None if order.is_command else container.launcher.fork,
             secret_variables=secrets,
             oom_kills=oom_kills,
+            checkpoint_watcher=watcher,
         )
         environment = {
             **interface_variables(self._config.host),
@@ -308,6 +404,7 @@ class NodeAttempt:
             generation=order.generation,
         )
         container.proc_start_cnt += 1
+        container.unwritable = ""
         self.state = AgentState.RUNNING
         job = order.job
         for follower in (self.group.step_follower, self.group.checkpoint_watcher):

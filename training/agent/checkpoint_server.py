@@ -3,8 +3,9 @@
 `python -m perdure.training.agent.checkpoint_server JOB SOCKET HOST [DISK_FOLDER]`
 
 It is a child of the agent and apart from it, so that hashing and uploading starve neither
-heartbeats nor training. After SIGTERM, or when the agent ends, it publishes the saves that it has,
-then ends. Times are seconds.
+heartbeats nor training. When its agent closes its pipe, or ends, it publishes the saves that it
+has, then ends. SIGTERM is not for it: at the end of an allocation every process gets one, and the
+ranks are yet to save. Times are seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -40,19 +40,19 @@ from perdure.training.injection.inside import checkpoint_server_faults
 from perdure.training.journal.attempt_log import AttemptLog
 from perdure.training.journal.events import CheckpointCommitted
 from perdure.training.log import start_logging
+from perdure.training.wire.store_wait import StoreWaitNote
 
 _log = logging.getLogger("perdure.agent")
 
 CLOSE_TIMEOUT_S = 900.0  # the longest grace period of a container
-# Only the save after next waits for the checkpoint server: it can sit out an outage of the store.
-OUTAGE_S = 1200.0
-FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # set for the checkpoint server of the first node
+HASTE_S = 1.0  # between two tries once it is to end
+FIRST_CONTAINER_ENV = "PERDURE_FIRST_CONTAINER"  # set by agents; empty but on the first node
 HELD_FILE = "held.json"
 REVIVED_AFTER_S = 5.0  # a server that dies sooner is not started again
 
 
 def main() -> None:
-    """Serve one node's checkpoints until SIGTERM, then end."""
+    """Serve one node's checkpoints as long as the agent lives, then end."""
     serve()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -60,14 +60,17 @@ def main() -> None:
 
 
 def serve() -> None:
-    """Serve one node's checkpoints until SIGTERM."""
+    """Serve one node's checkpoints until the agent's end of the pipe closes."""
+    # Blocked before there are threads: without an agent it is waited for by name.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     start_logging()
-    # Blocked before there are threads and waited for by name: a handler runs in the main thread
-    # alone, and a signal that the kernel gives to another thread would not wake it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     job = Job.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     disk = CheckpointStore(LocalStore(Path(sys.argv[4])), job.run_id) if sys.argv[4:] else None
-    retry = Retry(max_tries=1_000, cap_s=30.0, give_up_after_s=OUTAGE_S)
+    ending, note = threading.Event(), StoreWaitNote(Path.cwd(), "checkpoint-server")
+    # Only the save after next waits for the checkpoint server: it can sit out an outage.
+    retry = Retry.patient(
+        sleep=partial(_pause, ending), on_failure=note.failed, on_success=note.passed
+    )
     first = os.environ.get(FIRST_CONTAINER_ENV)
     store = CheckpointStore(
         open_store(job.storage, retry=retry),
@@ -90,20 +93,26 @@ def serve() -> None:
         note=partial(_write_inventory, Path.cwd()),
         copying=Copying(sys.argv[3], spec.copy_bytes_per_s) if spec.partner_copies else None,
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_await_agents_end, daemon=True).start()
     threading.Thread(target=checkpoint_server.serve, daemon=True).start()
     _log.info("checkpoint server is ready")
-    signal.sigwait({signal.SIGTERM})
+    _await_end()
+    ending.set()
     checkpoint_server.close(CLOSE_TIMEOUT_S)
 
 
-def _await_agents_end() -> None:
-    """End with the agent: its end of the pipe closes, however it died."""
-    if stat.S_ISFIFO(os.fstat(0).st_mode):  # else it was started by hand
+def _pause(ending: threading.Event, pause_s: float) -> None:
+    """Wait before another try; what is left at the end is tried more often, for little time."""
+    if ending.wait(pause_s):
+        time.sleep(min(HASTE_S, pause_s))
+
+
+def _await_end() -> None:
+    """Wait until the agent's end of the pipe closes, however it died."""
+    if FIRST_CONTAINER_ENV in os.environ:  # an agent has started it
         while os.read(0, 1):
             pass
-        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        signal.sigwait({signal.SIGTERM})
 
 
 def _retain(store: CheckpointStore, retention: Retention, step: int) -> None:
@@ -231,13 +240,12 @@ class CheckpointServerProcess:
         """Let it publish its saves, for as long as the container may live, and end it."""
         if self._process is None or self._process.poll() is not None:
             return
-        self._process.send_signal(signal.SIGTERM)
+        self._close_pipe()
         try:
             self._process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._close_pipe()
 
     def _close_pipe(self) -> None:
         if self._process is not None and self._process.stdin is not None:

@@ -32,6 +32,7 @@ from perdure.training.wire.agent import (
 from perdure.training.wire.transport import RequestServer, call, is_authentic
 
 ADDRESS_FILE = "address.json"
+TERMINATED_FILE = "terminated"  # an agent that SIGTERM ended leaves it in its container's folder
 CALL_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
 

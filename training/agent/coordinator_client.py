@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from perdure.training.recovery.protocol import GiveUp, ReplaceWorker
 from perdure.training.wire.coordinator import (
@@ -34,9 +34,9 @@ def metrics_url(folder: Path) -> str | None:
     """Return where the coordinator on this node answers Prometheus, None without one."""
     try:
         text = metrics_file(folder).read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return MetricsAddress.model_validate_json(text).url
+    except (OSError, ValidationError):  # the state of a node is told all the same
         return None
-    return MetricsAddress.model_validate_json(text).url
 
 
 class AgentCoordinatorClient(Connection):

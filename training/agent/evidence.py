@@ -186,6 +186,16 @@ def _py_spy_stacks(worker: StacksTarget, *, is_stopped: bool, deadline_s: float)
     return None
 
 
+def dump_stacks(pid: int) -> str | None:
+    """Read the stacks of a Python process without stopping it; None where it gives none."""
+    program = _py_spy()
+    if program is None:
+        return None
+    dump = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    text = run_tool(dump, None, timeout_s=PLAIN_TIMEOUT_S).text
+    return text if "Thread" in text else None
+
+
 def _py_spy() -> str | None:
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if beside.exists() else shutil.which("py-spy")

@@ -47,6 +47,8 @@ PRELOADED = (
 ALONE = "--alone"
 READY = b"ready\n"
 START_TIMEOUT_S = 120.0
+# At the end of an allocation every process gets one: the agent alone decides when this one ends.
+_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _COMM_BYTES = 15  # Linux keeps 16 of a process's name, with the zero at its end
 
 
@@ -201,6 +203,8 @@ def start_alone(request: Fork) -> subprocess.Popen[bytes]:
 
 def serve() -> None:
     """Import everything, then fork until the agent closes the pipe."""
+    # Blocked, not ignored: a fork gets what comes before it can handle it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     # Modules may print as they are imported: the pipe is for pids alone.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -259,6 +263,7 @@ def _run(request: Fork) -> int:
 
 def _become(request: Fork) -> None:
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.environ.clear()
     os.environ.update(request.environment)
     os.chdir(request.cwd)

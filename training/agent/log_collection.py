@@ -23,6 +23,7 @@ from pathlib import Path
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
+from perdure.training.agent.log_room import first_kept_byte
 from perdure.training.agent.worker_output import STREAMS
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.config.job import Job
@@ -159,8 +160,9 @@ def _read(
     log: Log, offset: int | None, tail_bytes: int | None, limit_bytes: int, *, is_over: bool
 ) -> tuple[bytes, int]:
     """Read whole lines from an offset on. Returns also where they end."""
-    is_cut = offset is None and tail_bytes is not None and log.end > tail_bytes
+    is_cut = offset is None and tail_bytes is not None and log.size_bytes > tail_bytes
     start = offset if offset is not None else log.end - (tail_bytes or 0) if is_cut else 0
+    start = max(start, log.start)
     with log.path.open("rb") as file:
         file.seek(start)
         raw = file.read(limit_bytes)
@@ -253,7 +255,7 @@ class Collector:
         start = self._collected_ends.get(log.path, 0)
         self._collected_ends[log.path] = log.end
         # A log that has become shorter was rotated, and all of it is new.
-        return replace(log, start=start if start <= log.end else 0)
+        return replace(log, start=max(start, log.start) if start <= log.end else log.start)
 
     def _carry_out(self, started: StartOrder, group: WorkerGroup | None) -> None:
         key = (started.placement, started.attempt)
@@ -377,7 +379,7 @@ def _whole_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 def logs_at(path: Path, name: str | None = None) -> Iterator[Log]:
     """Yield the log unless it is missing or empty; links are not followed."""
     if path.is_file() and not path.is_symlink() and (size := path.stat().st_size):
-        yield Log(path, name or path.name, 0, size)
+        yield Log(path, name or path.name, first_kept_byte(path), size)
 
 
 def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:

@@ -25,6 +25,7 @@ class PeriodicSampler:
         self._newest: NodeSample | None = None
         self._folder = folder
         self._ended = threading.Event()
+        self._due = threading.Event()
         self._clock = clock
         self._taken_s = self._stale_s = 0.0
 
@@ -50,11 +51,11 @@ class PeriodicSampler:
             on_sample: called with every sample, in the sampling thread.
         """
         self.end()
-        self._ended = threading.Event()
+        self._ended, self._due = threading.Event(), threading.Event()
         self._stale_s = MISSED_SAMPLES * every_s + SAMPLE_LIMIT_S
         threading.Thread(
             target=self._run,
-            args=(Sampler(self._folder, num_devices), every_s, on_sample, self._ended),
+            args=(Sampler(self._folder, num_devices), every_s, on_sample, self._ended, self._due),
             name="perdure-sampling",
             daemon=True,
         ).start()
@@ -62,6 +63,11 @@ class PeriodicSampler:
     def end(self) -> None:
         """Stop sampling; returns at once."""
         self._ended.set()
+        self._due.set()
+
+    def hasten(self) -> None:
+        """Take the next sample now."""
+        self._due.set()
 
     def _run(
         self,
@@ -69,6 +75,7 @@ class PeriodicSampler:
         every_s: float,
         on_sample: Callable[[NodeSample], object],
         ended: threading.Event,
+        due: threading.Event,
     ) -> None:
         # A tool may take its time: the sample of an attempt that is over counts no more.
         while not ended.is_set():
@@ -77,4 +84,5 @@ class PeriodicSampler:
                 self._taken_s = self._clock()
                 self._newest = sample
                 on_sample(sample)
-            ended.wait(every_s)
+            due.wait(every_s)
+            due.clear()

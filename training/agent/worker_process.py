@@ -31,6 +31,7 @@ class Worker:
         stopped_by_agent: whether the agent ended it, so that its end is no failure.
         awaits_answer: whether the coordinator decides what follows its end.
         next_generation: generation of the process that is to replace it.
+        raised: the exception that had ended its program when the agent ended the process.
     """
 
     rank: int
@@ -43,6 +44,12 @@ class Worker:
     stopped_by_agent: bool = False
     awaits_answer: bool = False
     next_generation: int | None = None
+    raised: str | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code; of a process that lived on after an exception, the one it was to have."""
+        return 1 if self.raised is not None and self.process.returncode else self.process.returncode
 
     def beat(self) -> Heartbeat | None:
         """Read its newest heartbeat, ignoring those of the process that it replaces."""
@@ -70,7 +77,7 @@ class Worker:
             rank=self.rank,
             local_rank=self.local_rank,
             pid=self.process.pid,
-            exit_code=None if self.awaits_answer else self.process.returncode,
+            exit_code=None if self.awaits_answer else self.exit_code,
             ended_s=None if self.awaits_answer else self.ended_s,
             error=error.get("message"),
             error_s=error.get("at_s"),

@@ -101,6 +101,7 @@ class WorkerGroup:
     _kill_at_s: float | None = None
     _is_swept: bool = False
     _target_step: int = 0
+    _started_pids: set[int] = field(default_factory=set)
 
     def __post_init__(self, log_folder: Path) -> None:
         """Name the logs."""
@@ -136,7 +137,7 @@ class WorkerGroup:
         self.output.open(self._environment, is_masked=bool(self.secret_variables))
         streams = (self.output.path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
         self.step_follower = StepFollower.of(self.order, self.folder, tuple(streams))
-        self.checkpoint_watcher = CommandCheckpointWatcher.of(
+        self.checkpoint_watcher = self.checkpoint_watcher or CommandCheckpointWatcher.of(
             self.order, self.config.member, self._environment
         )
         joins = {GENERATION: str(generation)} if generation is not None else {}
@@ -165,6 +166,7 @@ class WorkerGroup:
             **further,
         }
         process = self._spawn(rank, variables)
+        self._started_pids.add(process.pid)
         named = rank if self.order.is_command else local_rank  # ranks of a command name the file
         reader = HeartbeatReader.of(self.folder, named)
         return Worker(rank, local_rank, process, error_file, reader)
@@ -246,7 +248,7 @@ class WorkerGroup:
 
     def _report_end(self, worker: Worker) -> bool:
         """Report an end to the coordinator. Returns whether it is there to answer."""
-        exit_code = worker.process.returncode
+        exit_code = worker.exit_code
         if self.coordinator is None or not self.coordinator.is_open or self._kill_at_s is not None:
             return False
         assert exit_code is not None  # noqa: S101 it has ended
@@ -380,6 +382,19 @@ class WorkerGroup:
             worker.process.send_signal(signal.SIGTERM)
 
     @property
+    def running_workers(self) -> Sequence[Worker]:
+        """The workers whose processes have not ended."""
+        return [worker for worker in self._workers if worker.ended_s is None]
+
+    def end_raised(self, rank: int, line: str) -> None:
+        """End a process that lives on after an exception: its end is that of the exception."""
+        for worker in self.running_workers:
+            if worker.rank == rank and self._kill_at_s is None:
+                _log.warning(f"rank {rank} lives on after an exception and is ended: {line}")
+                worker.raised = line
+                worker.process.send_signal(signal.SIGKILL)
+
+    @property
     def is_ending(self) -> bool:
         """Whether a process has ended, so that more is to be done soon."""
         return self.is_stopping or any(worker.ended_s is not None for worker in self._workers)
@@ -429,6 +444,19 @@ class WorkerGroup:
         ]
 
     @property
+    def known_pids(self) -> frozenset[int]:
+        """Pids of all processes that the attempt is known to have had."""
+        return frozenset(
+            self._started_pids | (self._command.known_pids if self._command else set())
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a process has ended other than well, without being asked to."""
+        ends = ((w.process.poll(), w.stopped_by_agent) for w in self._workers)
+        return any(code not in (None, 0) and not stopped for code, stopped in ends)
+
+    @property
     def secrets(self) -> frozenset[str]:
         """Values of the workers' variables that must not leave the node."""
         return self.output.secrets
@@ -462,6 +490,8 @@ class WorkerGroup:
         early = self._ended_early(worker)
         if early is not None:
             error["message"] = early
+        if worker.raised is not None:
+            error.setdefault("message", worker.raised)
         if error.get("message"):
             error["message"] = mask_text(error["message"], self.secrets)
         return error

@@ -1,8 +1,10 @@
 """The checkpoints that a program has saved, found by the signs that its framework leaves.
 
-Only complete checkpoints count, never a half-written folder. Nothing in a checkpoint is unpickled;
-where only its content has the step, the pickle's opcodes are read and not carried out. Sizes are
-bytes, times seconds since the epoch, steps completed optimizer steps.
+Only complete checkpoints count, never a half-written folder: each needs its own sign, and the files
+in it must have their ends. Once the program has ended, nothing is written any more: a checkpoint is
+complete at once, or its save was cut short for good. Nothing in a checkpoint is unpickled; where
+only its content has the step, the pickle's opcodes are read and not carried out. Sizes are bytes,
+times seconds since the epoch, steps completed optimizer steps.
 
 Megatron-LM's layout:
 
@@ -18,8 +20,12 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
+from perdure.storage.errors import Corrupt
+from perdure.storage.safetensors_file import LENGTH, header_size_bytes, parse_header
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.files import write_whole
 
@@ -38,6 +44,14 @@ _HF_STEP = re.compile(r"checkpoint-(\d+)")
 _TORCHTITAN_STEP = re.compile(r"step-(\d+)")
 _LIGHTNING_STEP = re.compile(r"step=(\d+)")
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+_NUMBER = re.compile(r"\d+")
+# No program takes a name with this beginning and this end for that of a checkpoint.
+_SET_ASIDE, _SET_ASIDE_SUFFIX = "set-aside-", ".perdure"
+# A crash of a machine leaves such files without a byte.
+_DATA_SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth", ".safetensors"})
+# Two checkpoints of one program differ less in size, unless one was cut short.
+_LEAST_SHARE = 0.9
+NO_STEP = -1  # of a file whose step nobody can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +110,22 @@ class Tracker:
             write_whole(self.root / TRACKER, text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A file or folder with the name of a checkpoint; `has_sign`: its framework calls it whole."""
+
+    step: int
+    path: Path
+    has_sign: bool
+
+
 def find_checkpoints(
-    spec: ProgramCheckpointsSpec, root: Path, *, now_s: float, since_s: float = 0.0
+    spec: ProgramCheckpointsSpec,
+    root: Path,
+    *,
+    now_s: float,
+    since_s: float = 0.0,
+    is_over: bool = False,
 ) -> list[ProgramCheckpoint]:
     """List the complete checkpoints of a program, in the order of their steps.
 
@@ -106,71 +134,167 @@ def find_checkpoints(
         root: path of the spec, with variables filled in.
         now_s: the time, or when the program ended.
         since_s: start of the run; older files are ignored.
+        is_over: whether the program has ended, so that nothing is written any more.
 
     Raises:
         OSError: the folder cannot be read; a missing folder has no checkpoints.
     """
-    checkpoints = _LAYOUTS[spec.kind](root, spec.settle_s, now_s)
+    surveyed = _survey(spec, root, now_s=now_s, since_s=since_s, is_over=is_over)
+    return [saved for saved, is_whole in surveyed if is_whole]
+
+
+def find_torn(
+    spec: ProgramCheckpointsSpec, root: Path, *, now_s: float, since_s: float
+) -> list[ProgramCheckpoint]:
+    """List saves that were cut short, once the program has ended; arguments as above.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    surveyed = _survey(spec, root, now_s=now_s, since_s=since_s, is_over=True)
+    return [saved for saved, is_whole in surveyed if not is_whole]
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a checkpoint so that no program finds it; None where another node has done so."""
+    for number in range(1_000):
+        more = f".{number}" if number else ""
+        new_path = path.with_name(f"{_SET_ASIDE}{path.name}{more}{_SET_ASIDE_SUFFIX}")
+        if not new_path.exists():
+            try:
+                return path.rename(new_path)
+            except FileNotFoundError:
+                return None
+    raise FileExistsError(f"{path} was set aside too often: delete some of its {_SET_ASIDE}*")
+
+
+def _survey(
+    spec: ProgramCheckpointsSpec, root: Path, *, now_s: float, since_s: float, is_over: bool
+) -> list[tuple[ProgramCheckpoint, bool]]:
+    """List what has the name of a checkpoint, in the order of steps, and whether it is whole."""
+    settle_s = _settle_s(spec)
+    surveyed: list[tuple[ProgramCheckpoint, bool]] = []
+    in_doubt: list[ProgramCheckpoint] = []
+    for entry in _LAYOUTS[spec.kind](root):
+        saved = next(measure_checkpoint(entry.step, entry.path), None) or _measure_empty(entry)
+        if saved is None or saved.written_s < since_s:
+            continue
+        is_whole = entry.has_sign and saved.size_bytes > 0 and _has_whole_files(saved.path)
+        is_settled = now_s - saved.written_s >= settle_s
+        if spec.kind is CheckpointKind.GLOB and is_whole and not is_settled:
+            in_doubt.append(saved)
+        surveyed.append((saved, is_whole and (is_settled or is_over)))
+    cut_short = _find_cut_short(surveyed, in_doubt)
     return sorted(
-        (saved for saved in checkpoints if saved.written_s >= since_s), key=lambda saved: saved.step
+        ((saved, is_whole and saved != cut_short) for saved, is_whole in surveyed),
+        key=lambda judged: judged[0].step,
     )
 
 
-def _megatron(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
-    """List folders up to the iteration of the tracker, which is written after each of them."""
-    newest = Tracker(root).step
-    if newest is not None:  # else no save is complete, or it is "release", without a step
-        yield from (part for part in find_parts(root) if part.step <= newest)
+def _settle_s(spec: ProgramCheckpointsSpec) -> float:
+    """How long a checkpoint stands still before it is complete, while the program runs on."""
+    if spec.kind is CheckpointKind.GLOB:
+        return spec.settle_s
+    return OTHER_RANKS_S if spec.kind is CheckpointKind.TRANSFORMERS else 0.0
 
 
-def _transformers(root: Path, _settle_s: float, now_s: float) -> Iterator[ProgramCheckpoint]:
+def _find_cut_short(
+    surveyed: list[tuple[ProgramCheckpoint, bool]], in_doubt: list[ProgramCheckpoint]
+) -> ProgramCheckpoint | None:
+    """Find the last save without a sign that is smaller than the one of its name before it."""
+    last = max(in_doubt, key=lambda saved: saved.written_s, default=None)
+    if last is None:
+        return None
+    earlier = [
+        saved
+        for saved, is_whole in surveyed
+        if is_whole and saved != last and _series(saved.path) == _series(last.path)
+    ]
+    previous = max(earlier, key=lambda saved: saved.written_s, default=None)
+    if previous is None:
+        return None
+    lacks = _file_names(previous.path) - _file_names(last.path)
+    return last if lacks or last.size_bytes < _LEAST_SHARE * previous.size_bytes else None
+
+
+def _series(path: Path) -> tuple[Path, str]:
+    return path.parent, _NUMBER.sub("#", path.name)
+
+
+def _file_names(path: Path) -> set[str]:
+    """List the files of a folder by their names without numbers, such as those of ranks."""
+    files = (file for file in path.rglob("*") if file.is_file())
+    return {_NUMBER.sub("#", str(file.relative_to(path))) for file in files}
+
+
+def _measure_empty(entry: _Entry) -> ProgramCheckpoint | None:
+    """Describe a folder or file without a byte, of a save that had just begun."""
+    try:
+        written_s = entry.path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    return ProgramCheckpoint(entry.step, entry.path, 0, written_s)
+
+
+def _megatron(root: Path) -> Iterator[_Entry]:
+    """List folders; the tracker is written after each, and names the newest whole one."""
+    newest = Tracker(root).step  # None: no save is complete, or it is "release", without a step
+    for path in root.glob("iter_*"):
+        step = _ITERATION.fullmatch(path.name)
+        if step is not None:
+            yield _Entry(int(step[1]), path, newest is not None and int(step[1]) <= newest)
+
+
+def _transformers(root: Path) -> Iterator[_Entry]:
     """List folders with the Trainer's state, which rank 0 writes last; other ranks may be late."""
     for path in root.glob("checkpoint-*"):
         step = _HF_STEP.fullmatch(path.name)
-        if step is None:
-            continue
-        try:
-            state = json.loads((path / TRAINER_STATE).read_text())
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            continue
-        if isinstance(state, dict) and state.get("global_step") == int(step[1]):
-            yield from _filter_settled(measure_checkpoint(int(step[1]), path), OTHER_RANKS_S, now_s)
+        if step is not None:
+            yield _Entry(int(step[1]), path, _read_global_step(path) == int(step[1]))
 
 
-def _lightning(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
+def _read_global_step(path: Path) -> object:
+    try:
+        state = json.loads((path / TRAINER_STATE).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return state.get("global_step") if isinstance(state, dict) else None
+
+
+def _lightning(root: Path) -> Iterator[_Entry]:
     """List files, or folders of a sharded checkpoint, with the step in their names."""
     for path in root.rglob("*.ckpt"):
         step = _LIGHTNING_STEP.search(path.name)
-        is_whole = (path / "meta.pt").exists() if path.is_dir() else is_whole_file(path)
-        if step is not None and is_whole:
-            yield from measure_checkpoint(int(step[1]), path)
+        if step is not None:
+            yield _Entry(int(step[1]), path, not path.is_dir() or (path / "meta.pt").exists())
 
 
-def _nanogpt(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
+def _nanogpt(root: Path) -> Iterator[_Entry]:
     """Read the step from the only file, which is written anew each time."""
     path = root / NANOGPT_FILE
-    step = read_number(path, "iter_num") if path.exists() else None
-    if step is not None:
-        yield from measure_checkpoint(step, path)
+    if path.exists():
+        step = read_number(path, "iter_num")
+        yield _Entry(NO_STEP if step is None else step, path, step is not None)
 
 
-def _torchtitan(root: Path, _settle_s: float, _now_s: float) -> Iterator[ProgramCheckpoint]:
+def _torchtitan(root: Path) -> Iterator[_Entry]:
     """List folders with the sign that is written after the parts of all ranks."""
     for path in root.glob("step-*"):
         step = _TORCHTITAN_STEP.fullmatch(path.name)
-        if step is not None and any((path / sign).is_file() for sign in TORCHTITAN_SIGNS):
-            yield from measure_checkpoint(int(step[1]), path)
+        if step is not None:
+            has_sign = any((path / sign).is_file() for sign in TORCHTITAN_SIGNS)
+            yield _Entry(int(step[1]), path, has_sign)
 
 
-def _glob(pattern: Path, settle_s: float, now_s: float) -> Iterator[ProgramCheckpoint]:
+def _glob(pattern: Path) -> Iterator[_Entry]:
     anchor = Path(pattern.anchor)
     for path in anchor.glob(str(pattern.relative_to(anchor))):
-        step = _LAST_NUMBER.search(path.stem if path.is_file() else path.name)
-        if step is not None and (path.is_dir() or is_whole_file(path)):
-            yield from _filter_settled(measure_checkpoint(int(step[1]), path), settle_s, now_s)
+        step = _LAST_NUMBER.search(path.name if path.is_dir() else path.stem)
+        if step is not None and not path.name.startswith(_SET_ASIDE):
+            yield _Entry(int(step[1]), path, has_sign=True)
 
 
-_LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[ProgramCheckpoint]]] = {
+_LAYOUTS: Mapping[CheckpointKind, Callable[[Path], Iterator[_Entry]]] = {
     CheckpointKind.MEGATRON: _megatron,
     CheckpointKind.TRANSFORMERS: _transformers,
     CheckpointKind.LIGHTNING: _lightning,
@@ -180,20 +304,44 @@ _LAYOUTS: Mapping[CheckpointKind, Callable[[Path, float, float], Iterator[Progra
 }
 
 
-def _filter_settled(
-    checkpoints: Iterator[ProgramCheckpoint], settle_s: float, now_s: float
-) -> Iterator[ProgramCheckpoint]:
-    return (saved for saved in checkpoints if now_s - saved.written_s >= settle_s)
+def _has_whole_files(path: Path) -> bool:
+    """Whether each file has its end, as far as its format shows that."""
+    files = (file for file in path.rglob("*") if file.is_file()) if path.is_dir() else (path,)
+    return all(is_whole_file(file) for file in files)
 
 
 def is_whole_file(path: Path) -> bool:
-    """Whether a file of `torch.save` has its end; other files count as whole."""
+    """Whether a file of `torch.save` or safetensors has its end; other files count as whole."""
     try:
-        with path.open("rb") as file:
-            is_zip = file.read(4) == b"PK\x03\x04"
-        return not is_zip or zipfile.is_zipfile(path)
+        status = path.stat()
+        return _has_end(path, status.st_size, status.st_mtime_ns)
     except OSError:
         return False
+
+
+@lru_cache(maxsize=65_536)  # each poll looks at all files again
+def _has_end(path: Path, size_bytes: int, _written_ns: int) -> bool:
+    with path.open("rb") as file:
+        begin = file.read(LENGTH.size)
+        if begin[:4] == b"PK\x03\x04":
+            return zipfile.is_zipfile(file)
+        if path.suffix == ".safetensors" and len(begin) == LENGTH.size:
+            return _fits_header(file, begin, size_bytes, str(path))
+    return size_bytes > 0 or path.suffix not in _DATA_SUFFIXES
+
+
+def _fits_header(file: BinaryIO, begin: bytes, size_bytes: int, url: str) -> bool:
+    """Whether a safetensors header fits the length of its file, as far as it is a header."""
+    try:
+        length = header_size_bytes(begin, url=url)
+    except Corrupt:
+        return True  # of another format, whatever its name says
+    try:
+        header = begin + file.read(length - len(begin))
+        parse_header(header, size_bytes=size_bytes, url=url)
+    except Corrupt:
+        return False
+    return True
 
 
 def read_number(path: Path, key: str) -> int | None:

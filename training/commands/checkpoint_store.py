@@ -187,7 +187,8 @@ class MemberCheckpoints:
             StorageError: the store does not answer, or has it damaged.
             OSError: it cannot be written.
         """
-        if any(saved.step == step for saved in find_checkpoints(spec, root, now_s=time.time())):
+        present = find_checkpoints(spec, root, now_s=time.time(), is_over=True)
+        if any(saved.step == step for saved in present):
             return False
         # The last part of a glob's path is the pattern.
         folder = root.parent if spec.kind is CheckpointKind.GLOB else root

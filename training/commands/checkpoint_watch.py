@@ -22,9 +22,12 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.commands.arguments import fill_in
 from perdure.training.commands.checkpoint_layouts import (
     ProgramCheckpoint,
+    Tracker,
     find_checkpoints,
     find_parts,
+    find_torn,
     part_path,
+    set_aside,
 )
 from perdure.training.commands.checkpoint_store import (
     MemberCheckpoints,
@@ -36,7 +39,7 @@ from perdure.training.commands.megatron import (
     prepare_parts,
     read_record,
 )
-from perdure.training.config.command import ProgramCheckpointsSpec
+from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import AgentReply, SavedQuery, StartOrder
 from perdure.training.wire.agent_status import SavedCheckpoint
 
@@ -70,6 +73,7 @@ class CommandCheckpointWatcher:
     num_parts: int | None
     newest: tuple[SavedCheckpoint, ...] = ()
     _earlier: frozenset[ProgramCheckpoint] | None = None
+    _torn: frozenset[ProgramCheckpoint] = frozenset()
     _saves: set[ProgramCheckpoint] = field(default_factory=set)
     _is_over: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,6 +85,8 @@ class CommandCheckpointWatcher:
     @classmethod
     def of(cls, order: StartOrder, member: int, variables: Mapping[str, str]) -> Self | None:
         """Watch an attempt that is about to start; None where its job names no path.
+
+        The first poll belongs before its start: a short life may save at once.
 
         Args:
             order: order to start the attempt.
@@ -119,11 +125,14 @@ class CommandCheckpointWatcher:
         with self._lock:
             try:
                 checkpoints = self._list_checkpoints()
+                if self._earlier is None:
+                    # A later sign does not make the remains of an earlier attempt complete.
+                    self._torn = frozenset(self._list_torn())
+                    self._earlier = frozenset(checkpoints) | self._torn
             except OSError as error:
                 _log.warning(f"worker.checkpoints: {error}")
                 return
-            if self._earlier is None:
-                self._earlier = frozenset(checkpoints)
+            checkpoints = [saved for saved in checkpoints if saved not in self._torn]
             self._saves |= {saved for saved in checkpoints if saved not in self._earlier}
             if self._waits_for_sign:
                 checkpoints = [saved for saved in checkpoints if saved.step <= self._signed_step]
@@ -189,7 +198,16 @@ class CommandCheckpointWatcher:
         if self._waits_for_sign:
             parts = (part for part in find_parts(self.root) if part.written_s >= self.since_s)
             return sorted(parts, key=lambda part: part.step)
-        return find_checkpoints(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
+        # Before the start nothing is being written, and after the end nothing is any more.
+        is_over = self._earlier is None or self._is_over.is_set()
+        return find_checkpoints(
+            self.spec, self.root, now_s=time.time(), since_s=self.since_s, is_over=is_over
+        )
+
+    def _list_torn(self) -> list[ProgramCheckpoint]:
+        if self._waits_for_sign:
+            return []
+        return find_torn(self.spec, self.root, now_s=time.time(), since_s=self.since_s)
 
     def _newest_to_upload(self, store: ObjectStore) -> ProgramCheckpoint | None:
         if self._waits_for_sign:
@@ -250,6 +268,18 @@ class CommandCheckpointWatcher:
             pause_s = max(POLL_S, (time.monotonic() - began_s) / POLL_SHARE)
 
 
+def watch_checkpoints(order: StartOrder, node: str, member: int) -> CommandCheckpointWatcher | None:
+    """Begin to watch an attempt before it starts; None where no path is known before that."""
+    try:
+        variables = _path_variables(node, order.variables, order.job.run_id)
+        watcher = CommandCheckpointWatcher.of(order, member, variables)
+    except ValueError:
+        return None  # the path names a variable that only the processes have
+    if watcher is not None:
+        watcher.poll()
+    return watcher
+
+
 def fetch_resume_checkpoint(order: StartOrder, node: str, member: int) -> None:
     """Fetch the checkpoint from which the command resumes, where the store has them.
 
@@ -267,7 +297,8 @@ def fetch_resume_checkpoint(order: StartOrder, node: str, member: int) -> None:
     spec = job.worker.checkpoints
     if spec is None or not spec.upload:
         return
-    root = _checkpoint_root(spec, order.cwd, _path_variables(node, order.variables))
+    variables = _path_variables(node, order.variables, job.run_id)
+    root = _checkpoint_root(spec, order.cwd, variables)
     store = open_store(job.storage)
     if job.saves_in_parts:
         prepare_parts(store, order, job.run_id, member, root)
@@ -292,15 +323,43 @@ def _delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> No
 
 
 def answer_saved_query(query: SavedQuery, node: str, member: int) -> AgentReply:
-    """List the checkpoints of a command for the supervisor that asks this node."""
+    """List the checkpoints of a command for the supervisor that asks this node.
+
+    Saves that were cut short are among them, and so marked, once the command has ended.
+    """
     try:
-        root = _checkpoint_root(query.spec, query.cwd, _path_variables(node, query.variables))
+        variables = _path_variables(node, query.variables, query.run_id)
+        root = _checkpoint_root(query.spec, query.cwd, variables)
         if query.is_in_parts:
             return AgentReply(saved=tuple(_part_messages(root, query.run_id, member)))
-        checkpoints = find_checkpoints(query.spec, root, now_s=query.until_s, since_s=query.since_s)
+        now_s, since_s, is_over = query.until_s, query.since_s, query.is_over
+        whole = find_checkpoints(query.spec, root, now_s=now_s, since_s=since_s, is_over=is_over)
+        torn = find_torn(query.spec, root, now_s=now_s, since_s=since_s) if is_over else []
+        renamed = [saved for saved in torn if str(saved.path) in query.torn]
+        renamed += [saved for saved in (*whole, *torn) if str(saved.path) in query.unreadable]
+        _set_aside(renamed, query.spec, root, whole)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
-    return AgentReply(saved=tuple(map(_to_message, checkpoints)))
+    remains = (_to_message(saved).model_copy(update={"is_whole": False}) for saved in torn)
+    return AgentReply(saved=(*map(_to_message, whole), *remains))
+
+
+def _set_aside(
+    renamed: Sequence[ProgramCheckpoint],
+    spec: ProgramCheckpointsSpec,
+    root: Path,
+    whole: Sequence[ProgramCheckpoint],
+) -> None:
+    """Rename checkpoints, and take the program's sign off them."""
+    for saved in renamed:
+        new_path = set_aside(saved.path)
+        if new_path is not None:
+            _log.warning(f"step {saved.step} of the command is set aside: it is {new_path} now")
+    tracker = Tracker(root)
+    is_signed = any(saved.step == tracker.step for saved in renamed)
+    if spec.kind is CheckpointKind.MEGATRON and is_signed:
+        remaining = [saved.step for saved in whole if saved not in renamed]
+        tracker.write(str(max(remaining)) if remaining else None)
 
 
 def _part_messages(root: Path, run_id: str, member: int) -> Iterator[SavedCheckpoint]:
@@ -314,9 +373,9 @@ def _part_messages(root: Path, run_id: str, member: int) -> Iterator[SavedCheckp
             )  # fmt: skip
 
 
-def _path_variables(node: str, variables: Mapping[str, str]) -> dict[str, str]:
+def _path_variables(node: str, variables: Mapping[str, str], run_id: str) -> dict[str, str]:
     """Return the variables for a path before an attempt has set those of its processes."""
-    return {**os.environ, "PERDURE_NODE": node, **variables}
+    return {**os.environ, "PERDURE_NODE": node, "PERDURE_RUN_ID": run_id, **variables}
 
 
 def _checkpoint_root(spec: ProgramCheckpointsSpec, cwd: str, variables: Mapping[str, str]) -> Path:

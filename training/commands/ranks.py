@@ -63,11 +63,13 @@ class CommandRanks:
         pids: processes that the agent started.
         folder: folder of the heartbeats.
         helpers: pids of what ranks had started, as of the last poll of the living command.
+        known_pids: pids of all processes that a poll has ever found.
     """
 
     pids: Sequence[int]
     folder: Path
     helpers: frozenset[int] = frozenset()
+    known_pids: set[int] = field(default_factory=set)
     _polled_s: float = float("-inf")
     _processes: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class CommandRanks:
         """List the living processes, parents first, as of a poll at most this old."""
         if time.monotonic() - self._polled_s > age_s:
             self._processes = [process for pid in self.pids for process in _process_tree(pid)]
+            self.known_pids.update(process.pid for process in self._processes)
             self._polled_s = time.monotonic()
             self.helpers = _helpers(self._processes) if self._processes else self.helpers
         now = (replace(process, state=process_state(process.pid)) for process in self._processes)

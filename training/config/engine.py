@@ -23,6 +23,7 @@ from perdure.training.config.command import ProgramCheckpointsSpec, ProgressSpec
 
 DEFAULT_RECIPE = "perdure.training.trainer.pretrain:main"
 SCRIPT_RECIPE = "perdure.training.runtime.script:main"  # runs worker.script
+MAX_EXIT_CODE = 255
 _LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
 
 
@@ -344,6 +345,11 @@ class WorkerSpec(FrozenModel):
         None, description="commands: arguments and variables to add when the program starts again "
         "and this run has a checkpoint; ${PERDURE_CHECKPOINT} is its path"
     )  # fmt: skip
+    restart_codes: tuple[int, ...] = Field(
+        (), description="exit codes by which the program asks to be started again, such as [85, "
+        "99], each from 1 to 255: no fault, and free while each start comes further than the "
+        "one before",
+    )  # fmt: skip
 
     @field_validator("recipe")
     @classmethod
@@ -358,6 +364,14 @@ class WorkerSpec(FrozenModel):
         for name in value:
             if not re.fullmatch(r"\w+(\.\w+)*", name):
                 raise ValueError(f"{name!r} is not the name of a module")
+        return value
+
+    @field_validator("restart_codes")
+    @classmethod
+    def _check_restart_codes(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        for code in value:
+            if not 1 <= code <= MAX_EXIT_CODE:
+                raise ValueError(f"{code} is no exit code of a failure, which is 1 to 255")
         return value
 
     @model_validator(mode="after")

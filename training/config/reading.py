@@ -60,7 +60,7 @@ def message_of(error: Mapping[str, Any], kind: type[BaseModel]) -> str:
             message = "must be a text, in quotes"
         case "extra_forbidden":
             meant = " or ".join(names_meant(kind, error["loc"]))
-            hint = f"did you mean {meant}?" if meant else "`perdure schema` lists the fields"
+            hint = f"did you mean {meant}?" if meant else "'perdure schema' lists the fields"
             message = f"no such field; {hint}"
         case "missing":
             message = "is missing"

@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -400,6 +401,9 @@ async def _next(reader: asyncio.StreamReader) -> FromMember | None:
 
 def main(arguments: list[str] | None = None, *, exit_now: Callable[[int], None] = os._exit) -> None:
     """Coordinate the attempt whose configuration file is the first argument."""
+    # At the end of an allocation every process gets one: the ranks still need this one to save.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     start_logging()
     path = (arguments or sys.argv[1:])[0]
     try:

@@ -20,6 +20,7 @@ from math import inf
 from perdure.training.diagnosis.lines import severity_of
 from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
 from perdure.training.diagnosis.rules import Role
+from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 MAX_RUNNERS_UP = 5
@@ -106,6 +107,8 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
             if not finding.is_low_level and finding.is_survived
         ]
     yields = any(candidate.finding.is_unnamed for candidate in candidates)
+    if any(candidate.finding.names_sender for candidate in candidates):
+        candidates = [_demote_receipt(candidate) for candidate in candidates]
     first: dict[tuple[int, float], Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: c.finding.offset):
         first.setdefault((candidate.source.order, _standing(candidate, yields=yields)), candidate)
@@ -121,6 +124,14 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         return (standing, began_s, source.order, later, _detail(finding), place)
 
     return sorted(candidates, key=key)
+
+
+def _demote_receipt(candidate: Candidate) -> Candidate:
+    """Demote the line of a process that got a signal: another line shows who sent it."""
+    finding = candidate.finding
+    if not finding.is_receipt:
+        return candidate
+    return replace(candidate, finding=replace(finding, role=max(finding.role, Role.CASCADE)))
 
 
 # A symptom of a device explains an exception that no table knows; lines of peers and launchers
@@ -146,6 +157,10 @@ def _is_later(candidate: Candidate, began: Candidate) -> bool:
     """Tell whether a line belongs to another event than the first of its role in the source."""
     if candidate.at_s is None or began.at_s is None:
         return False
+    # A line without a time has that of a line before it, which may be much older.
+    is_next = candidate.finding.offset - began.finding.offset < CONTEXT_SIZE_BYTES
+    if is_next and began.finding.origin.at_s is None and candidate.finding.origin.at_s is not None:
+        return False
     return candidate.at_s - began.at_s > _EVENT_SPAN_S
 
 
@@ -158,7 +173,7 @@ _PLOG = re.compile(
 _CALLER = re.compile(r"\[FUNC:\w+\] ?\[FILE:")
 _CANN_CODE = re.compile(r"\bE[A-Z0-9]\d{4}(?::|\[PID|\))")
 _WRAPPER = re.compile(
-    r"\bfunction error: |Error: .{0,300}\berror code is \d{6}\b"
+    r"\bfunction error: |\bHCCL error in: |Error: .{0,300}\berror code is \d{6}\b"
     r"|\bcall aclnn\w+ failed\b(?!.*detail:E\w+: \[)"
 )
 _IS_VAGUE = re.compile(r"\b(?:RuntimeError|Exception|OSError): |Error:?\s*$")
@@ -171,6 +186,9 @@ _ANNOUNCES = re.compile(
     r"THCudaCheck FAIL|\bfollowing (?:error|exception|reason)s?\b[^:\n]{0,60}:\s*$"
 )
 _BEHIND_PROGRESS_BAR = re.compile(r"\d(?:it/s|s/it)\b")
+
+
+_OF_RANK = re.compile(r"^\s*\[rank:?\s?\d+\]|\bRankID:\s?\d")  # of the process that prints it
 
 
 class _Detail(IntEnum):
@@ -230,6 +248,28 @@ def _add_event_details(best: Candidate, ranked: Sequence[Candidate]) -> Candidat
     return best
 
 
+def _add_place(best: Candidate, ranked: Sequence[Candidate]) -> Candidate:
+    """Add to a line without a place the rank and the device that the lines around it name."""
+    origin = best.finding.origin
+    if origin.rank is not None or origin.device is not None or best.source.rank is not None:
+        return best
+    near = [
+        other.finding
+        for other in ranked
+        if other.source is best.source
+        and abs(other.finding.offset - best.finding.offset) < CONTEXT_SIZE_BYTES
+    ]
+    # Elsewhere in a line, the rank may be that of a peer.
+    ranks = {finding.origin.rank for finding in near if _OF_RANK.search(finding.line)} - {None}
+    devices = {finding.origin.device for finding in near} - {None}
+    place = replace(
+        origin,
+        rank=next(iter(ranks)) if len(ranks) == 1 else None,
+        device=next(iter(devices)) if len(devices) == 1 and len(ranks) <= 1 else None,
+    )
+    return replace(best, finding=replace(best.finding, origin=place))
+
+
 def choose_cause(
     sources: Sequence[LogSource], *, at_s: float, step: int | None = None
 ) -> Diagnosis | None:
@@ -243,7 +283,7 @@ def choose_cause(
     ranked = rank_candidates(sources)
     if not ranked:
         return None
-    best, runners_up = _add_event_details(ranked[0], ranked), []
+    best, runners_up = _add_place(_add_event_details(ranked[0], ranked), ranked), []
     kinds = {_kind(ranked[0])}
     for candidate in ranked[1:]:
         if _kind(candidate) not in kinds:

@@ -29,6 +29,7 @@ from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
     SHORT_CODE,
     FalseSuccess,
+    find_exit_codes,
     find_first_failed,
     shows_steps,
 )
@@ -37,17 +38,26 @@ from perdure.training.diagnosis.exits import (
     KILLED_ACTION,
     KILLED_WHY,
     ExitMeaning,
+    describe_exit,
     explain_exit,
     signal_name,
     signal_of,
 )
 from perdure.training.diagnosis.hang import advise, late_start
+from perdure.training.diagnosis.lines import is_progress
 from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
 from perdure.training.liveness.culprit import find_standstill
-from perdure.training.recovery.faults import SLOW_START, TRAITS, Fault, FaultClass
+from perdure.training.recovery.faults import (
+    NODE_UNWRITABLE,
+    SLOW_START,
+    TRAITS,
+    Fault,
+    FaultClass,
+    RecoverableBy,
+)
 
 MAX_EVIDENCE_CHARS = 500
 _TRACED = "Traceback (most recent call last)"
@@ -85,6 +95,7 @@ def _tier_of(finding: Finding) -> _Tier:
 # Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
+_FROM_OUTSIDE = frozenset({FaultClass.NODE_LOST, FaultClass.FAIL_SLOW})
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
 
@@ -98,6 +109,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     """Name the first cause. Total: evidence that shows nothing gives `unknown`."""
     causes = [
         *_blame_lost_nodes(evidence),
+        *_blame_unwritable_nodes(evidence),
         *_blame_staging(evidence),
         *_blame_workers(evidence),
         *_blame_silent_ranks(evidence),
@@ -109,6 +121,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     ]
     if not causes:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
+    causes = _demote_receipts(causes)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
     best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
@@ -117,6 +130,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
             classes.add(cause.fault.fault_class)
             further.append(cause.fault)
     return Diagnosis(best, tuple(further[:MAX_RUNNERS_UP]))
+
+
+def _demote_receipts(causes: Sequence[_Cause]) -> list[_Cause]:
+    """Demote the ends of processes that got a signal, where another cause shows who sent it."""
+    ends = [c for c in causes if c.fault.fault_class is FaultClass.PREEMPTED]
+    receipts = [c for c in ends if c.fault.code in signal.Signals.__members__]
+    if len(receipts) == len(ends):
+        return list(causes)
+    return [replace(c, tier=max(c.tier, _Tier.CASCADE)) if c in receipts else c for c in causes]
 
 
 def _count_other_nodes(causes: Sequence[_Cause]) -> int:
@@ -155,7 +177,9 @@ def _build_fault(
         action=KILLED_ACTION if is_killed else traits.action,
         recoverable_by=traits.recoverable_by,
         user_fault=traits.user_fault,
-        hardware_fault=traits.hardware_fault,
+        # Silence and slowness alone show no broken machine: the network, the platform or a person
+        # may be behind them.
+        hardware_fault=traits.hardware_fault and fault_class not in _FROM_OUTSIDE,
     )
 
 
@@ -179,6 +203,24 @@ def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
             FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
         )
         yield _Cause(_Tier.NODE, fault)
+
+
+def _blame_unwritable_nodes(evidence: Evidence) -> Iterator[_Cause]:
+    """Blame nodes that take no files: the cause of a refused start, and of an unexplained end."""
+    for node, why_not in (evidence.unwritable or {}).items():
+        is_refused = evidence.refusal is not None or node in (evidence.staging_errors or {})
+        why = "The scratch folder of the node takes no files, so no processes can start there."
+        fault = _build_fault(
+            FaultClass.STORAGE_ERROR,
+            evidence,
+            f"{node} takes no files: {why_not}",
+            node=node,
+            code=NODE_UNWRITABLE,
+            why=why,
+        )
+        action = "Make room on that node, or have its folder mended; then start the run again."
+        fault = replace(fault, action=action, recoverable_by=RecoverableBy.ISOLATE)
+        yield _Cause(_Tier.ROOT if is_refused else _Tier.SYMPTOM, fault)
 
 
 def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:
@@ -229,7 +271,9 @@ def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
     line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
     fault = _build_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
-    yield _Cause(_Tier.ROOT, replace(fault, at_s=lost.ended_s))
+    is_explained = fault_class is FaultClass.UNKNOWN and lost.node in (evidence.unwritable or {})
+    tier = _Tier.UNEXPLAINED if is_explained else _Tier.ROOT
+    yield _Cause(tier, replace(fault, at_s=lost.ended_s))
 
 
 def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:
@@ -355,20 +399,47 @@ def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -
         return _cause_of_end(_Tier.STOPPED, FaultClass.UNKNOWN, "stopped", end, evidence)
     if end.bad_end is not None:
         return _blame_false_success(end, end.bad_end, finding, evidence)
-    meaning = explain_exit(end.exit_code, is_oom=end.node in evidence.oom_nodes)
+    requested = find_exit_codes(end.log, end.exit_code) & set(evidence.restart_codes)
+    if requested:
+        line = f"{end.name} asked with exit code {min(requested)} to be started again"
+        return _cause_of_end(_Tier.SYMPTOM, FaultClass.RESTART_REQUESTED, line, end, evidence)
+    return _blame_exit(end, finding, evidence)
+
+
+def _blame_exit(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
+    is_oom = end.node in evidence.oom_nodes
+    meaning = explain_exit(end.exit_code, is_oom=is_oom, is_command=end.is_command)
     number = signal_of(end.exit_code)
+    was_asked = meaning is not None and meaning.is_symptom
+    is_preempted = finding is not None and finding.fault_class is FaultClass.PREEMPTED
+    # Output tells more of a signal than the exit code: which rank got it, or who sent it.
+    if finding is not None and is_preempted and (was_asked or finding.names_sender):
+        return _blame_by_output(end, finding, evidence)
     if meaning is not None and number is None:
-        line = finding.line if finding else f"exit code {end.exit_code}: {meaning.text}"
+        code = f"{end.name} ended with exit code {end.exit_code}"
+        line = finding.line if finding else f"{code}: {meaning.text}"
         tier = _Tier.ASKED if meaning.is_symptom else _Tier.ROOT
         return _cause_of_end(tier, meaning.fault_class, line, end, evidence, why=meaning.text)
     if meaning and number and (end.exit_code < 0 or finding is None or _is_guess(finding)):
         return _blame_signal(meaning, number, end, finding, evidence)
     if finding is None or finding.role is Role.HINT:
-        lines = [line.strip() for line in end.log.splitlines() if line.strip()]
-        line = end.error or (finding.line if finding else next(reversed(lines), ""))
-        line = line or f"exit code {end.exit_code}"
-        return _cause_of_end(_Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence)
+        return _blame_code(end, finding, evidence)
     return _blame_by_output(end, finding, evidence)
+
+
+def _blame_code(end: WorkerEnd, hint: Finding | None, evidence: Evidence) -> _Cause:
+    """Blame a worker that only its exit code speaks of: its last words are the context."""
+    lines = [line.strip() for line in end.log.splitlines() if line.strip()]
+    last = next(reversed(lines), "")
+    words = end.error or (hint.line.strip() if hint else "" if is_progress(last) else last)
+    how = describe_exit(end.exit_code)
+    line = f"{end.name} ended with {how}{f', after: {words}' if words else ''}"
+    why = f"The last line of its output was: {last}" if last and last != words else ""
+    traits = TRAITS[FaultClass.UNKNOWN]
+    return _cause_of_end(
+        _Tier.UNEXPLAINED, FaultClass.UNKNOWN, line, end, evidence,
+        why=f"{traits.meaning} {why}".strip(),
+    )  # fmt: skip
 
 
 def _blame_false_success(

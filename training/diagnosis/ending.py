@@ -78,6 +78,20 @@ def _read_entry(match: re.Match[str]) -> FailedRank:
     return FailedRank(time, int(rank), int(local_rank), int(exit_code))
 
 
+def find_exit_codes(text: str, exit_code: int) -> set[int]:
+    """Find the exit codes of ranks that torchrun's summary names; else that of the process.
+
+    Args:
+        text: the end of the output of a node's launcher.
+        exit_code: of the launcher, which is 1 whatever the ranks' codes were.
+    """
+    place = text.rfind(_ROOT) if exit_code == 1 else -1
+    begin = max(0, text.rfind("Failures:", 0, place))
+    entries = [_read_entry(match) for match in _ENTRY.finditer(text, begin)] if place >= 0 else []
+    codes = {entry.exit_code for entry in entries} - _ECHOES
+    return codes or {exit_code}
+
+
 _CORRUPT_WHY = "It is the program's own: Perdure does not know its files, and cannot set it aside."
 CORRUPT_ACTION = (
     "Move the damaged checkpoint away, so that the program resumes from the one before it."
@@ -297,6 +311,20 @@ def find_crash(outputs: Sequence[Output]) -> str | None:
     return None
 
 
+def find_last_traceback(text: str) -> str | None:
+    """Find the exception of the last traceback in some output, if no step follows it.
+
+    Whether the exception was caught, the output alone does not show.
+    """
+    if re.search(TRACEBACK, text) is None:
+        return None
+    lines = _split_lines(text)
+    begin = _last_traceback(lines)
+    if begin is None or _count_steps(lines).goes_on_after(begin):
+        return None
+    return _find_uncaught(lines, begin, limit=len(lines))
+
+
 def find_count(text: str) -> Count | None:
     """Read the last iteration and the target in a program's output; None for an end by request.
 
@@ -318,22 +346,38 @@ def _split_lines(text: str) -> list[str]:
 
 def _find_death(lines: Sequence[str]) -> str | None:
     """Find the line of a program's death, if no later line shows that training continued."""
-    counts = StepCounts()
-    for index, line in enumerate(lines):
-        counts.read(line, index)
+    counts = _count_steps(lines)
     for index, line in enumerate(lines):
         if _DEATHS.search(line) and not counts.goes_on_after(index, kinds=_STEPS):
             return line
     if lines and _NOT_FOUND.search(lines[-1]):
         return lines[-1]
-    begin = next((i for i in range(len(lines) - 1, -1, -1) if re.search(TRACEBACK, lines[i])), None)
+    begin = _last_traceback(lines)
     if begin is None or counts.goes_on_after(begin):
         return None
     return _find_uncaught(lines, begin)
 
 
-def _find_uncaught(lines: Sequence[str], begin: int) -> str | None:
-    """Return the last line of the traceback at `begin`, if the output ends with it."""
+def _count_steps(lines: Sequence[str]) -> StepCounts:
+    counts = StepCounts()
+    for index, line in enumerate(lines):
+        counts.read(line, index)
+    return counts
+
+
+def _last_traceback(lines: Sequence[str]) -> int | None:
+    places = (i for i in range(len(lines) - 1, -1, -1) if re.search(TRACEBACK, lines[i]))
+    return next(places, None)
+
+
+def _find_uncaught(lines: Sequence[str], begin: int, *, limit: int | None = None) -> str | None:
+    """Return the last line of the traceback at `begin`, if the output ends with it.
+
+    Args:
+        lines: the end of the output.
+        begin: index of the traceback's first line.
+        limit: how many lines may follow; None: as many as are usual at the end of a process.
+    """
     inside = begin + 1
     while inside < len(lines) and lines[inside][:1].isspace():
         inside += 1
@@ -344,7 +388,8 @@ def _find_uncaught(lines: Sequence[str], begin: int) -> str | None:
         line for line in lines[inside + 1 :] if not is_low_level(line) and not is_progress(line)
     ]
     heading = _line_before_chain(lines, begin)
-    limit = 0 if _LOGGED.search(heading) else _MAX_LINES_AFTER
+    if limit is None:
+        limit = 0 if _LOGGED.search(heading) else _MAX_LINES_AFTER
     if len(following) > limit or _SURVIVED.search(heading):
         return None
     if frames and _AT_EXIT_FRAME.search(frames[-1]):

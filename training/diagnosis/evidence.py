@@ -5,13 +5,14 @@ Times are seconds since the epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
+from perdure.training.wire.agent_status import Obstacle
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 
@@ -28,6 +29,7 @@ class WorkerEnd:
         stopped: whether a request to stop came before its end.
         bad_end: the reason why its exit with 0 was a failure.
         log_path: path of its output on its node.
+        is_command: whether its exit codes are its own, not those agreed with the runtime.
     """
 
     rank: int | None
@@ -40,6 +42,7 @@ class WorkerEnd:
     stopped: bool = False
     log_path: str | None = None
     bad_end: FalseSuccess | None = None
+    is_command: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -156,9 +159,12 @@ class Evidence:
     Attributes:
         losses: containers that the engine has lost, or is about to lose.
         rank_progress: progress of all ranks at the moment when a rank was silent.
+        unwritable: nodes whose scratch folder takes no files, with the reason and the path.
         is_late_start: whether `refusal` is that nodes took too long to start their processes.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
+        restart_codes: exit codes by which the program asks to be started again.
+        obstacles: things that its output says to be taken.
     """
 
     at_s: float
@@ -168,6 +174,7 @@ class Evidence:
     losses: Sequence[NodeLoss] = ()
     silent: Sequence[SilentRank] = ()
     staging_errors: Mapping[str, str] | None = None
+    unwritable: Mapping[str, str] | None = None
     oom_nodes: Sequence[str] = ()
     refusal: str | None = None
     is_late_start: bool = False
@@ -176,3 +183,5 @@ class Evidence:
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
+    restart_codes: Collection[int] = ()
+    obstacles: Sequence[Obstacle] = ()

@@ -32,7 +32,7 @@ _TIMES: Sequence[re.Pattern[str]] = (
 
 _RANKS: Sequence[re.Pattern[str]] = (
     re.compile(r"\[rank:?\s?(\d+)\]"),
-    re.compile(r"\bRankID:\s?(\d+)"),
+    re.compile(r"\b[rR]ankI[dD]:\s?(\d+)"),
     re.compile(r"\[[^\]]{0,40}\bRank (\d+)\]"),
     re.compile(r"\brank(?:Id|_id)?\[(\d+)\]"),
     re.compile(r"^\s*\[1,(\d+)\]<std(?:err|out)>"),  # mpirun --tag-output
@@ -41,14 +41,13 @@ _RANKS: Sequence[re.Pattern[str]] = (
 
 _DEVICES: Sequence[re.Pattern[str]] = (
     re.compile(r"\bDevice:\s?(\d+)\b"),
-    re.compile(r"\bdev(?:ice)?_?[iI]d[=:\[(]\s?(\d+)"),
+    re.compile(r"\b[dD]ev(?:ice)?[_ ]?(?:[iI]d|ID)[ =:\[(]{1,2}(\d+)"),
     re.compile(r"\bdevice\[(\d+)\]"),
-    re.compile(r"\bdevice ID (\d+)"),
     re.compile(r"\bdevice=(\d+)\b"),
+    re.compile(r"\b(?:[Oo]pen|[Ss]et|[Rr]eset)(?:ing)? device (\d+)\b"),
     re.compile(r"\bchipId:\s?(\d+)"),
     re.compile(r"\b(?:NPU|GPU) (\d+)\b"),
     re.compile(r"\b(?:npu|cuda):(\d+)\b"),
-    re.compile(r"\[default(\d+)\]:"),  # torchrun --tee: role and local rank
     re.compile(r"\blocal_rank[=: ]{1,2}(\d+)\b"),
     re.compile(r"^[\w.-]+:\d+:\d+ \[(\d+)\]"),  # NCCL: host:pid:tid [device]
 )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -75,6 +76,20 @@ class Finding:
     def is_unnamed(self) -> bool:
         """Whether it is an exception that no table knows: it ended its process all the same."""
         return self.role is Role.ROOT and self.fault_class is FaultClass.UNKNOWN
+
+    @property
+    def is_receipt(self) -> bool:
+        """Whether it shows that a signal to end came, and not who sent it."""
+        is_signal = self.code in signal.Signals.__members__
+        return self.fault_class is FaultClass.PREEMPTED and self.role > Role.ROOT and is_signal
+
+    @property
+    def names_sender(self) -> bool:
+        """Whether it shows who ended the job: a scheduler, a platform, a person."""
+        if self.fault_class is not FaultClass.PREEMPTED:
+            return False
+        is_named = self.code is not None and self.code not in signal.Signals.__members__
+        return self.role is Role.ROOT or (self.role is Role.SYMPTOM and is_named)
 
 
 def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None) -> Finding | None:

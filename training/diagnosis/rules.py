@@ -28,9 +28,11 @@ from perdure.training.recovery.faults import FaultClass, RecoverableBy
 # Special before general: our own messages, platforms, their common parts, then the language.
 FILES = (
     "perdure.toml",
+    "prefect.toml",
     "ascend.toml",
     "cuda.toml",
     "accelerators.toml",
+    "leftovers.toml",
     "collectives.toml",
     "storage.toml",
     "data.toml",

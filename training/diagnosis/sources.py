@@ -51,7 +51,9 @@ _OWN_CHECKPOINT = re.compile(
 )
 _PATH_RANK = re.compile(r"(?:^|(?<!local)[/_.-])rank[-_]?(\d+)(?=[/_.-]|$)")
 _PATH_WORKER = re.compile(r"(?:^|[/_.-])(?:worker|task|proc)[-_]?(\d+)(?=[/_.-]|$)")
-_PATH_NODE = re.compile(r"(?:^|/)((?:node|host|server|pod)[\w-]*?\d)(?=[/.]|$|[_-]+[a-z])")
+_PATH_NODE = re.compile(
+    r"(?:^|/)((?:node|host|server|pod)(?:[\w-]*?\d|[-_][A-Za-z]|[A-Z]))(?=[/.]|$|[_-]+[a-z])"
+)
 _PATH_DEVICE = re.compile(r"(?:^|/)(?:device|local_rank|npu)[-_](\d+)(?=[/_.-]|$)")
 _TORCHRUN_LOCAL_RANK = re.compile(r"(?:^|/)attempt_\d+/(\d+)/std(?:out|err)\.log$")
 

@@ -123,7 +123,7 @@ class RunDriver:
                 return end.outcome
             case "cancelled":
                 return f"not ended after {self.limit_s:g} s"
-            case "failed":
+            case "failed" | "ended from outside":
                 return end.message
 
     def _run(self, job: Job) -> RunSupervisor:

@@ -15,8 +15,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def raise_on_termination() -> Iterator[None]:
+def raise_on_termination(*signals: signal.Signals) -> Iterator[None]:
     """Raise SystemExit in the main thread at the first of these signals; ignore later ones.
+
+    Without any it does so at SIGTERM and SIGHUP.
 
     It leaves existing handlers (Prefect's, a test's) and ignored signals (nohup) alone. Outside of
     the main thread it changes nothing, because handlers can only be set there.
@@ -24,7 +26,7 @@ def raise_on_termination() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [number for number in signals or _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, _terminated)
     try:

@@ -17,6 +17,7 @@ from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.environment import variables_of
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import AgentConfig, AgentReply, NodeLog
 from perdure.training.wire.agent_status import AgentStatus
@@ -75,6 +76,11 @@ class Snapshot:
     lost: tuple[str, ...] = ()
     unanswered: tuple[str, ...] = ()
 
+    def of_attempt(self, placement: int, attempt: int) -> Snapshot:
+        """Return the state of the members in this attempt, and in no earlier attempt."""
+        agents = {i: status.of_attempt(placement, attempt) for i, status in self.agents.items()}
+        return replace(self, agents=agents)
+
     @property
     def is_over(self) -> bool:
         """Whether all processes of the attempt have ended, as far as can be known."""
@@ -132,6 +138,14 @@ class AgentEndpoint:
     node_problem: str = ""
     was_spare: bool = False
     schedule_cnt: int = 0
+
+
+TERMINATED = "AGENT_TERMINATED"
+
+
+def terminated(node: str) -> NodeLoss:
+    """The loss of a container whose agent SIGTERM has ended: the node is not to blame."""
+    return NodeLoss(node, FaultClass.PREEMPTED, TERMINATED, "SIGTERM has ended its agent")
 
 
 class Engine(Protocol):

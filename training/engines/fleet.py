@@ -17,6 +17,7 @@ from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.agent_calls import POLL_TIMEOUT_S, AgentCalls, MemberAgents
 from perdure.training.engines.base import (
     ANY_NODE,
+    TERMINATED,
     AgentEndpoint,
     ClockProbe,
     Engine,
@@ -128,6 +129,12 @@ class Fleet:
     def poll_s(self) -> float:
         """How often polling all agents is worth its cost."""
         return self._engine.poll_s
+
+    @property
+    def are_terminated(self) -> bool:
+        """Whether SIGTERM has ended an agent, as its engine knows it."""
+        contacts = self._engine.contacts().values()
+        return any(c.loss is not None and c.loss.code == TERMINATED for c in contacts)
 
     def losses(self, lost: Collection[str]) -> Sequence[NodeLoss]:
         """List the reasons that the engine knows for containers that are gone, or about to be.
@@ -378,17 +385,21 @@ class Fleet:
         """Names of processes or objects that the run still has on the platform."""
         return self._engine.leftovers()
 
-    def metrics(self, offset: int) -> tuple[str, int]:
+    def metrics(self, offset: int, *, of_attempt: tuple[int, int] | None = None) -> tuple[str, int]:
         """Read the step records that the first rank wrote after `offset` bytes.
 
         Returns them with the new offset. They are empty while the agent is lost or owes an answer,
         since the poll of the other members must not wait for it.
+
+        Args:
+            offset: where the last reading ended.
+            of_attempt: placement and attempt; None: the newest of the member.
         """
         member = self._logging_member
         first = self._engine.contacts().get(member)
         if first is None or first.address is None or self._agents.owes_answer(member, first):
             return "", offset
-        query = MetricsQuery(offset=offset)
+        query = MetricsQuery(offset=offset, of_attempt=of_attempt)
         sent = self._calls.send(first, query, timeout_s=POLL_TIMEOUT_S)
         try:
             reply = self._calls.receive(first, query, sent)
@@ -424,7 +435,9 @@ class Fleet:
             raise EngineError("no node says which checkpoints the command has")
         return checkpoints
 
-    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeLog]]:
+    def texts(
+        self, tail_bytes: int, *, since_s: float, of_attempt: tuple[int, int] | None = None
+    ) -> Sequence[tuple[str, NodeLog]]:
         """Read what the nodes know beside the output of workers.
 
         Containers that answer give device logs and the output of the driver's tools; the platform
@@ -433,8 +446,9 @@ class Fleet:
         Args:
             tail_bytes: length that is read of each log.
             since_s: platform reports before it are left out; seconds since the epoch.
+            of_attempt: placement and attempt of the device logs; None: the newest.
         """
-        device_logs = self._texts(EvidenceQuery(tail_bytes=tail_bytes))
+        device_logs = self._texts(EvidenceQuery(tail_bytes=tail_bytes, of_attempt=of_attempt))
         return [*device_logs, *self._engine.texts(since_s)]
 
     def stacks(self) -> Sequence[tuple[str, NodeLog]]:

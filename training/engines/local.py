@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +24,14 @@ from pydantic import ValidationError
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.agent.agent import CONFIG_FILE
-from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.agent.preparation import node_folder
+from perdure.training.agent.unmarked import read_unmarked
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
+from perdure.training.engines.base import AgentEndpoint, Placement, agent_config, terminated
 from perdure.training.errors import EngineError
-from perdure.training.files import last_line, private_folder, write_whole
+from perdure.training.files import last_line, private_folder, why_unwritable, write_whole
 from perdure.training.injection.victims import processes_of
 from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER, is_alive, kill_container
@@ -78,6 +80,7 @@ class Container(FrozenModel):
     def contact(self) -> AgentEndpoint:
         """Describe the container to the fleet."""
         address = self.address()
+        is_terminated = address is None and (self.path / TERMINATED_FILE).exists()
         return AgentEndpoint(
             self.node,
             self.token,
@@ -85,6 +88,7 @@ class Container(FrozenModel):
             LOOPBACK,
             was_spare=self.stood_by,
             schedule_cnt=self.schedule_cnt,
+            loss=terminated(self.node) if is_terminated else None,
         )
 
 
@@ -242,6 +246,10 @@ class LocalEngine:
         self._await_agents(started, [self._spawn(container) for container in started])
 
     def _create(self, member: Member, name: str) -> Container:
+        with _as_engine_error(f"no container on {member.node}"):
+            return self._write_container(member, name)
+
+    def _write_container(self, member: Member, name: str) -> Container:
         folder = self._root / "nodes" / member.node / name
         # An earlier supervisor left it, where it died between this line and `_save`.
         shutil.rmtree(folder, ignore_errors=True)
@@ -266,7 +274,8 @@ class LocalEngine:
         number = int(container.node.rpartition("-")[2])
         devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
         node_env = {MARKER: container.folder, **devices}
-        with (container.path / "agent.log").open("ab") as log:
+        errors = _as_engine_error(f"no agent on {container.node}")
+        with errors, (container.path / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "perdure.training.agent", container.folder],
                 cwd=container.path,
@@ -286,13 +295,14 @@ class LocalEngine:
         while waiting := [c for c in containers if c.address() is None]:
             if time.monotonic() > deadline_s or any(p.poll() is not None for p in processes):
                 names = ", ".join(c.node for c in waiting)
-                log = last_line(waiting[0].path / "agent.log")
-                raise EngineError(f"the agents of {names} did not start: {log}")
+                folder = waiting[0].path
+                why = why_unwritable(folder) or last_line(folder / "agent.log")
+                raise EngineError(f"the agents of {names} did not start: {why}")
             time.sleep(0.05)
 
     def _end(self, containers: Collection[Container]) -> None:
         for container in containers:
-            if not kill_container(container.folder):
+            if not kill_container(container.folder, recorded=read_unmarked(container.path)):
                 raise EngineError(f"processes on {container.node} cannot be killed")
         self._reap()
 
@@ -308,8 +318,9 @@ class LocalEngine:
             containers=tuple(c for _, c in sorted(self._containers.items())),
             standing_by=tuple(c for _, c in sorted(self._spares.items())),
         )
-        private_folder(self._root)
-        write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
+        with _as_engine_error("the containers are not on record"):
+            private_folder(self._root)
+            write_whole(self._root / _CONTAINERS_FILE, document.model_dump_json(), private=True)
 
     def _load(self) -> int | None:
         """Read the containers from disk. Returns their placement's number; None: there is no file.
@@ -328,6 +339,15 @@ class LocalEngine:
         self._spares = {c.node: c for c in document.standing_by}
         self._placement = document.placement
         return document.placement
+
+
+@contextmanager
+def _as_engine_error(subject: str) -> Iterator[None]:
+    """Tell a disk that takes no files as any other reason why a container does not start."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineError(f"{subject}: {error.strerror}: {error.filename}") from error
 
 
 def devices_of_node(

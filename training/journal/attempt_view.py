@@ -16,8 +16,14 @@ from perdure.training.journal.events import (
     ChipsHealed,
     LedgerEvent,
 )
-from perdure.training.journal.records import AttemptEnded, AttemptStarted, FirstStep, Member
-from perdure.training.recovery.faults import Fault
+from perdure.training.journal.records import (
+    AttemptEnded,
+    AttemptStarted,
+    FirstStep,
+    Member,
+    ResumeChosen,
+)
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.healing import found_at_fault
 from perdure.training.recovery.protocol import (
     AttemptEvent,
@@ -82,6 +88,7 @@ class AttemptView:
 
     started: AttemptStarted
     members: Sequence[Member]
+    resume: ResumeChosen | None = None
     first_step: FirstStep | None = None
     ended: AttemptEnded | None = None
     decision: Decision | None = None
@@ -124,6 +131,15 @@ class AttemptView:
         if fault is None or self.healed is None or self.healed.succeeded:
             return fault
         return found_at_fault(fault, self.healed.acts)
+
+    @property
+    def unreadable_step(self) -> int | None:
+        """Step of the checkpoint that a command could not load and is not to be given again."""
+        fault = self.ended.fault if self.ended is not None else None
+        if fault is None or self.resume is None or self.first_step is not None:
+            return None
+        is_ruled_out = fault.fault_class is FaultClass.CHECKPOINT_CORRUPT and not fault.user_fault
+        return self.resume.step if is_ruled_out else None
 
     @property
     def healed(self) -> ChipsHealed | None:

@@ -23,12 +23,14 @@ from perdure.training.journal.records import (
     NodeRefused,
     NodeReleased,
     PlacementCreated,
+    ResumeChosen,
     RunCreated,
     RunEnded,
     RungFailed,
     RunReopened,
     SupervisorAcquired,
 )
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Decision, Recovery
 
@@ -95,6 +97,12 @@ class RunHistory:
     def committed_step(self) -> int:
         """Newest committed step, 0 for none."""
         return max((checkpoint.step for checkpoint in self.checkpoints), default=0)
+
+    @property
+    def saved_steps(self) -> frozenset[int]:
+        """Steps with a checkpoint on record, without those that a command could not load."""
+        unreadable = {view.unreadable_step for view in self.attempts}
+        return frozenset(saved.step for saved in self.checkpoints) - unreadable
 
     @property
     def placement(self) -> PlacementCreated | None:
@@ -168,9 +176,9 @@ class RunHistory:
     def unclosed_attempt(self) -> AttemptView | None:
         """The newest attempt when it ended the run but the run's end is not on record."""
         last = self.attempts[-1] if len(self.attempts) > self.budgets_from else None
-        if last is None or last.ended is None or last.ended.outcome in ("failed", "restarted"):
+        if last is None or last.ended is None:
             return None
-        return last
+        return last if last.ended.outcome in ("completed", "stopped") else None
 
     @property
     def sub_healthy(self) -> list[InProcessRecovery]:
@@ -207,7 +215,7 @@ class RunHistory:
         for index, view in enumerate(self.attempts):
             if index < self.budgets_from:
                 continue
-            later = self._progress_after(index, progress_after_s)
+            later = self._progress_after(index, progress_after_s) or self._went_on(index)
             recoveries += [
                 Recovery(
                     recovery.began.fault,
@@ -248,7 +256,7 @@ class RunHistory:
         """
         ended = [view.ended for view in self.attempts if view.ended is not None]
         lived_s = sum(end.duration_s for end in ended)
-        return (expected_s + lived_s) / (1 + sum(end.outcome == "failed" for end in ended))
+        return (expected_s + lived_s) / (1 + sum(end.is_fault for end in ended))
 
     def _progress_within(self, view: AttemptView, recovery: InProcessRecovery) -> bool:
         """Whether its own attempt committed a step that was trained after the recovery.
@@ -263,6 +271,16 @@ class RunHistory:
             (checkpoint.placement, checkpoint.attempt) == view.key and checkpoint.step > ended.step
             for checkpoint in self.checkpoints
         )
+
+    def _went_on(self, index: int) -> bool:
+        """Whether a program that had asked to be started again came further the next time."""
+        ended = self.attempts[index].ended
+        if ended is None or ended.fault is None or ended.to_step is None:
+            return False
+        if ended.fault.fault_class is not FaultClass.RESTART_REQUESTED:
+            return False
+        later = (view.ended for view in self.attempts[index + 1 :])
+        return any(end is not None and (end.to_step or 0) > ended.to_step for end in later)
 
     def _step_to_exceed(self, view: AttemptView) -> int:
         """Return the step that a checkpoint of an attempt must exceed for progress."""
@@ -339,7 +357,14 @@ def _apply(history: RunHistory, record: AnyRecord) -> None:
         case AttemptStarted():
             history.ended = None  # a completed run may be given a larger target
             history.attempts.append(AttemptView(record, history.placements[-1].members))
-        case FirstStep() | AttemptEnded() | DecisionMade() | RungFailed() | AttemptEventRecorded():
+        case (
+            ResumeChosen()
+            | FirstStep()
+            | AttemptEnded()
+            | DecisionMade()
+            | RungFailed()
+            | AttemptEventRecorded()
+        ):
             _update_attempt(history, record)
         case CheckpointRecorded():
             history.checkpoints.append(record)
@@ -389,7 +414,12 @@ def _update_isolation(history: RunHistory, record: NodeRefused | NodeReleased) -
 
 def _update_attempt(
     history: RunHistory,
-    record: FirstStep | AttemptEnded | DecisionMade | RungFailed | AttemptEventRecorded,
+    record: ResumeChosen
+    | FirstStep
+    | AttemptEnded
+    | DecisionMade
+    | RungFailed
+    | AttemptEventRecorded,
 ) -> None:
     key = (record.placement, record.attempt)
     index = next((i for i, view in enumerate(history.attempts) if view.key == key), None)
@@ -397,6 +427,8 @@ def _update_attempt(
         return
     view = history.attempts[index]
     match record:
+        case ResumeChosen():
+            view = replace(view, resume=record)
         case FirstStep():
             view = replace(view, first_step=record)
         case AttemptEnded():

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.journal.events import LedgerEvent
-from perdure.training.recovery.faults import Fault
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Decision, Rung
 
 
@@ -126,6 +126,34 @@ class AttemptStarted(AttemptRecord):
     from_step: int
 
 
+class SetAsideCheckpoint(FrozenModel):
+    """A checkpoint of a command that is renamed: kept, and found by no program again.
+
+    Attributes:
+        path: its place before.
+        why: the reason, without the path.
+    """
+
+    step: int
+    path: str
+    why: str
+
+
+class ResumeChosen(AttemptRecord):
+    """The checkpoint that a command goes on from; written before it is used.
+
+    Attributes:
+        step: None: the command starts anew.
+        path: its place on the nodes.
+        set_aside: checkpoints that are renamed before the start.
+    """
+
+    kind: Literal["resume_chosen"] = "resume_chosen"
+    step: int | None = None
+    path: str | None = None
+    set_aside: tuple[SetAsideCheckpoint, ...] = ()
+
+
 class FirstStep(AttemptRecord):
     """An attempt completed its first step: the recovery before it is over."""
 
@@ -135,9 +163,10 @@ class FirstStep(AttemptRecord):
 
 
 class AttemptEnded(AttemptRecord):
-    """The end of an attempt: completed, failed, stopped on request, or restarted.
+    """The end of an attempt: completed, failed, stopped on request, restarted, or from outside.
 
-    The job asks for `restarted` at intervals: it has no fault, no decision and no budget.
+    The job asks for `restarted` at intervals. `ended from outside` is the end of everything at
+    once, as at the end of an allocation. Neither has a fault, a decision or a budget.
 
     Attributes:
         runners_up: other causes that the evidence allows, most likely first.
@@ -148,7 +177,7 @@ class AttemptEnded(AttemptRecord):
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
-    outcome: Literal["completed", "failed", "stopped", "restarted"]
+    outcome: Literal["completed", "failed", "stopped", "restarted", "ended from outside"]
     to_step: int | None
     proc_start_cnt: dict[str, int]
     fault: Fault | None = None
@@ -158,6 +187,12 @@ class AttemptEnded(AttemptRecord):
     stepped_s: float | None = None
     lived_s: float | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it failed, and did not merely ask to be started again."""
+        asks = self.fault is not None and self.fault.fault_class is FaultClass.RESTART_REQUESTED
+        return self.outcome == "failed" and not asks
 
 
 class DecisionMade(AttemptRecord):
@@ -235,6 +270,7 @@ AnyRecord = Annotated[
     | NodeRefused
     | NodeReleased
     | AttemptStarted
+    | ResumeChosen
     | FirstStep
     | AttemptEnded
     | DecisionMade

@@ -109,18 +109,18 @@ def _notes(script: Script) -> Iterator[str]:
         if _PIPE.search(bare) and not has_pipefail:
             yield (
                 f"{where}: the exit code of {launcher} is lost behind the pipe: begin the script "
-                "with `set -o pipefail`"
+                "with 'set -o pipefail'"
             )
         later = "\n".join(line.text for line in lines[index:])
         if _BACKGROUND.search(bare) and not _WAIT.search(later):
             yield (
                 f"{where}: nothing waits for {launcher} in the background, which ends with the "
-                "script: leave `&` out, or end with `wait`"
+                "script: leave '&' out, or end with 'wait'"
             )
         if _TO_FILE.search(_ERRORS_TO_FILE.sub("", bare)):
             yield (
                 f"{where}: the output of {launcher} goes to a file, where a failure is not seen: "
-                "use `2>&1 | tee FILE` and `set -o pipefail`"
+                "use '2>&1 | tee FILE' and 'set -o pipefail'"
             )
 
 

@@ -31,10 +31,12 @@ class FaultClass(StrEnum):
     FAIL_SLOW = "fail_slow"
     STORAGE_ERROR = "storage_error"
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    LEFTOVER = "leftover"
     DATALOADER_ERROR = "dataloader_error"
     NUMERIC_ANOMALY = "numeric_anomaly"
     NATIVE_CRASH = "native_crash"
     PREEMPTED = "preempted"
+    RESTART_REQUESTED = "restart_requested"
     USER_CODE_ERROR = "user_code_error"
     LAUNCH_MISCONFIGURED = "launch_misconfigured"
     VERSION_MISMATCH = "version_mismatch"
@@ -141,6 +143,12 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Go back to the checkpoint before it, or fetch the file again.",
         is_worth_saving=False,
     ),
+    FaultClass.LEFTOVER: Traits(
+        "An earlier process left something on the machine that is in the way of a new one.",
+        "Remove what the line names, or end the process that holds it.",
+        RecoverableBy.RESCHEDULE,
+        is_worth_saving=False,
+    ),
     FaultClass.DATALOADER_ERROR: Traits(
         "A process that loads the training data died or failed.",
         "Look at the loader's own error, its memory and its shared memory.",
@@ -159,6 +167,10 @@ TRAITS: Mapping[FaultClass, Traits] = {
         "Something outside asked the process to end.",
         "None, if the scheduler took the node back; else find who sent the signal.",
         RecoverableBy.RESCHEDULE,
+    ),
+    FaultClass.RESTART_REQUESTED: Traits(
+        "The program left with an exit code by which it asks to be started again: no fault.",
+        "None. The code is one of worker.restart_codes.",
     ),
     FaultClass.USER_CODE_ERROR: Traits(
         "The training program raised an error that it will raise again.",
@@ -191,6 +203,7 @@ USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 
 # Our own codes.
 STORE_FULL = "STORE_FULL"  # the run's store has no room left
+NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
 SLOW_START = "SLOW_START"  # the time before the first step of new processes was over
 IDLE_START = "IDLE_START"  # the same, and they did not compute
 LATE_STARTS = frozenset({SLOW_START, IDLE_START})
@@ -244,6 +257,11 @@ class Fault:
         """The code when a chip reported it (eight hexadecimal digits), else None."""
         is_chip = self.code is not None and re.fullmatch(r"[0-9A-F]{8}", self.code)
         return self.code if is_chip else None
+
+    @property
+    def is_of_unwritable_node(self) -> bool:
+        """Whether no process can start on the node, because it takes no files."""
+        return self.code == NODE_UNWRITABLE
 
     @property
     def where(self) -> str:

@@ -34,6 +34,7 @@ from perdure.training.recovery.rungs import (
     IN_PROCESS,
     ISOLATES,
     LADDER,
+    LEAVES_THE_NODE,
     RESCHEDULES,
     RUNGS,
     STAYS_ON_CHIP,
@@ -93,7 +94,12 @@ class LadderInput:
     def may_isolate(self) -> bool:
         """Whether there is evidence that it is the node."""
         often = self.too_often is not None and not self.is_user_caused
-        return often or self.node_suspicion is not None or points_at_hardware(self.fault)
+        return (
+            often
+            or self.fault.is_of_unwritable_node
+            or self.node_suspicion is not None
+            or points_at_hardware(self.fault)
+        )
 
     def used(self, *rungs: Rung) -> int:
         """Recoveries of the streak that were carried out; a last resort that failed counts too."""
@@ -116,6 +122,8 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     ladder = LADDER[fault.fault_class]
     if ladder == (Rung.STOP,):
         return ladder
+    if case.fault.is_of_unwritable_node:
+        return LEAVES_THE_NODE
     allowed = set(ladder) - ISOLATES
     if fault.fault_class is FaultClass.CONTAINER_LOST:
         allowed |= {Rung.NODE_REPLACE, Rung.POD_RESCHEDULE}
@@ -253,6 +261,13 @@ def is_store_full(case: LadderInput) -> bool:
     """Whether the run's own store is full: new processes would fill it as these have."""
     fault = case.fault
     return fault.fault_class is FaultClass.STORAGE_ERROR and fault.code == STORE_FULL
+
+
+def is_cancelled(case: LadderInput) -> bool:
+    """Whether a person ended the job: who starts it again by itself works against that person."""
+    fault = case.fault
+    is_end = fault.fault_class is FaultClass.PREEMPTED
+    return is_end and fault.recoverable_by is RecoverableBy.USER_FIX
 
 
 def is_the_users_again(case: LadderInput) -> bool:

@@ -19,10 +19,12 @@ from functools import partial
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 from perdure.training.recovery.guards import (
     SETTINGS,
+    SWITCHED_OFF,
     UNSUPPORTED,
     LadderInput,
     hung_before,
     is_accepted,
+    is_cancelled,
     is_hang_again,
     is_oom_again,
     is_store_full,
@@ -46,6 +48,8 @@ from perdure.training.recovery.rungs import (
     RestartCount,
     Rung,
 )
+
+UNWRITABLE_ADVICE = "make room there or have the folder mended, then start the run again"
 
 
 def decide(  # noqa: PLR0913 all that an answer may depend on
@@ -99,8 +103,10 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    reasons_to_end = (is_oom_again, is_hang_again, is_store_full, is_the_users_again)
-    ends = any(applies(case) for applies in reasons_to_end)
+    reasons_to_end = (
+        is_cancelled, is_oom_again, is_hang_again, is_store_full, is_the_users_again,
+    )  # fmt: skip
+    ends = _has_nowhere_to_go(case, capacity) or any(applies(case) for applies in reasons_to_end)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -108,6 +114,13 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
             return _decision(rung, case, skipped, capacity)
         skipped.append((rung, why_not))
     raise AssertionError(f"the ladder of {fault.fault_class} does not end in stop")
+
+
+def _has_nowhere_to_go(case: LadderInput, capacity: Capacity | None) -> bool:
+    """Whether the only nodes there are include one that takes no files."""
+    if capacity is None or capacity.healthy is None or capacity.is_estimate:
+        return False
+    return case.fault.is_of_unwritable_node and capacity.healthy <= capacity.needed
 
 
 def _decision(
@@ -149,6 +162,8 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
 
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
+    if is_cancelled(case):
+        return f"{fault.fault_class}: the job was ended by a person, who may start it again"
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
     if is_hang_again(case):
@@ -157,6 +172,10 @@ def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) 
         return f"{fault.fault_class} again {place} is for the user to fix: {fault.action}"
     if is_store_full(case):
         return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
+    if rung is Rung.STOP and case.fault.is_of_unwritable_node:
+        why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
+        where = f" ({why})" if why else ", and no other node is free"
+        return f"{fault.fault_class}: {fault.evidence}{where}; {UNWRITABLE_ADVICE}"
     if is_the_users_again(case):
         return f"{fault.fault_class} again, and its evidence is for the user to fix"
     if LADDER[fault.fault_class] == (Rung.STOP,):

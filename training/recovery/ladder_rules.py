@@ -68,6 +68,12 @@ RULES: Mapping[str, LadderRule] = {
         "chip or node, a check that failed, or repeated faults on the same node.",
         _OURS,
     ),
+    "a_node_that_takes_no_files_is_left": LadderRule(
+        "If a node's scratch folder takes no files (full, read-only, gone), no process starts "
+        "there: `pod_reschedule` or `job_reschedule_isolated` answers, and `stop` where no other "
+        "node is free.",
+        _OURS,
+    ),
     "a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated": LadderRule(
         "If a container was deleted, evicted or preempted, `pod_reschedule` moves that member "
         "alone, and its node stays in the job.",
@@ -218,6 +224,11 @@ RULES: Mapping[str, LadderRule] = {
     "a_full_store_is_not_filled_again": LadderRule(
         "If the run's own store has no room, the run stops, because new processes would fill "
         "the store again.",
+        _OURS,
+    ),
+    "a_job_that_a_person_cancelled_is_not_started_again": LadderRule(
+        "If the evidence shows that a person ended the job (`scancel`, `bkill`, `docker stop`), "
+        "the run stops: its user may start it again.",
         _OURS,
     ),
     "an_unsupported_rung_is_skipped_and_the_decision_names_it": LadderRule(

@@ -301,12 +301,14 @@ def restarts_in_a_row(policy: Policy) -> int:
 
 _MOVE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
 _ISOLATE = (Rung.NODE_REPLACE, *_MOVE)
+LEAVES_THE_NODE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.STOP)
 _HEAL = (Rung.NODE_REPLACE, Rung.IN_PLACE_RESTART, *_MOVE)
 _NOT_THE_NODE = (Rung.IN_PLACE_RESTART, Rung.JOB_RESCHEDULE, Rung.STOP)
 
 # Rungs inside the processes answer what they can recover from. One process that died is replaced; a
 # link or collective that failed leaves the state whole, so the step is executed again; a
-# program's own exception is never retried there. An abnormal step that came again and cannot be
+# program's own exception is never retried there. What an earlier process left is gone in a new
+# container. An abnormal step that came again and cannot be
 # accepted may be one process's doing. A device that is lost is not met again by a
 # process on the same node: its ladder begins with another node. What software does never isolates
 # a node; on evidence that it is the node, the rungs that do are added (guards.rungs_for).
@@ -326,10 +328,12 @@ LADDER: Mapping[FaultClass, tuple[Rung, ...]] = {
     FaultClass.FAIL_SLOW: _ISOLATE,
     FaultClass.STORAGE_ERROR: _NOT_THE_NODE,
     FaultClass.CHECKPOINT_CORRUPT: _NOT_THE_NODE,
+    FaultClass.LEFTOVER: (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE, Rung.STOP),
     FaultClass.DATALOADER_ERROR: _NOT_THE_NODE,
     FaultClass.NUMERIC_ANOMALY: (Rung.STEP_RETRY, Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.NATIVE_CRASH: (Rung.PROCESS_REPLACE, *_NOT_THE_NODE),
     FaultClass.PREEMPTED: (Rung.JOB_RESCHEDULE, Rung.STOP),
+    FaultClass.RESTART_REQUESTED: _NOT_THE_NODE,
     FaultClass.USER_CODE_ERROR: (Rung.STOP,),
     FaultClass.LAUNCH_MISCONFIGURED: (Rung.STOP,),
     FaultClass.VERSION_MISMATCH: (Rung.STOP,),
@@ -367,10 +371,12 @@ class Capacity:
     Attributes:
         healthy: nodes that may take part, the one at fault counted; None: unknown.
         needed: nodes that the job runs on.
+        is_estimate: whether the platform chooses nodes, and may have more.
     """
 
     healthy: int | None
     needed: int
+    is_estimate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

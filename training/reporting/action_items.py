@@ -11,7 +11,14 @@ from enum import StrEnum
 
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RESCHEDULES
-from perdure.training.reporting.markdown import clock_text, code, counted, listed, text
+from perdure.training.reporting.markdown import (
+    clock_text,
+    code,
+    counted,
+    listed,
+    text,
+    with_commands,
+)
 from perdure.training.reporting.rows import OPEN, alert_rows
 
 MAX_WHY = 160
@@ -39,6 +46,7 @@ class NeedKind(StrEnum):
     ALERT = "alert"
     WAITS = "waits"
     NO_SPARE = "no_spare"
+    LIMIT = "limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,7 @@ def attention(
     *,
     spares: Sequence[str] | None,
     warm: Sequence[str] = (),
+    limits: Sequence[str] = (),
 ) -> ActionItems:
     """Build the page about everything that needs a person now.
 
@@ -93,10 +102,13 @@ def attention(
         history: the ledger's content.
         spares: healthy nodes that are free; None: not known.
         warm: nodes with a warm spare.
+        limits: concurrency limits of the server, each with the way to remove it.
     """
     needs = [*_failed(history), *_isolated(run_id, history), *_alerts(history)]
     if history.ended is None and spares is not None and not spares:
         needs += _no_spare(run_id, history)
+    if history.ended is None:
+        needs += _limits(history, limits)
     spares_lines = _spares_text(spares, _num_spares(history)), _warm_text(warm)
     spares_line = " ".join(filter(None, spares_lines))
     if not needs:
@@ -105,12 +117,28 @@ def attention(
     # No table: the UI does not fold a table's cells (3.8.8), and cuts off long ones.
     listing = "".join(
         f"### {text(need.title)}\n\nSince {need.since} UTC: {text(need.why)}\n\n"
-        f"**What to do:** {_with_commands(need.action)}\n\n"
+        f"**What to do:** {with_commands(need.action)}\n\n"
         for need in needs
     )
     verb = "needs" if len(needs) == 1 else "need"
     title = f"{counted(len(needs), 'thing')} {verb} you"
     return ActionItems(title, f"{listing}{spares_line}\n", tuple(needs))
+
+
+def _limits(history: RunHistory, limits: Sequence[str]) -> list[Need]:
+    """List concurrency limits that can keep the next supervisor of the run waiting."""
+    since = clock_text(history.created_s)
+    return [
+        Need(
+            NeedKind.LIMIT,
+            f"A concurrency limit of {limit.partition(' has ')[0]}",
+            since,
+            f"{limit.partition('; ')[0]}: a supervisor that has ended may wait for its slot",
+            f"{limit.partition('; ')[2]}. The training goes on meanwhile; the ledger alone keeps "
+            "two supervisors apart",
+        )
+        for limit in limits
+    ]
 
 
 def _num_spares(history: RunHistory) -> int:
@@ -203,13 +231,3 @@ def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
 def _why(words: str) -> str:
     line = " ".join(words.split())
     return line if len(line) <= MAX_WHY else f"{line[: MAX_WHY - 3]}..."
-
-
-def _with_commands(words: str) -> str:
-    """Make markdown from plain text in which commands are in backquotes."""
-    parts = words.split("`")
-    return "".join(
-        # text() would drop the spaces at the ends.
-        code(part) if n % 2 else part.replace(part.strip(), text(part), 1) if part.strip() else part
-        for n, part in enumerate(parts)
-    )

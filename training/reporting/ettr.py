@@ -130,7 +130,11 @@ def ettr_text(account: Account) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Write a duration in its two largest units."""
+    """Write a duration in its two largest units.
+
+    Ages compare clocks of two machines: less than nothing is nothing.
+    """
+    seconds = max(0.0, seconds)
     if 0 < seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 60:

@@ -26,6 +26,7 @@ from perdure.training.reporting.markdown import (
     link,
     listed,
     text,
+    with_commands,
 )
 from perdure.training.reporting.rows import RECOVERING, event_text, outcome_of
 from perdure.training.wire.agent import NodeLog
@@ -94,8 +95,11 @@ def fault_reports(history: RunHistory, place: ReportPlace, *, recent: int) -> li
             reports += [
                 _recovery_report(history, index, recovery, place) for recovery in view.recoveries
             ]
-        if (index >= first or isolates) and view.ended is not None and view.ended.fault is not None:
-            reports.append(_attempt_report(history, index, view.ended, view.ended.fault, place))
+        ended = view.ended
+        if ended is None or ended.fault is None or not ended.is_fault:
+            continue
+        if index >= first or isolates:
+            reports.append(_attempt_report(history, index, ended, ended.fault, place))
     return reports
 
 
@@ -158,7 +162,7 @@ def _body(answers: Sequence[str], fault: Fault, decision: Decision | None) -> st
         f"## Evidence\n\n{block(fault.evidence)}",
     ]
     if fault.explanation:
-        parts.append(f"\n{text(fault.explanation)}\n")
+        parts.append(f"\n{with_commands(fault.explanation)}\n")
     if decision is not None and decision.skipped:
         rows = "".join(f"- {text(reason)}\n" for reason in decision.skipped)
         parts.append(f"\n## Cheaper answers that were not possible\n\n{rows}")
@@ -307,14 +311,15 @@ def _act(
     """Say whether somebody has to act, and how."""
     stops = decision is not None and decision.rung is Rung.STOP
     if stops:
-        advice = text(fault.action) if fault.action else "Mend the cause."
+        advice = with_commands(fault.action) if fault.action else "Mend the cause."
         return f"Yes: {advice} Then start the run again: {code('perdure run JOB.yaml')}"
     node = decision.isolate if decision is not None else None
     if node is not None and node in history.isolated:
         command = code(f"perdure nodes {place.run_id} --release {node}")
         waits = place.waits and not is_over
         when = "now: the run waits for a node" if waits else "but it can wait"
-        return f"Yes, {when}. Have {text(node)} repaired, then let it back in: {command}"
+        deed = "repaired" if fault.hardware_fault else "checked"
+        return f"Yes, {when}. Have {text(node)} {deed}, then let it back in: {command}"
     if node is not None:
         return f"No. {text(node)} was released"
     if history.ended is not None and not is_over and not history.ended_well:
@@ -378,4 +383,4 @@ def save_hang_report(
     store.put(key, report.encode())
     placement, number = attempt
     command = f"perdure logs {run_id} --attempt {placement}.{number} --file {HANG_REPORT}"
-    return f"`{command}` prints them. Stacks of all ranks: {key}."
+    return f"Stacks of all ranks: {key}. '{command}' prints them."

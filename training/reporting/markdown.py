@@ -23,6 +23,21 @@ def code(value: object) -> str:
     return f"`{line}`"
 
 
+def plain(words: str) -> str:
+    """Quote commands that are in backquotes, for a place that renders no markdown."""
+    return re.sub(r"`([^`]*)`", r"'\1'", words)
+
+
+def with_commands(words: str) -> str:
+    """Make markdown from plain text in which commands are in backquotes."""
+    parts = words.split("`")
+    return "".join(
+        # text() would drop the spaces at the ends.
+        code(part) if n % 2 else part.replace(part.strip(), text(part), 1) if part.strip() else part
+        for n, part in enumerate(parts)
+    )
+
+
 def link(url: str) -> str:
     """Make a link that shows its address: not every browser follows `s3://` or `file://`."""
     return f"[{code(url)}](<{quote(url, safe=_IN_ADDRESS)}>)"

@@ -247,6 +247,18 @@ def losses_of_steps(records: Mapping[int, StepRecord]) -> dict[int, float]:
     return {step: record.loss for step, record in records.items() if record.loss is not None}
 
 
+def num_kept(history: RunHistory, records: Mapping[int, StepRecord]) -> int:
+    """Count the steps that a run did and kept; a command may show only every tenth.
+
+    Args:
+        history: of at least one attempt.
+        records: of the kept steps, at least one.
+    """
+    first = history.attempts[0]
+    from_step = first.started.from_step if history.is_command else first.from_step
+    return max(records) - min(from_step, max(records))
+
+
 def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> bytes:
     """Draw the loss of every kept step with the faults marked, as PNG."""
     # The font cache makes this import slow, and most of a run does without it.
@@ -375,7 +387,8 @@ def activity_of(history: RunHistory) -> str | None:
     if view is None or not view.events:
         return None
     if view.pause is not None:
-        return f"paused at step {view.pause.began.step}"
+        began = view.pause.began
+        return f"paused at step {began.step} since {clock_text(began.at_s)} UTC"
     last = view.recoveries[-1] if view.recoveries else None
     if last is not None and last.ended is None:
         return f"recovering: {last.began.fault.fault_class} -> {last.began.decision.rung}"

@@ -36,8 +36,7 @@ def attempts_title(history: RunHistory) -> str:
     last = history.attempts[-1]
     name = "{}.{}".format(*last.key)
     earlier = sum(
-        attempt.ended is not None and attempt.ended.outcome == "failed"
-        for attempt in history.attempts
+        attempt.ended is not None and attempt.ended.is_fault for attempt in history.attempts
     )
     if last.ended is None:
         failures = f", after {counted(earlier, 'failed attempt')}" if earlier else ""
@@ -84,7 +83,7 @@ def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
     """Count faults; a fault that was not recovered inside the processes counts once."""
     counts: Counter[FaultClass] = Counter()
     for view in history.attempts:
-        ended = view.ended.fault if view.ended is not None else None
+        ended = view.ended.fault if view.ended is not None and view.ended.is_fault else None
         inside = view.recoveries
         if ended is not None:
             counts[ended.fault_class] += 1

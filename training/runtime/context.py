@@ -220,5 +220,5 @@ class WorkerContext:
         except KeyError as error:
             raise InputError(
                 str(error.args[0]),
-                "is not in the environment: session programs are started by `perdure run`",
+                "is not in the environment: session programs are started by 'perdure run'",
             ) from error

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import datetime as dt
 import faulthandler
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import IO, ClassVar
 
 import torch
@@ -29,12 +31,15 @@ from torch import Tensor, nn
 
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
+from perdure.storage.errors import StorageError
+from perdure.storage.retry import Retry
 from perdure.storage.saving import SaveHooks
 from perdure.training.device import backend_of, pick_device
 from perdure.training.errors import InputError
 from perdure.training.injection.inside import WorkerInjector
 from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase, stacks_file
 from perdure.training.log import start_logging
+from perdure.training.processes import MARKER
 from perdure.training.recovery.replicas import ParallelLayout
 from perdure.training.runtime.context import (
     WorkerContext,
@@ -53,6 +58,7 @@ from perdure.training.runtime.step_loop.skipping import SkippedData
 from perdure.training.runtime.step_loop.step import Limits, Step
 from perdure.training.runtime.step_loop.step_records import StepRecords
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
+from perdure.training.wire.store_wait import StoreWaitNote
 
 
 class Session:
@@ -75,7 +81,7 @@ class Session:
         self._requests = AgentRequests()
         self._requests.install()
         self._stacks = _print_stacks_on_request(context)
-        self._store = open_store(self.job.storage)
+        self._store = open_store(self.job.storage, retry=_patience(context, self._heartbeat))
         self._training: Training | None = None
         self._records = StepRecords(context)
         self._groups = self._join_groups()
@@ -366,6 +372,18 @@ def _optimizers(
     if len(set(parameters)) < len(parameters):
         raise InputError(field, "a parameter is in two of the optimizers, leave it out of one")
     return optimizers
+
+
+def _patience(context: WorkerContext, heartbeat: HeartbeatWriter) -> Retry:
+    """Have a rank sit out an outage of the store, and say that it does: it does not hang."""
+    note = StoreWaitNote(Path(os.environ.get(MARKER, ".")), f"rank-{context.rank}")
+
+    def failed(error: StorageError, lasted_s: float) -> None:
+        heartbeat.beat()
+        if MARKER in os.environ:
+            note.failed(error, lasted_s)
+
+    return Retry.patient(on_failure=failed, on_success=note.passed)
 
 
 def _print_stacks_on_request(context: WorkerContext) -> IO[str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.ending import FalseSuccess
@@ -22,6 +24,7 @@ from perdure.training.diagnosis.evidence import (
 )
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
+from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.liveness.hang_limits import START_FIELD
 from perdure.training.recovery.protocol import AttemptGivenUp
@@ -32,6 +35,7 @@ from perdure.training.supervisor.exit_zero import (
     is_done,
     was_stopped,
 )
+from perdure.training.supervisor.termination import MARGIN_S, Termination
 from perdure.training.supervisor.watch import (
     AttemptEnd,
     AttemptWatcher,
@@ -71,11 +75,13 @@ class AttemptWatch:
     Args:
         fleet: where the attempt runs.
         job: its limits say how long processes get to start and to end.
+        key: placement and attempt; whatever an agent reports of an earlier attempt is left out.
         started_s: when the attempt was started, seconds since the epoch.
         start_factor: times the limit of a start.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
+        termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
     def __init__(
@@ -83,33 +89,61 @@ class AttemptWatch:
         fleet: Fleet,
         job: Job,
         *,
+        key: tuple[int, int],
         started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
         start_factor: float = 1.0,
         watchers: Sequence[AttemptWatcher] = (),
+        termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
+        self._key = key
         self._started_s = started_s
         self._start_timeout_s = start_factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
+        self._restart_codes = job.worker.restart_codes
         self._hang_limit_s = job.watch.command_quiet_s
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
+        self._termination = termination or Termination()
         self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
         exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
-        self._log, self._log_container = Follower(fleet.metrics), ""
+        self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
+        # While this process waited for the store.
+        self._stop_ordered = self._ended_on_request = False
+
+    def stop_where_wanted(self) -> None:
+        """Have the processes end on a request that comes while their end cannot be recorded."""
+        if self._stop_ordered or not self._stop_wanted():
+            return
+        with suppress(EngineError):  # another supervisor has the run
+            # A fault comes first all the same: it is still to be recorded.
+            self._ended_on_request = not _has_failure(self._poll())
+            self._fleet.stop(self._request_grace_s)
+            self._stop_ordered = True
+
+    def _follower(self) -> Follower:
+        return Follower(partial(self._fleet.metrics, of_attempt=self._key))
+
+    def _poll(self) -> Snapshot:
+        return self._fleet.poll().of_attempt(*self._key)
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
         began_s = time.monotonic()
         while True:
-            self._observe()
+            snapshot = self._observe()
+            if self._termination.is_wanted:
+                if self.is_from_outside(snapshot):
+                    return self.end_from_outside()
+                if self._termination.is_alone():
+                    self._termination.leave_now()
             answers = [watcher.check(self._progress) for watcher in self._watchers]
             results = [result for result in answers if result is not None]
             is_late = time.monotonic() - began_s > self._start_timeout_s
@@ -134,7 +168,7 @@ class AttemptWatch:
             request = EndKind.RESTARTED
         # A fault comes before a request to stop: else nobody would learn of it.
         is_fault = has_failed or any(result.is_fault for result in results)
-        if request is not None and not is_fault:
+        if request is not None and (not is_fault or self._ended_on_request):
             return self._end_on_request(request)
         if EndKind.FAILED in ends:
             return self.wind_up()
@@ -162,6 +196,45 @@ class AttemptWatch:
             is_completed = False
         return self._end(EndKind.COMPLETED if is_completed else request, final)
 
+    def is_from_outside(self, snapshot: Snapshot) -> bool:
+        """Whether SIGTERM has come to this process and all agents, or ends its whole container.
+
+        A node that is drained takes some agents, and maybe this process, and the attempt goes on.
+        """
+        if not self._termination.is_wanted or self._termination.owns_machine:
+            return self._termination.is_wanted
+        if snapshot.agents:
+            return all(status.is_terminated for status in snapshot.agents.values())
+        return self._fleet.are_terminated
+
+    def end_from_outside(self) -> AttemptEnd:
+        """Let the agents end the attempt, with its last save, as far as the platform's grace goes.
+
+        An agent that has shown how its processes ended goes away at once.
+        """
+        termination, grace_s = self._termination, self._request_grace_s
+        assert termination.since_s is not None  # noqa: S101 asked by the callers
+        if termination.owns_machine:
+            self._fleet.stop(grace_s)
+        snapshot, agents = self._progress.snapshot, dict(self._progress.snapshot.agents)
+        deadline_s = termination.since_s + grace_s + MARGIN_S
+        while time.monotonic() < deadline_s:
+            if not snapshot.agents or (termination.owns_machine and snapshot.is_over):
+                break
+            time.sleep(self._fleet.poll_s)
+            snapshot = self._observe()
+            agents |= snapshot.agents
+        final = Snapshot(agents)
+        is_completed = _all_done(final) and self._has_reached_target(final)
+        return self._end(EndKind.COMPLETED if is_completed else EndKind.ENDED_FROM_OUTSIDE, final)
+
+    def _has_reached_target(self, final: Snapshot) -> bool:
+        """Whether exits with 0 are the end of the training: a command may save on SIGTERM, too."""
+        if self._exit_check is None:
+            return True
+        step, target = step_of(final, self._progress.last), self._exit_check.target
+        return step is not None and target is not None and step >= target
+
     def wind_up(
         self,
         *,
@@ -179,6 +252,8 @@ class AttemptWatch:
         at_s = time.time()
         time.sleep(SETTLE_S)
         failed = self._observe()
+        if self.is_from_outside(failed):  # ranks may have ended before the signal came here
+            return self.end_from_outside()
         # An event that the coordinator writes later follows from the order to stop.
         given_up = self._progress.given_up
         silent = tuple(silent_of(failed.agents.values()))
@@ -191,13 +266,15 @@ class AttemptWatch:
         grace_s = HANG_GRACE_S if silent else grace_s
         self._fleet.stop(grace_s)
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
+        if self.is_from_outside(final):
+            return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
         failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
     def end_of_failure(self) -> AttemptEnd | None:
         """Wind the attempt up where it has failed already; None: it has not."""
-        return self.wind_up() if _has_failure(self._fleet.poll()) else None
+        return self.wind_up() if _has_failure(self._poll()) else None
 
     def _await_end(self, grace_s: float) -> Snapshot:
         deadline_s = time.monotonic() + grace_s + STOP_MARGIN_S
@@ -223,7 +300,7 @@ class AttemptWatch:
     def _observe(self) -> Snapshot:
         self._read_log()
         progress = self._progress
-        progress.take_snapshot(self._fleet.poll(), at_s=time.time())
+        progress.take_snapshot(self._poll(), at_s=time.time())
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         if self._exit_check is not None:
@@ -242,7 +319,7 @@ class AttemptWatch:
         """Read on in the attempt log. Returns whether there was more of it."""
         first = self._fleet.first_container
         if first != self._log_container:  # the first node was lost: another log begins elsewhere
-            self._log, self._log_container = Follower(self._fleet.metrics), first
+            self._log, self._log_container = self._follower(), first
             self._progress.begin_log()
         events, progress = self._log.read(), self._progress
         progress.take(events or ())
@@ -272,6 +349,7 @@ class AttemptWatch:
             losses=self._fleet.losses(snapshot.lost) if kind is EndKind.FAILED else (),
             silent=failure.silent,
             staging_errors={s.node: s.staging_error for s in statuses if s.staging_error},
+            unwritable=_unwritable(failure.snapshot, snapshot),
             oom_nodes=tuple(s.node for s in statuses if s.oom_kills),
             refusal=failure.refusal,
             is_late_start=failure.is_late_start,
@@ -280,6 +358,8 @@ class AttemptWatch:
             slow=failure.slow,
             given_up=failure.given_up,
             coordinator=next(_lost_coordinators(statuses), None),
+            restart_codes=self._restart_codes,
+            obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
         return AttemptEnd(
             kind,
@@ -302,9 +382,17 @@ class AttemptWatch:
     def _outputs(self) -> Iterator[NodeOutput]:
         """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
         # An earlier report of the platform is not about the end of this attempt.
-        texts = self._fleet.texts(DEVICE_LOG_TAIL_BYTES, since_s=self._started_s)
+        texts = self._fleet.texts(
+            DEVICE_LOG_TAIL_BYTES, since_s=self._started_s, of_attempt=self._key
+        )
         for node, text in texts:
             yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
+
+
+def _unwritable(*snapshots: Snapshot) -> dict[str, str]:
+    """Map nodes whose scratch folder takes no files to the reason."""
+    statuses = [status for snapshot in snapshots for status in snapshot.agents.values()]
+    return {status.node: status.unwritable for status in statuses if status.unwritable}
 
 
 def _all_done(snapshot: Snapshot) -> bool:
@@ -373,6 +461,7 @@ def _worker_ends(
                 log_path=_log_path(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
                 bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
+                is_command=status.is_command,
             )
 
 

@@ -15,8 +15,10 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import blame_repeated_end, fault_of_command
+from perdure.training.diagnosis.ending import blame_repeated_end
 from perdure.training.diagnosis.hang import locate
+from perdure.training.diagnosis.loading import Resumed, judge_loading
+from perdure.training.diagnosis.obstacles import judge_obstacles
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError
@@ -183,7 +185,11 @@ class Decider:
             supported=self.fleet.capabilities,
             policy=self.job.restart.policy(operator_retry=self.job.comm.op_retry.enabled),
             survivors=survivors,
-            capacity=Capacity(healthy=healthy, needed=self.job.engine.nodes),
+            capacity=Capacity(
+                healthy=healthy,
+                needed=self.job.engine.nodes,
+                is_estimate=self.fleet.nodes() is None,
+            ),
             no_replica=no_replica,
             no_replica_of_node=no_replica_of_node,
         )
@@ -214,13 +220,18 @@ class Decider:
         """
         history = self.writer.refresh()
         view = history.attempts[-1] if history.attempts else None
-        if view is None or len(history.attempts) <= history.budgets_from:
+        if view is None or view.fault is None or len(history.attempts) <= history.budgets_from:
             raise EngineError(why)
         self.writer.append(view, RungFailed, rung=rung, why=why, waited_s=waited_s)
         return self.decide(view, fault_of(view))
 
-    def record_vanished(self, view: AttemptView) -> None:
-        """Record an attempt that ended without a supervisor, and its containers with it."""
+    def record_vanished(self, view: AttemptView, *, is_from_outside: bool) -> None:
+        """Record an attempt that ended without a supervisor, and its containers with it.
+
+        Args:
+            view: the attempt.
+            is_from_outside: whether the machine or the allocation has ended, and no node is lost.
+        """
         fault = Fault(
             FaultClass.NODE_LOST,
             time.time(),
@@ -230,6 +241,10 @@ class Decider:
         )
         # Its last commits first: progress since the previous recovery makes that recovery free.
         self.writer.missed_checkpoints(view)
+        if is_from_outside:
+            outcome, step = EndKind.ENDED_FROM_OUTSIDE.value, self.writer.history.committed_step
+            self.writer.end_attempt(view, outcome, to_step=step)
+            return
         self.writer.end_attempt(view, "failed", to_step=None, diagnosis=Diagnosis(fault))
         self.decide(view, fault)
 
@@ -315,7 +330,7 @@ class AttemptFinisher:
         # The nodes upload their logs while the fault is diagnosed and the next attempt starts.
         self._decider.fleet.collect_logs(placement, attempt)
         self._writer.missed_checkpoints(view)
-        diagnosis = self._diagnose(end) if end.kind is EndKind.FAILED else None
+        diagnosis = self._diagnose(view, end) if end.kind is EndKind.FAILED else None
         if diagnosis is not None and end.stacks:
             diagnosis = self._with_stacks(view, end, diagnosis)
         self._writer.end_attempt(
@@ -323,15 +338,31 @@ class AttemptFinisher:
         )
         return diagnosis
 
-    def _diagnose(self, end: AttemptEnd) -> Diagnosis:
+    def _diagnose(self, view: AttemptView, end: AttemptEnd) -> Diagnosis:
         diagnosis = diagnose(end.evidence)
         # A user who starts a run that had ended has seen how.
         earlier = self._writer.history.attempts[self._writer.history.budgets_from : -1]
         last = earlier[-1].ended if earlier else None
         fault = blame_repeated_end(diagnosis.fault, last.fault if last is not None else None)
         if self._decider.job.worker.is_command:
-            fault = fault_of_command(fault)
+            outputs = [worker.log for worker in end.evidence.workers if worker.has_failed]
+            fault = judge_loading(fault, outputs, self._resumed(view))
+        is_first = len(self._writer.history.attempts) < 2
+        fault = judge_obstacles(fault, end.evidence.obstacles, is_first=is_first)
         return replace(diagnosis, fault=fault)
+
+    def _resumed(self, view: AttemptView) -> Resumed:
+        """Describe from where a command went on in the attempt that has ended."""
+        history, current = self._writer.history, self._writer.now(view)
+        resume = current.resume
+        step = resume.step if resume is not None else None
+        return Resumed(
+            has_trained=any(earlier.first_step is not None for earlier in history.attempts[:-1]),
+            has_stepped=current.first_step is not None,
+            path=resume.path if resume is not None else None,
+            step=step,
+            other_steps=history.saved_steps - {step},
+        )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:
         """Name the place of a hang's stacks in its fault, and that of its rank in the program."""

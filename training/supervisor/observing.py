@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from perdure.training.config.drill import Victim
 from perdure.training.engines.base import Placement, Snapshot
@@ -40,14 +41,27 @@ class AttemptSnapshot:
 
 
 class AttemptObserver:
-    """Reads the log of an attempt without supervising it; records nothing."""
+    """Reads the log of an attempt without supervising it; records nothing.
 
-    def __init__(self, fleet: Fleet, placement: Placement) -> None:
+    Args:
+        fleet: where the attempt runs.
+        placement: the attempt's.
+        key: placement and attempt; what agents report of an earlier attempt is left out. None:
+            the newest that they know.
+    """
+
+    def __init__(
+        self, fleet: Fleet, placement: Placement, *, key: tuple[int, int] | None = None
+    ) -> None:
         self._fleet = fleet
+        self._key = key
         self._placement = placement
         self._events: list[LedgerEvent] = []
         self._steps: list[StepRecord] = []
-        self._log, self._log_container = Follower(fleet.metrics), ""
+        self._log, self._log_container = self._follower(), ""
+
+    def _follower(self) -> Follower:
+        return Follower(partial(self._fleet.metrics, of_attempt=self._key))
 
     def pause(self, view: AttemptView) -> Pause | None:
         """Find the pause that the attempt is in by now.
@@ -68,6 +82,8 @@ class AttemptObserver:
             snapshot = None
         if snapshot is not None and not self._read_on():
             snapshot = None
+        if snapshot is not None and self._key is not None:
+            snapshot = snapshot.of_attempt(*self._key)
         steps, self._steps = tuple(self._steps), []
         return AttemptSnapshot(snapshot, steps, tuple(self._events))
 
@@ -96,10 +112,7 @@ class AttemptObserver:
             if (
                 self._fleet.first_container != self._log_container
             ):  # another log begins on another node
-                self._log, self._log_container = (
-                    Follower(self._fleet.metrics),
-                    self._fleet.first_container,
-                )
+                self._log, self._log_container = self._follower(), self._fleet.first_container
             for events in iter(self._log.read, None):
                 progress = Progress()
                 progress.take(events)

@@ -36,6 +36,7 @@ from perdure.training.supervisor.observing import placement_of
 from perdure.training.trainer.size import state_bytes
 from perdure.training.wire.agent import CheckOrder
 from perdure.training.wire.node import Check, CheckOutcome
+from perdure.training.wire.store_wait import Wait, WaitKind
 
 SPARE_POLL_S = 1.0
 # Alerts about a machine; the others are about the program, the store or all ranks.
@@ -105,14 +106,23 @@ class Placer:
         healer: its decider is asked when a rung cannot be carried out.
         identity: this supervisor's.
         home: Perdure's folder on this machine.
+        on_wait: called with what the run waits for, and with None when that is over.
     """
 
-    def __init__(self, healer: Healer, *, identity: Identity, home: Path) -> None:
+    def __init__(
+        self,
+        healer: Healer,
+        *,
+        identity: Identity,
+        home: Path,
+        on_wait: Callable[[Wait | None], None] = lambda _wait: None,
+    ) -> None:
         self._healer, self._decider = healer, healer.decider
         decider = healer.decider
         self._job, self._fleet, self._writer = decider.job, decider.fleet, decider.writer
         self._identity = identity
         self._home = home
+        self._on_wait = on_wait
         self._waited_s = 0.0
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
@@ -160,7 +170,8 @@ class Placer:
         alive = self._fleet.adopt(current)
         if history.open_attempt is not None:
             if not alive:
-                self._decider.record_vanished(history.open_attempt)
+                is_from_outside = self._is_from_outside(history)
+                self._decider.record_vanished(history.open_attempt, is_from_outside=is_from_outside)
             return bool(alive)
         if history.restarts_on_schedule:
             return bool(alive)
@@ -172,6 +183,13 @@ class Placer:
             view = history.attempts[-1]
             decided = self._healer.heal(view, fault_of(view), decided, stop_wanted=stop_wanted)
         return decided.rung in RESTARTS_IN_PLACE
+
+    def _is_from_outside(self, history: RunHistory) -> bool:
+        """Whether the containers of this machine were ended with it, or by SIGTERM to all."""
+        if not self._job.engine.on_this_machine or history.placement is None:
+            return False
+        is_rebooted = history.placement.boot_id not in ("", self._identity.boot_id)
+        return is_rebooted or self._fleet.are_terminated
 
     def _completes(self, history: RunHistory, current: Placement) -> bool:
         """Finish a placement whose supervisor died between its record and its first attempt.
@@ -217,16 +235,21 @@ class Placer:
     def _carry_out(
         self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
     ) -> Placement:
-        began_s, self._waited_s = time.monotonic(), 0.0
+        began_s, self._waited_s, since_s = time.monotonic(), 0.0, time.time()
         deadline_s = began_s + self._job.restart.spare_wait_s
-        while True:
-            try:
-                return self._new_placement(rung, current)
-            except NoCapacity:
-                self._waited_s = time.monotonic() - began_s
-                if current is None or stop_wanted() or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(SPARE_POLL_S)
+        try:
+            while True:
+                try:
+                    return self._new_placement(rung, current)
+                except NoCapacity as error:
+                    self._waited_s = time.monotonic() - began_s
+                    if current is None or stop_wanted() or time.monotonic() > deadline_s:
+                        raise
+                    self._on_wait(Wait(kind=WaitKind.NODE, since_s=since_s, why=str(error)))
+                    time.sleep(SPARE_POLL_S)
+        finally:
+            if self._waited_s:
+                self._on_wait(None)
 
     def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
         # Read again: while it waits for a spare, a user may release a node.

@@ -132,7 +132,7 @@ def is_complete(job: Job, history: RunHistory) -> bool:
 def completed_before(job: Job, history: RunHistory) -> str:
     """Build the line about a run that is complete, and how it goes on all the same."""
     at = f", at step {history.committed_step}" if not job.worker.is_command else ""
-    more = "a larger `steps`" if job.target_step is not None else f"`{REOPEN}`"
+    more = "a larger 'steps'" if job.target_step is not None else f"'{REOPEN}'"
     changed = sorted(_changed(history.job or {}, job.model_dump(mode="json")))
     text = f"run {job.run_id} was completed before{at}; {more} has it go on"
     if not changed:
@@ -179,7 +179,7 @@ def _refuse_other_command(job: Job, history: RunHistory) -> None:
         raise RunConflict(
             f"run_id={job.run_id} was completed with another worker.command: "
             f"{_shown(list(command))}, here {_shown(list(job.worker.command or ()))}; "
-            f"choose another run_id, or have the run go on with `{REOPEN}`"
+            f"choose another run_id, or have the run go on with '{REOPEN}'"
         )
 
 

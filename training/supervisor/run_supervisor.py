@@ -8,9 +8,10 @@ call these methods in turn. Times are seconds.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
 from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
@@ -42,7 +44,7 @@ from perdure.training.supervisor.finishing import (
     Healer,
 )
 from perdure.training.supervisor.health_watch import AttemptHealth, PeriodicRestart
-from perdure.training.supervisor.job_registry import remember_job
+from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
 from perdure.training.supervisor.placing import Placer
@@ -54,16 +56,18 @@ from perdure.training.supervisor.run_identity import (
 from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
+from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import (
     EndKind,
     Progress,
 )
 from perdure.training.trainer.data.prepare import DataOutcome
-from perdure.training.wire.requests import clear_requests, is_cancel_wanted
+from perdure.training.wire.requests import clear_requests
+from perdure.training.wire.store_wait import Wait, write_wait
 
 _log = logging.getLogger("perdure.supervisor")
-CANCEL_POLL_S = 2.0
+LAST_ENDS = (EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE)  # which a request to end does not cut
 LOGS_WAIT_S = 30.0  # at the end of a run, for the upload of the last attempt's logs
 
 
@@ -79,6 +83,9 @@ class RunSupervisor(RunHandle):
         cwd: folder the workers start in when the job names none; default: the caller's.
         flow_run: id of the flow run that this process belongs to; None without Prefect.
         outage: has ledger and checkpoints wait for a store that cannot be used; None: they raise.
+
+    Attributes:
+        on_wait: called with what this supervisor waits for, and with None when that is over.
     """
 
     def __init__(
@@ -98,8 +105,12 @@ class RunSupervisor(RunHandle):
         self._writer = LedgerWriter(self.ledger, self.checkpoints)
         self._cwd = _folder_of_workers(job, cwd or Path.cwd())
         self._identity = Identity.of_this_process(flow_run=flow_run)
+        self._outage = outage
+        self.on_wait: Callable[[Wait | None], None] = lambda _wait: None
         self._fleet: Fleet | None = None
         self._warm_spares: WarmSpares | None = None
+        self._cancel_poll: CancelPoll | None = None
+        self.termination = Termination()
 
     @property
     def history(self) -> RunHistory:
@@ -128,6 +139,8 @@ class RunSupervisor(RunHandle):
         self._cwd = history.cwd or self._cwd
         remember_job(self.home, self.job)
         forget_outage(self.home, self.job.run_id)
+        forget_cancel(self.home, self.job.run_id)
+        write_wait(job_path(self.home, self.job.run_id).parent, None)
         history = self.refresh()
         self._fleet = self._make_fleet(self.ledger.epoch)
         return history
@@ -163,7 +176,14 @@ class RunSupervisor(RunHandle):
 
     @property
     def _placer(self) -> Placer:
-        return Placer(self._healer, identity=self._identity, home=self.home)
+        return Placer(
+            self._healer, identity=self._identity, home=self.home, on_wait=self._note_wait
+        )
+
+    def _note_wait(self, wait: Wait | None) -> None:
+        """Show a wait of this supervisor, here and to readers on this machine."""
+        write_wait(job_path(self.home, self.job.run_id).parent, wait)
+        self.on_wait(wait)
 
     @property
     def _finisher(self) -> AttemptFinisher:
@@ -199,17 +219,10 @@ class RunSupervisor(RunHandle):
 
     def _or_cancelled(self, stop_wanted: Callable[[], bool]) -> Callable[[], bool]:
         """Return a predicate: the caller wants a stop, or the run's store has a request."""
-        polled_s, is_cancelled = float("-inf"), False
-
-        def is_wanted() -> bool:
-            nonlocal polled_s, is_cancelled
-            if not is_cancelled and time.monotonic() - polled_s > CANCEL_POLL_S:
-                polled_s = time.monotonic()
-                with suppress(StorageError):  # polled again soon
-                    is_cancelled = is_cancel_wanted(self.store, self.job.run_id)
-            return is_cancelled or stop_wanted()
-
-        return is_wanted
+        poll = self._cancel_poll = self._cancel_poll or CancelPoll(
+            self.job, self.home, self._credentials
+        )
+        return lambda: poll.is_wanted or stop_wanted()
 
     def wants_checks(self, placement: Placement) -> bool:
         """Whether a placement is checked: nothing has been started on it yet."""
@@ -234,6 +247,19 @@ class RunSupervisor(RunHandle):
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
         """Start the next attempt, or adopt the living attempt, and watch it to its end."""
+        with self.termination.deferred():
+            result = self._attempt(placement, data_manifest_key, stop_wanted, on_progress)
+        if self.termination.is_wanted and result.kind not in LAST_ENDS:
+            self.termination.leave_now()
+        return result
+
+    def _attempt(
+        self,
+        placement: Placement,
+        data_manifest_key: str | None,
+        stop_wanted: Callable[[], bool],
+        on_progress: Callable[[Progress], None],
+    ) -> AttemptResult:
         start_compiler()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
@@ -241,6 +267,35 @@ class RunSupervisor(RunHandle):
             view = self._writer.begin_attempt(placement.number)
         starter = self._starter(view, placement, data_manifest_key)
         watch = self._watch(starter, stop_wanted, on_progress)
+        with self._stopping_meanwhile(watch):
+            return self._run_attempt(starter, placement, watch, stop_wanted)
+
+    @contextmanager
+    def _stopping_meanwhile(self, watch: AttemptWatch) -> Iterator[None]:
+        """Have a request to stop end the processes also while this thread waits for the store."""
+        if self._outage is None:
+            yield
+            return
+        thread = threading.current_thread()
+
+        def stop() -> None:
+            if threading.current_thread() is thread:
+                watch.stop_where_wanted()
+
+        self._outage.meanwhile = stop
+        try:
+            yield
+        finally:
+            self._outage.meanwhile = lambda: None
+
+    def _run_attempt(
+        self,
+        starter: AttemptStarter,
+        placement: Placement,
+        watch: AttemptWatch,
+        stop_wanted: Callable[[], bool],
+    ) -> AttemptResult:
+        view = starter.view
         if starter.has_started():
             return self._finisher.conclude(view, watch.run(), stop_wanted)
         # First: a process of an earlier attempt that lives on can commit nothing from here on.
@@ -288,6 +343,7 @@ class RunSupervisor(RunHandle):
         return AttemptWatch(
             self.fleet,
             job,
+            key=view.key,
             started_s=view.started.at_s,
             start_factor=patience.factor,
             stop_wanted=stop_wanted,
@@ -299,6 +355,7 @@ class RunSupervisor(RunHandle):
                 stall,
                 SlowNodeCheck(replacer),
             ),
+            termination=self.termination,
         )
 
     def end(self, outcome: str, message: str) -> None:
@@ -332,6 +389,18 @@ class RunSupervisor(RunHandle):
         )
         self.ledger.release()
 
+    def leave(self) -> None:
+        """Give the run up without an end: the next supervisor goes on with it."""
+        with suppress(StorageError):  # else it waits for the lease to run out
+            self.ledger.release()
+
+    def withdraw(self) -> None:
+        """Take the containers down where nothing was ever started in them."""
+        if self._fleet is None or self.refresh().placement is None or self.history.attempts:
+            return
+        with suppress(EngineError, AgentUnreachable):  # the next supervisor takes them over
+            self._fleet.cancel(0.0)
+
     def _keep_fault(self) -> None:
         """Record the fault of an attempt that has failed already, and was not concluded yet."""
         view = self.refresh().open_attempt
@@ -340,6 +409,7 @@ class RunSupervisor(RunHandle):
         watch = AttemptWatch(
             self.fleet,
             self.job,
+            key=view.key,
             started_s=view.started.at_s,
             stop_wanted=lambda: True,
             on_progress=lambda _progress: None,

@@ -30,9 +30,9 @@ Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """The end of a run, as the ledger has it."""
+    """The end of a run, as the ledger has it; ended from outside, it goes on when started again."""
 
-    outcome: Literal["completed", "cancelled", "failed"]
+    outcome: Literal["completed", "cancelled", "failed", "ended from outside"]
     message: str
 
 
@@ -93,7 +93,10 @@ def run_to_completion(steps: RunSteps, *, log: Log) -> RunEnd:
     # The previous supervisor may have died between the end of its last attempt and the run's.
     pending = steps.run.pending_end()
     end = _end_after(pending) if pending is not None else _train(steps, log)
-    steps.run.end(end.outcome, end.message)
+    if end.outcome == "ended from outside":
+        steps.run.leave()
+    else:
+        steps.run.end(end.outcome, end.message)
     return end
 
 
@@ -150,9 +153,16 @@ def _end_after(verdict: AttemptResult) -> RunEnd:
             return RunEnd("completed", good_end_text(text, verdict.notes))
         case EndKind.STOPPED | EndKind.RESTARTED:
             return RunEnd("cancelled", "stopped on request")
+        case EndKind.ENDED_FROM_OUTSIDE:
+            return RunEnd("ended from outside", _text_from_outside(verdict.step))
         case EndKind.FAILED:
             reason = verdict.decision.reason if verdict.decision is not None else "failed"
             return RunEnd("failed", reason)
+
+
+def _text_from_outside(step: int | None) -> str:
+    at = f" at step {step}" if step is not None else ""
+    return f"ended by the platform (SIGTERM to all of its processes){at}; start it again to go on"
 
 
 def cancel(

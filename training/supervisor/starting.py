@@ -1,13 +1,15 @@
 """The start of an attempt's processes, and the checkpoint that a command goes on from.
 
 That checkpoint is chosen here once for all nodes, so that no node begins anew beside others that
-resume. Times are seconds, steps completed optimizer steps.
+resume. The remains of saves that were cut short, and checkpoints that could not be loaded, are set
+aside before the start. Times are seconds, steps completed optimizer steps.
 """
 
 from __future__ import annotations
 
+import logging
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,13 +26,16 @@ from perdure.training.commands.checkpoint_store import (
     save_prefix,
 )
 from perdure.training.config.job import Job
+from perdure.training.diagnosis.obstacles import find_files
 from perdure.training.engines.base import Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
 from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
+from perdure.training.journal.records import ResumeChosen, SetAsideCheckpoint
 from perdure.training.liveness.start_patience import StartPatience, patience_of
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import recoveries_of
 from perdure.training.supervisor.ledger_writer import LedgerWriter
@@ -44,6 +49,9 @@ REJOIN_S = 120.0  # of ranks without a coordinator: until its node is seen to be
 # Recoveries in a start order. Recoveries without progress are few in a row, and no more with the
 # same code matter within a day.
 MAX_PAST = 50
+_CUT_SHORT = "its save was cut short"
+_UNREADABLE = "attempt {} could not load it"
+_log = logging.getLogger("perdure.supervisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +103,28 @@ class AttemptStarter:
             EngineError: a command's checkpoints or secrets cannot be read, or a node refuses.
             AgentUnreachable: a node does not answer.
         """
-        self.fleet.start(self.order(self._newest_save()))
+        self.fleet.start(self.order(self._choose_save()))
 
-    def _newest_save(self) -> SavedCheckpoint | None:
-        """Find the checkpoint that a command is started again from; never on its first start."""
+    def _choose_save(self) -> SavedCheckpoint | None:
+        """Choose the checkpoint that a command is started again from; never on its first start."""
         history = self.writer.history
-        if len(history.attempts) < 2:
+        if len(history.attempts) < 2 or self.job.worker.checkpoints is None:
             return None
-        finder = CheckpointFinder(self.job, self.fleet, self.store)
-        saved = finder.find_newest(history, cwd=self.cwd, variables=variables_of(self.job))
+        variables = variables_of(self.job)
+        finder = CheckpointFinder(self.job, self.fleet, self.store, history, self.cwd, variables)
+        choice = finder.choose()
+        saved = choice.saved
         if saved is not None and saved.step > history.committed_step:
             # Its node was lost before it could report the checkpoint.
             self.writer.checkpoint(history.attempts[-2], saved.step, saved)
+        if saved is not None or choice.set_aside:
+            columns = {"step": saved.step, "path": saved.path} if saved is not None else {}
+            self.writer.append(self.view, ResumeChosen, **columns, set_aside=choice.set_aside)
+            self.writer.refresh()
+        for checkpoint in choice.set_aside:
+            _log.warning(f"{checkpoint.path} is set aside and kept: {checkpoint.why}")
+        if choice.set_aside:
+            finder.rename(choice.set_aside)
         return saved
 
     def order(self, saved: SavedCheckpoint | None = None) -> StartOrder:
@@ -142,6 +160,7 @@ class AttemptStarter:
             resume_step=saved.step if saved is not None else None,
             resume_attempt=saved.saved_in if saved is not None else None,
             created_s=history.created_s,
+            leftovers=tuple(dict.fromkeys(_leftovers_of(history))),
             start_factor=patience.factor,
             ends_slow_start=patience.ends_slow_start,
         )
@@ -184,17 +203,35 @@ class Resumption:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumeChoice:
+    """The checkpoint that a command goes on from, and those that are set aside first.
+
+    Attributes:
+        saved: None: the command starts anew.
+    """
+
+    saved: SavedCheckpoint | None = None
+    set_aside: tuple[SetAsideCheckpoint, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointFinder:
-    """Finds the checkpoint that a command goes on from, on its nodes and in the run's store."""
+    """Finds the checkpoint that a command goes on from, on its nodes and in the run's store.
+
+    Attributes:
+        cwd: folder of the command.
+        variables: of the command, for the path.
+    """
 
     job: Job
     fleet: Fleet
     store: ObjectStore
+    history: RunHistory
+    cwd: str
+    variables: dict[str, str]
 
-    def find_newest(
-        self, history: RunHistory, *, cwd: str, variables: dict[str, str]
-    ) -> SavedCheckpoint | None:
-        """Find the newest complete checkpoint that every node can have.
+    def choose(self) -> ResumeChoice:
+        """Choose the newest complete checkpoint that every node can have and that can be loaded.
 
         A checkpoint that was written before the run was created is not the run's. Without uploads
         the nodes share their storage and all see the same. Each node must have, or get, its own
@@ -205,31 +242,83 @@ class CheckpointFinder:
         """
         spec = self.job.worker.checkpoints
         if spec is None:
-            return None
-        query = SavedQuery(
-            spec=spec,
-            cwd=cwd,
-            variables=variables,
-            run_id=self.job.run_id,
-            since_s=history.created_s,
-            until_s=_ended_s(history),
-            is_in_parts=self.job.saves_in_parts,
-        )
-        by_node = self.fleet.list_saved(query)
-        candidates = [checkpoint for saved in by_node.values() for checkpoint in saved]
+            return ResumeChoice()
+        listed = self.fleet.list_saved(self._query())
+        whole = {node: [save for save in saved if save.is_whole] for node, saved in listed.items()}
+        # On storage that all share, a node may not see yet that a save is whole.
+        shown = set() if spec.upload else {save.path for save in _all_of(whole)}
+        torn = [c for c in _all_of(listed) if not c.is_whole and c.path not in shown]
         try:
-            if self.job.saves_in_parts:
-                return self._newest_in_parts(candidates)
-            if spec.upload:
-                stored = self._stored()
-                steps = {checkpoint.step for checkpoint in stored}
-                candidates = [
-                    *(c for c in candidates if c.step in steps or _is_on_all(by_node, c.step)),
-                    *stored,
-                ]
+            stored = [] if self.job.saves_in_parts or not spec.upload else self._stored()
+            newest = self._newest(whole, stored)
         except StorageError as error:
             raise EngineError(f"the checkpoints of the command in the store: {error}") from error
-        return max(candidates, key=lambda saved: (saved.step, saved.written_s), default=None)
+        set_aside = {save.path: _to_set_aside(save, _CUT_SHORT) for save in torn}
+        unreadable = self._unreadable(whole)
+        if newest is None and unreadable and self.history.saved_steps:
+            # The one before is gone: a program that has trained for long does not start anew.
+            newest = max((s for s in _all_of(whole) if s.path in unreadable), key=_age)
+        else:
+            set_aside |= unreadable
+        return ResumeChoice(newest, tuple(set_aside.values()))
+
+    def rename(self, checkpoints: Sequence[SetAsideCheckpoint]) -> None:
+        """Have the nodes rename checkpoints, so that no program finds them.
+
+        Raises:
+            EngineError: a node cannot do it.
+        """
+        torn = tuple(c.path for c in checkpoints if c.why == _CUT_SHORT)
+        unreadable = tuple(c.path for c in checkpoints if c.why != _CUT_SHORT)
+        update = {"torn": torn, "unreadable": unreadable}
+        self.fleet.list_saved(self._query().model_copy(update=update))
+
+    def _query(self) -> SavedQuery:
+        history, spec = self.history, self.job.worker.checkpoints
+        assert spec is not None  # noqa: S101 the callers have checked
+        is_over = self.job.engine.on_this_machine or not _may_write_on(history)
+        return SavedQuery(
+            spec=spec,
+            cwd=self.cwd,
+            variables=self.variables,
+            run_id=self.job.run_id,
+            since_s=history.created_s,
+            until_s=_ended_s(history, is_over=is_over),
+            is_over=is_over,
+            is_in_parts=self.job.saves_in_parts,
+        )
+
+    def _newest(
+        self, by_node: Mapping[str, Sequence[SavedCheckpoint]], stored: Sequence[SavedCheckpoint]
+    ) -> SavedCheckpoint | None:
+        spec = self.job.worker.checkpoints
+        candidates = [save for save in _all_of(by_node) if not self._is_unreadable(save)]
+        if self.job.saves_in_parts:
+            return self._newest_in_parts(candidates)
+        if spec is not None and spec.upload:
+            readable = [save for save in stored if not self._is_unreadable(save)]
+            steps = {save.step for save in readable}
+            on_all = [c for c in candidates if c.step in steps or _is_on_all(by_node, c.step)]
+            candidates = [*on_all, *readable]
+        return max(candidates, key=_age, default=None)
+
+    def _is_unreadable(self, saved: SavedCheckpoint) -> bool:
+        return any(_is_same(view, saved) for view in self.history.attempts)
+
+    def _unreadable(
+        self, by_node: Mapping[str, Sequence[SavedCheckpoint]]
+    ) -> dict[str, SetAsideCheckpoint]:
+        """List by path the checkpoints on the nodes that could not be loaded.
+
+        Parts stay where they are: the record beside them says which save they are of.
+        """
+        views = [] if self.job.saves_in_parts else self.history.attempts
+        return {
+            save.path: _to_set_aside(save, _UNREADABLE.format(f"{view.key[0]}.{view.key[1]}"))
+            for view in views
+            for save in _all_of(by_node)
+            if _is_same(view, save)
+        }
 
     def _stored(self) -> list[SavedCheckpoint]:
         """List the checkpoints of the store; the path is that on the node that uploaded it."""
@@ -252,7 +341,12 @@ class CheckpointFinder:
     def _newest_in_parts(self, on_nodes: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
         """Find the newest save whose parts all nodes have or can get; return member 0's part."""
         num_members, run_id = self.job.engine.nodes, self.job.run_id
-        stored = list_stored_saves(self.store, run_id)
+        unreadable = [view for view in self.history.attempts if view.unreadable_step is not None]
+        stored = {
+            save: by
+            for save, by in list_stored_saves(self.store, run_id).items()
+            if not any(_is_before(view, save) for view in unreadable)
+        }
         for save in reversed(_within_reach(on_nodes, stored, num_members)):
             by = stored.get(save, [])
             parts = (read_set(self.store, save_prefix(run_id, save, member)) for member in by)
@@ -287,12 +381,54 @@ def _is_on_all(by_node: Mapping[str, Sequence[SavedCheckpoint]], step: int) -> b
     return all(any(checkpoint.step == step for checkpoint in saved) for saved in by_node.values())
 
 
-def _ended_s(history: RunHistory) -> float:
-    """Return when the last attempt that is over ended; the earliest sign of it counts."""
+def _leftovers_of(history: RunHistory) -> Iterator[str]:
+    """List the files that were in the way of earlier attempts."""
+    for view in history.attempts:
+        if view.fault is not None and view.fault.fault_class is FaultClass.LEFTOVER:
+            yield from find_files(view.fault.evidence)
+
+
+def _all_of(by_node: Mapping[str, Sequence[SavedCheckpoint]]) -> list[SavedCheckpoint]:
+    return [save for saved in by_node.values() for save in saved]
+
+
+def _age(saved: SavedCheckpoint) -> tuple[int, float]:
+    return saved.step, saved.written_s
+
+
+def _to_set_aside(saved: SavedCheckpoint, why: str) -> SetAsideCheckpoint:
+    return SetAsideCheckpoint(step=saved.step, path=saved.path, why=why)
+
+
+def _is_same(view: AttemptView, saved: SavedCheckpoint) -> bool:
+    """Whether it is the checkpoint that an attempt could not load, and not a later save."""
+    if view.unreadable_step is None or view.ended is None:
+        return False
+    save = _save_of(saved)
+    if save is not None:
+        return _is_before(view, save)
+    return saved.step == view.unreadable_step and saved.written_s <= view.ended.at_s
+
+
+def _is_before(view: AttemptView, save: Save) -> bool:
+    return save.step == view.unreadable_step and save.attempt < view.key
+
+
+def _may_write_on(history: RunHistory) -> bool:
+    """Whether processes of a node that is lost may still live, cut off from everybody."""
+    ended = [view.ended for view in history.attempts if view.ended is not None]
+    fault = ended[-1].fault if ended else None
+    return fault is not None and fault.fault_class is FaultClass.NODE_LOST
+
+
+def _ended_s(history: RunHistory, *, is_over: bool) -> float:
+    """Return when the last attempt that is over ended; if in doubt, the earliest sign of it."""
     ended = [view.ended for view in history.attempts if view.ended is not None]
     if not ended:
         return history.created_s
     last = ended[-1]
+    if is_over:
+        return last.lived_s or last.at_s
     fault_s = last.fault.at_s if last.fault is not None else None
     signs = (last.at_s, last.noticed_s, last.lived_s, fault_s)
     return min(sign for sign in signs if sign is not None)

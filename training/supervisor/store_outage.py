@@ -25,6 +25,7 @@ from perdure.storage.retry import Retry
 from perdure.training.files import write_whole
 from perdure.training.journal.ledger import LEASE_S, Ledger
 from perdure.training.supervisor.job_registry import job_path
+from perdure.training.wire.store_wait import Wait, WaitKind
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -48,6 +49,11 @@ class Outage(FrozenModel):
         """For people."""
         return f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
+    @property
+    def wait(self) -> Wait:
+        """The wait of the run that it is."""
+        return Wait(kind=WaitKind.STORE, since_s=self.since_s, why=self.why)
+
 
 class StoreOutage:
     """Waits for the store of one run, and shows that it does; safe for several threads.
@@ -57,6 +63,11 @@ class StoreOutage:
         run_id: whose supervisor waits.
         log: gets a line when an outage begins, and another when it is over.
         clock: wall time.
+
+    Attributes:
+        on_change: called when an outage begins, with each of its errors, and with None when it is
+            over; by any thread.
+        meanwhile: called before each pause, by the thread that waits.
     """
 
     def __init__(
@@ -69,6 +80,8 @@ class StoreOutage:
         self._outage: Outage | None = None
         self._error: StorageError | None = None
         self._gives_up = threading.Event()
+        self.on_change: Callable[[Wait | None], None] = lambda _wait: None
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def retry(self) -> Retry:
         """Return how the supervisor's store repeats a failed request."""
@@ -82,16 +95,23 @@ class StoreOutage:
             on_success=self.passed,
         )
 
-    def failed(self, error: StorageError) -> None:
-        """Note that the store could not be used."""
+    def failed(self, error: StorageError, lasted_s: float = 0.0) -> None:
+        """Note that the store could not be used.
+
+        Args:
+            error: its last answer.
+            lasted_s: time since the request was first sent.
+        """
         with self._lock:
             began = self._outage is None
-            since_s = self._clock() if self._outage is None else self._outage.since_s
+            now_s = self._clock() - lasted_s
+            since_s = now_s if self._outage is None else self._outage.since_s
             self._error, self._outage = error, Outage(since_s=since_s, why=str(error))
             with suppress(OSError):  # its disk may be the one that is full
                 write_whole(self._path, self._outage.model_dump_json(), private=True)
         if began:
             self._log.warning("the run's store cannot be used, waiting for it: %s", error)
+        self.on_change(self.wait)
 
     def passed(self) -> None:
         """Note that the store can be used."""
@@ -102,13 +122,20 @@ class StoreOutage:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
         lasted_s = self._clock() - past.since_s
+        self.on_change(None)
         self._log.info("the run's store can be used again, after %.0f s", lasted_s)
 
     def give_up(self) -> None:
         """Wait no more: this supervisor ends. Every request is tried once from now on."""
         self._gives_up.set()
 
+    @property
+    def wait(self) -> Wait | None:
+        """The wait for the store; None: it can be used."""
+        return self._outage.wait if self._outage is not None else None
+
     def _sleep(self, seconds: float) -> None:
+        self.meanwhile()
         if self._gives_up.wait(seconds):
             raise self._error or StorageError("the store cannot be used")
 

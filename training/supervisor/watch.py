@@ -28,6 +28,7 @@ class EndKind(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     RESTARTED = "restarted"
+    ENDED_FROM_OUTSIDE = "ended from outside"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,9 @@ class StartOrder(FrozenModel):
         None, description="placement and attempt that saved it, where that has to be the same"
     )
     created_s: float = Field(0.0, description="when the run was; what is older is none of it")
+    leftovers: tuple[str, ...] = Field(
+        (), description="files that were in the way of earlier attempts, removed before the start"
+    )
     start_factor: float = Field(1.0, ge=1, description="times the limits before the first step")
     ends_slow_start: bool = Field(
         True,
@@ -198,17 +201,29 @@ class StatusQuery(FrozenModel):
 
 
 class MetricsQuery(FrozenModel):
-    """Ask for the step records written after `offset` bytes."""
+    """Ask for the step records written after `offset` bytes.
+
+    Attributes:
+        of_attempt: placement and attempt, so that the log of an earlier attempt is not read;
+            None: the newest.
+    """
 
     op: Literal["metrics"] = "metrics"
     offset: int
+    of_attempt: tuple[int, int] | None = None
 
 
 class EvidenceQuery(FrozenModel):
-    """Ask for device logs and for what the driver's tools report; takes seconds."""
+    """Ask for device logs and for what the driver's tools report; takes seconds.
+
+    Attributes:
+        of_attempt: placement and attempt; a node that has not begun it has nothing; None: the
+            newest.
+    """
 
     op: Literal["evidence"] = "evidence"
     tail_bytes: int = Field(ge=1, le=1 << 20)
+    of_attempt: tuple[int, int] | None = None
 
 
 class StacksQuery(FrozenModel):
@@ -280,7 +295,10 @@ class SavedQuery(FrozenModel):
         run_id: name of the run.
         since_s: what was written before is none of the run.
         until_s: when the command ended; what was just written then may be half of a checkpoint.
+        is_over: whether its processes are known to have ended: nothing is written any more.
         is_in_parts: whether each node has a part of its own.
+        torn: paths to rename where this node finds a save there that was cut short.
+        unreadable: paths of checkpoints to rename, so that no program finds them.
     """
 
     op: Literal["saved"] = "saved"
@@ -290,7 +308,10 @@ class SavedQuery(FrozenModel):
     run_id: str
     since_s: float
     until_s: float
+    is_over: bool = False
     is_in_parts: bool = False
+    torn: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
 
 
 class KillOrder(FrozenModel):

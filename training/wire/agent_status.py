@@ -11,6 +11,7 @@ from pydantic import Field
 
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.wire.node import NodeSample
+from perdure.training.wire.store_wait import Wait
 
 
 class AgentState(StrEnum):
@@ -142,13 +143,14 @@ class ShownStep(FrozenModel):
 
 
 class SavedCheckpoint(FrozenModel):
-    """A complete checkpoint that a command has saved.
+    """A complete checkpoint that a command has saved, or the remains of a save.
 
     Attributes:
         path: file or folder, absolute.
         written_s: modification time of its newest file.
         saved_in: placement and attempt that saved it; None: not known, or it does not matter.
         member: owner of this part, where all members have parts of a checkpoint.
+        is_whole: False: its save was cut short.
     """
 
     step: int
@@ -157,6 +159,7 @@ class SavedCheckpoint(FrozenModel):
     written_s: float
     saved_in: tuple[int, int] | None = None
     member: int | None = None
+    is_whole: bool = True
 
 
 class LeftProcess(FrozenModel):
@@ -170,6 +173,29 @@ class LeftProcess(FrozenModel):
     pid: int
     name: str
     trains: bool
+
+
+class ObstacleKind(StrEnum):
+    """Kinds of things that only one process can have."""
+
+    FILE = "file"
+    PORT = "port"
+    DEVICE = "device"
+
+
+class Obstacle(FrozenModel):
+    """A thing on a node that was in the way of an attempt, by its output.
+
+    Attributes:
+        name: path, number of a port, or path or number of a device.
+        is_of_run: whether it is a file of this run that nobody holds.
+        text: who holds it, or what becomes of it; no whole sentence.
+    """
+
+    kind: ObstacleKind
+    name: str
+    is_of_run: bool = False
+    text: str
 
 
 class CoordinatorEnd(FrozenModel):
@@ -198,6 +224,9 @@ class AgentStatus(FrozenModel):
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
+        obstacles: things that the output of a failed attempt says to be taken.
+        unwritable: why the node's scratch folder takes no files, once a start or a process has
+            failed; empty where it does.
     """
 
     node: str
@@ -218,11 +247,39 @@ class AgentStatus(FrozenModel):
     shown: ShownStep | None = None
     saved: tuple[SavedCheckpoint, ...] = ()
     left_running: tuple[LeftProcess, ...] = ()
+    obstacles: tuple[Obstacle, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None
     metrics_url: str | None = Field(None, description="of the coordinator, where it is here")
     is_warm: bool = Field(False, description="whether session programs start without imports")
     coordinator_end: CoordinatorEnd | None = None
+    unwritable: str = ""
+    store_wait: Wait | None = Field(None, description="of its processes, for the run's store")
+
+    def of_attempt(self, placement: int, attempt: int) -> AgentStatus:
+        """Return the state of the node in this attempt: idle until its processes are ordered.
+
+        Until then an agent reports the attempt before, whose steps, checkpoints and ends are none
+        of this one.
+        """
+        if (self.placement, self.attempt) == (placement, attempt):
+            return self
+        return AgentStatus(
+            node=self.node,
+            member=self.member,
+            state=AgentState.IDLE,
+            schedule_cnt=self.schedule_cnt,
+            proc_start_cnt=self.proc_start_cnt,
+            placement=0,
+            attempt=0,
+            sample=self.sample,
+            is_warm=self.is_warm,
+            unwritable=self.unwritable,
+            store_wait=self.store_wait,
+            is_terminated=self.is_terminated,
+        )
+
+    is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:

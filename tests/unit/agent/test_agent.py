@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.errors import TimedOut
 from perdure.training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
-from perdure.training.agent.control import ADDRESS_FILE
+from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.commands.arguments import NAMES_IN_ARGUMENTS
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.processes import is_alive, kill_container
@@ -448,6 +449,19 @@ def test_an_agent_that_is_asked_to_end_stops_its_workers_first(new_container):
     assert container.process.wait(240) == 0
     assert container.processes() == []
     assert log.read_text() == "up\nsaved\n"
+
+
+def test_an_agent_that_is_asked_to_end_says_so_until_its_workers_have_saved(new_container):
+    container = new_container()
+    container.start("sh", "-c", SAVING, grace_s=60)
+    until_logged(container, "up")
+    assert not container.status().is_terminated
+    container.process.send_signal(signal.SIGTERM)
+    wait_for((container.folder / TERMINATED_FILE).exists)
+    with suppress(AgentUnreachable):  # it may have ended by now
+        assert container.status().is_terminated
+    assert container.process.wait(240) == 0
+    assert (container.folder / TERMINATED_FILE).exists(), "for who comes later"
 
 
 def test_killing_a_container_leaves_nothing_of_it_and_everything_else(new_container, shared):

@@ -134,6 +134,19 @@ def test_a_signal_that_ends_a_fork_is_its_exit_code(forked, tmp_path, number):
     assert process.returncode == -number
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_ends_every_process_of_an_allocation_leaves_the_fork_server_to_its_agent(
+    fork_server, forked, tmp_path, number
+):
+    (pid,) = fork_server.pids
+    os.kill(pid, number)
+    process = forked("stay")  # the next fork is made, and gets signals as any process does
+    until_up(tmp_path / "forked.out")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == -signal.SIGTERM
+    assert fork_server.pids == {pid}
+
+
 def test_killing_a_fork_waits_for_its_end(forked):
     process = forked("stay")
     process.kill()

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from perdure.storage.safetensors_file import plan_layout
 from perdure.training.commands.checkpoint_layouts import (
+    NO_STEP,
     find_checkpoints,
+    find_torn,
     is_whole_file,
     read_number,
+    set_aside,
 )
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
+from tests.values import not_none
 
 NOW_S = 1_000_000.0
 
@@ -145,3 +150,127 @@ def test_the_size_is_that_of_all_files(tmp_path):
     assert saved.path == folder
     assert saved.size_bytes == sum(file.stat().st_size for file in folder.iterdir())
     assert saved.written_s == NOW_S - 600.0
+
+
+def torn_steps(kind: str, root: Path, *, since_s: float = 0.0) -> list[int]:
+    spec = ProgramCheckpointsSpec(kind=CheckpointKind(kind), path=str(root), settle_s=30.0)
+    return [saved.step for saved in find_torn(spec, root, now_s=NOW_S, since_s=since_s)]
+
+
+def steps_at_end(kind: str, root: Path) -> list[int]:
+    spec = ProgramCheckpointsSpec(kind=CheckpointKind(kind), path=str(root), settle_s=30.0)
+    return [saved.step for saved in find_checkpoints(spec, root, now_s=NOW_S, is_over=True)]
+
+
+def test_once_the_program_has_ended_its_last_save_counts_at_once(tmp_path):
+    trainer_folder(tmp_path / "hf", 25, age_s=1.0)
+    assert steps("transformers", tmp_path / "hf") == []
+    assert steps_at_end("transformers", tmp_path / "hf") == [25]
+    write(tmp_path / "glob" / "step-25.bin", age_s=0.0)
+    assert steps("glob", tmp_path / "glob" / "step-*") == []
+    assert steps_at_end("glob", tmp_path / "glob" / "step-*") == [25]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("megatron", "iter_0000040/mp_rank_00/model_optim_rng.pt"),
+        ("transformers", "checkpoint-40/model.safetensors"),
+        ("lightning", "epoch=0-step=40.ckpt/__0_0.distcp"),
+        ("torchtitan", "step-40/__0_0.distcp"),
+        ("nanogpt", "ckpt.pt"),
+    ],
+)
+def test_a_save_without_its_sign_is_torn_once_the_program_has_ended(kind, name, tmp_path):
+    write(tmp_path / name, b"PK\x03\x04 half")
+    assert steps_at_end(kind, tmp_path) == []
+    assert torn_steps(kind, tmp_path) == [NO_STEP if kind == "nanogpt" else 40]
+    assert torn_steps(kind, tmp_path, since_s=NOW_S) == [], "it is of an earlier run"
+
+
+def test_a_folder_in_which_nothing_was_written_yet_is_torn(tmp_path):
+    trainer_folder(tmp_path, 20)
+    (tmp_path / "checkpoint-40").mkdir()
+    assert steps_at_end("transformers", tmp_path) == [20]
+    assert torn_steps("transformers", tmp_path) == [40]
+
+
+def safetensors_file(*, cut_bytes: int = 0) -> bytes:
+    layout = plan_layout([("w", "F32", (256,)), ("b", "F32", (8,))])
+    data = layout.header + bytes(layout.size_bytes - len(layout.header))
+    return data[: len(data) - cut_bytes]
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 512, 1_050, 1_160])
+def test_a_safetensors_file_must_be_as_long_as_its_header_says(tmp_path, cut_bytes):
+    folder = trainer_folder(tmp_path, 20).parent
+    write(folder / "model.safetensors", safetensors_file())
+    assert steps_at_end("transformers", tmp_path) == [20]
+    write(folder / "model.safetensors", safetensors_file(cut_bytes=cut_bytes), age_s=500.0)
+    assert steps_at_end("transformers", tmp_path) == []
+    assert torn_steps("transformers", tmp_path) == [20]
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model.bin", "model.safetensors"])
+def test_a_file_of_a_signed_checkpoint_that_lost_its_bytes_makes_it_torn(tmp_path, name):
+    folder = trainer_folder(tmp_path, 20).parent
+    write(folder / name, b"")
+    assert steps_at_end("transformers", tmp_path) == []
+
+
+def test_a_rank_file_that_was_cut_off_makes_its_folder_torn(tmp_path):
+    whole = torch_file(tmp_path / "whole.pt", 20).read_bytes()
+    write(tmp_path / "iter_0000020" / "mp_rank_00" / "model_optim_rng.pt", whole)
+    write(tmp_path / "iter_0000020" / "mp_rank_01" / "model_optim_rng.pt", whole[:-100])
+    write(tmp_path / "latest_checkpointed_iteration.txt", b"20")
+    assert steps_at_end("megatron", tmp_path) == []
+
+
+def test_without_a_sign_the_last_save_is_compared_with_the_one_before(tmp_path):
+    write(tmp_path / "step-20.bin", b"x" * 1000, age_s=20.0)
+    write(tmp_path / "step-40.bin", b"x" * 500, age_s=0.0)
+    assert steps_at_end("glob", tmp_path / "step-*.bin") == [20]
+    assert torn_steps("glob", tmp_path / "step-*.bin") == [40]
+    write(tmp_path / "step-40.bin", b"x" * 990, age_s=0.0)
+    assert steps_at_end("glob", tmp_path / "step-*.bin") == [20, 40]
+    write(tmp_path / "step-40.bin", b"x" * 500, age_s=60.0)
+    assert steps_at_end("glob", tmp_path / "step-*.bin") == [20, 40], "training went on after it"
+
+
+def test_a_folder_that_lacks_a_file_of_the_one_before_was_cut_short(tmp_path):
+    for name in ("rank-0", "rank-1", "done"):
+        write(tmp_path / "global_step20" / name, b"x" * 1000, age_s=20.0)
+    for name in ("rank-0", "rank-1"):
+        write(tmp_path / "global_step40" / name, b"x" * 1500, age_s=0.0)
+    assert steps_at_end("glob", tmp_path / "global_step*") == [20]
+    write(tmp_path / "global_step40" / "done", b"", age_s=0.0)
+    assert steps_at_end("glob", tmp_path / "global_step*") == [20, 40]
+
+
+def test_files_of_different_names_are_not_compared(tmp_path):
+    write(tmp_path / "model-40.bin", b"x" * 1000, age_s=1.0)
+    write(tmp_path / "loader-40.bin", b"x" * 10, age_s=0.0)
+    assert steps_at_end("glob", tmp_path / "*-40.bin") == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "pattern"),
+    [
+        ("transformers", "checkpoint-40", ""),
+        ("megatron", "iter_0000040", ""),
+        ("torchtitan", "step-40", ""),
+        ("lightning", "epoch=0-step=40.ckpt", ""),
+        ("glob", "step-40", "step-*"),
+        ("glob", "model-40.pt", "*-*"),
+    ],
+)
+def test_what_is_set_aside_is_kept_and_found_no_more(tmp_path, kind, name, pattern):
+    for number in range(2):  # the same step may be torn again
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "part", b"half")
+        kept = not_none(set_aside(tmp_path / name))
+        assert (kept / "part").read_bytes() == b"half"
+        assert torn_steps(kind, tmp_path / pattern) == []
+        assert steps_at_end(kind, tmp_path / pattern) == []
+        assert len(list(tmp_path.iterdir())) == number + 1
+    assert set_aside(tmp_path / name) is None, "another node has done it"

@@ -16,7 +16,9 @@ from perdure.training.commands.checkpoint_watch import (
     CommandCheckpointWatcher,
     answer_saved_query,
     fetch_resume_checkpoint,
+    watch_checkpoints,
 )
+from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import SavedQuery
 from tests.jobs import small_job
 from tests.unit.agent.conftest import start_order
@@ -70,9 +72,10 @@ def test_what_the_program_deletes_again_stays_reported(tmp_path):
     assert reported_steps(watched) == [10]
 
 
-def test_the_last_look_is_at_the_end(tmp_path):
+def test_the_last_save_of_a_life_counts_at_its_end(tmp_path):
     watched = watch(tmp_path)
-    save(tmp_path, 10)
+    save(tmp_path, 10, age_s=0.0)
+    assert reported_steps(watched) == []
     watched.finish()
     assert [checkpoint.step for checkpoint in watched.newest] == [10]
 
@@ -135,3 +138,67 @@ def test_the_only_node_of_a_job_has_whole_checkpoints_and_no_parts(tmp_path, nam
     )  # fmt: skip
     fetch_resume_checkpoint(order, "node-0", 0)
     assert file.read_bytes() == b"weights", "it is there, and nothing is fetched"
+
+
+def megatron_save(root: Path, step: int, *, signed: bool = True) -> None:
+    file = root / f"iter_{step:07d}" / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"weights")
+    if signed:
+        (root / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def test_a_later_sign_does_not_complete_a_save_that_was_cut_short(tmp_path):
+    megatron_save(tmp_path, 20)
+    megatron_save(tmp_path, 40, signed=False)
+    watched = watch(tmp_path, kind="megatron", path="${OUT}", keep=2)
+    megatron_save(tmp_path, 30)
+    megatron_save(tmp_path, 60)
+    assert reported_steps(watched) == [30, 60]
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept == ["iter_0000030", "iter_0000040", "iter_0000060"], "20 is older than two others"
+
+
+def test_a_life_that_saves_at_once_has_its_save_on_record(tmp_path):
+    job = small_job(
+        worker={"command": ["true"], "checkpoints": {"kind": "glob", "path": f"{tmp_path}/s-*"}}
+    )
+    order = start_order(tmp_path, "true", is_command=True, job=job)
+    watched = not_none(watch_checkpoints(order, "node-0", 0))
+    (tmp_path / "s-10").write_bytes(b"weights")
+    watched.finish()
+    assert [checkpoint.step for checkpoint in watched.newest] == [10]
+
+
+def query(tmp_path: Path, kind: str, **fields: Any) -> SavedQuery:
+    spec = ProgramCheckpointsSpec(kind=CheckpointKind(kind), path=str(tmp_path))
+    return SavedQuery(
+        spec=spec, cwd="/", variables={}, run_id="run", since_s=0.0, until_s=time.time(),
+        is_over=True, **fields,
+    )  # fmt: skip
+
+
+def test_a_torn_save_is_listed_as_such_and_renamed_on_order(tmp_path):
+    megatron_save(tmp_path, 20)
+    megatron_save(tmp_path, 40, signed=False)
+    torn = tmp_path / "iter_0000040"
+    listed = answer_saved_query(query(tmp_path, "megatron"), "node-0", 0).saved
+    assert [(saved.step, saved.is_whole) for saved in listed] == [(20, True), (40, False)]
+    whole = tmp_path / "iter_0000020"
+    order = query(tmp_path, "megatron", torn=(str(torn), str(whole), "/etc/passwd"))
+    answer_saved_query(order, "node-0", 0)
+    assert not torn.exists()
+    (kept,) = tmp_path.glob("set-aside-*")
+    assert (kept / "mp_rank_00" / "model_optim_rng.pt").read_bytes() == b"weights"
+    assert Path("/etc/passwd").exists(), "only checkpoints are renamed"
+    assert whole.exists(), "it is torn on another node's disk"
+
+
+@pytest.mark.parametrize("saved", [(20, 40), (40,)])
+def test_megatrons_sign_names_the_checkpoint_before_the_one_that_is_set_aside(tmp_path, saved):
+    for step in saved:
+        megatron_save(tmp_path, step)
+    order = query(tmp_path, "megatron", unreadable=(str(tmp_path / "iter_0000040"),))
+    answer_saved_query(order, "node-0", 0)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert (tracker.read_text() if tracker.exists() else None) == ("20" if 20 in saved else None)

@@ -138,6 +138,9 @@ WRONG = [
     ("worker", {"script": ["no_such.py"]}, ["worker.script", "no_such.py", "no file"]),
     ("worker", {"command": ["x"], "preload": ["json"]}, ["preload", "command"]),
     ("worker.preload", ["a b"], ["worker.preload", "a b", "module"]),
+    ("worker.restart_codes", [0], ["worker.restart_codes", "0", "1 to 255"]),
+    ("worker.restart_codes", [85, 256], ["worker.restart_codes", "256", "1 to 255"]),
+    ("worker.restart_codes", ["soon"], ["worker.restart_codes", "integer"]),
     ("worker.script", [], ["worker.script", "at least 1"]),
     ("worker.command", ["no-such-program"], ["worker.command", "no-such-program"]),
     ("worker.cwd", "/no/such/folder", ["worker.cwd", "/no/such/folder"]),
@@ -375,3 +378,25 @@ def test_a_command_is_started_once_per_node_or_once_per_device():
     assert job(command=["train"], per="device").world_size == 12
     with pytest.raises(InputError, match=r"per=device is for worker\.command"):
         job(per="device")
+
+
+@pytest.mark.parametrize(
+    ("command", "launcher"),
+    [
+        (["pdsh", "-w", "node[1-4]", "python", "train.py"], "`pdsh`"),
+        (["/usr/bin/ssh", "node-1", "python", "train.py"], "`ssh`"),
+        (["deepspeed", "--hostfile=/job/hosts", "train.py"], "`deepspeed --hostfile=/job/hosts`"),
+        (["mpirun", "-np", "16", "--hostfile", "hosts", "./train"], "`mpirun --hostfile`"),
+        (["bash", "launch.sh"], "`ssh`"),
+        (["mpirun", "-np", "8", "python", "train.py"], None),
+        (["python", "train.py", "--host", "127.0.0.1", "--ssh-key", "x"], None),
+        (["bash", "quiet.sh"], None),
+    ],
+)
+def test_a_launcher_that_reaches_other_hosts_is_named(tmp_path, command, launcher):
+    (tmp_path / "launch.sh").write_text('for h in $HOSTS; do ssh "$h" python train.py & done\n')
+    (tmp_path / "quiet.sh").write_text("# like ssh, but here\npython train.py  # no ssh\n")
+    job = parse_job(job_document(worker={"command": command, "cwd": str(tmp_path)}))
+    lines = [line for line in departures(job, None) if "other hosts" in line]
+    assert len(lines) == (launcher is not None)
+    assert launcher is None or f"{launcher} starts processes on other hosts" in lines[0]

@@ -303,3 +303,42 @@ def test_in_one_log_of_all_ranks_the_type_error_names_its_rank():
 def test_the_drivers_severity_goes_with_the_fault():
     fault = cause("Fault RAS occurs: [event_id:0x80e01801] severity: critical\n")
     assert (fault.code, fault.severity) == ("80E01801", 3)
+
+
+WRAPPER = "RuntimeError: HCCL error in: torch_npu/csrc/distributed/ProcessGroupHCCL.cpp:64"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("at_s", [61.0, 183.0, 3600.0])
+def test_the_cause_beats_its_wrapper_whose_time_is_that_of_an_older_line(at_s, is_first):
+    lines = [f"{WRAPPER}\n", notify_timeout(at_s=at_s)]
+    head = f"[{clock(0)}] iteration 60/ 120 | lm loss: 1.6E-01 |\n"
+    text = head + "".join(lines if is_first else reversed(lines))
+    result = not_none(choose_cause([source(text)], at_s=0.0))
+    assert result.fault.evidence.startswith("EI0002")
+
+
+def test_a_later_event_stays_later_where_lines_with_a_time_are_between():
+    text = f"[{clock(0)}] begin\n{WRAPPER}\n" + "".join(
+        f"[{clock(number)}] INFO waiting for the file system\n" for number in range(1, 400)
+    )
+    result = not_none(choose_cause([source(text + notify_timeout(at_s=900))], at_s=0.0))
+    assert result.fault.evidence.startswith("RuntimeError")
+
+
+PLACED = "[ERROR] 2026-03-21-02:00:01 (PID:77, Device:3, RankID:5) ERR02200 DIST call hccl failed"
+
+
+@pytest.mark.parametrize(
+    ("before", "rank", "device"),
+    [
+        (f"{PLACED}\n", 5, 3),
+        ("[ERROR] DRV(77,python): open device 2 failed, ret=87\n", None, 2),
+        (f"{PLACED}\n{PLACED.replace('Device:3, RankID:5', 'Device:4, RankID:6')}\n", None, None),
+        ("", None, None),
+    ],
+    ids=["rank and device", "device", "two ranks", "none"],
+)
+def test_a_cause_without_a_place_has_the_one_that_the_lines_around_it_name(before, rank, device):
+    fault = not_none(choose_cause([source(before + traceback(UCE))], at_s=0.0)).fault
+    assert (fault.evidence, fault.rank, fault.device) == (UCE, rank, device)

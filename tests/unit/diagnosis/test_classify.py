@@ -18,6 +18,7 @@ from perdure.training.diagnosis.evidence import (
     Evidence,
     NodeOutput,
     SilentRank,
+    SlowNode,
     WorkerEnd,
 )
 from perdure.training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
@@ -94,6 +95,32 @@ def test_the_earliest_of_several_causes_wins(first):
 def test_an_echo_is_named_when_no_cause_is_known(first, second, named):
     fault = cause(end(1, rank=1, ended_s=2.0, **second), end(1, rank=0, ended_s=1.0, **first))
     assert (fault.fault_class, fault.rank) == (FaultClass.COLLECTIVE_TIMEOUT, named)
+
+
+FULL = {"node-0": "No space left on device: /scratch/run"}
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        {"refusal": "agent at 127.0.0.1:1 refused rendezvous"},
+        {"staging_errors": {"node-0": "OSError: [Errno 28] No space left on device"}},
+        {"workers": [end(1, rank=0, log="loss 2.1\nloss 2.0\n")]},
+        {"workers": [end(1, rank=0)], "coordinator": CoordinatorLost("node-0", 1, 9.0, "import")},
+    ],
+    ids=["a refused rendezvous", "a failed start", "an end without a word", "its coordinator"],
+)
+def test_a_node_that_takes_no_files_is_the_cause_of_what_nothing_else_explains(evidence):
+    fault = cause(*evidence.pop("workers", ()), unwritable=FULL, **evidence)
+    assert (fault.fault_class, fault.code) == (FaultClass.STORAGE_ERROR, "NODE_UNWRITABLE")
+    assert fault.node == "node-0"
+    assert fault.evidence == "node-0 takes no files: No space left on device: /scratch/run"
+    assert fault.action.startswith("Make room on that node")
+
+
+def test_a_program_that_names_its_error_beside_a_full_disk_is_believed():
+    fault = cause(end(1, rank=0, error=TYPE_ERROR), unwritable=FULL)
+    assert fault.fault_class is FaultClass.USER_CODE_ERROR
 
 
 def test_a_killed_process_is_a_native_crash():
@@ -202,7 +229,7 @@ def test_a_line_of_output_that_names_a_cause_outranks_what_the_coordinator_knew(
     assert cause(timeout, given_up=given_up(FaultClass.NATIVE_CRASH)).rank == 1
     assert cause(timeout, given_up=given_up(FaultClass.COLLECTIVE_TIMEOUT)).rank == 2
     program = end(3, rank=2, log="own words")
-    assert cause(program, given_up=given_up(FaultClass.USER_CODE_ERROR)).evidence == "own words"
+    assert "own words" in cause(program, given_up=given_up(FaultClass.USER_CODE_ERROR)).evidence
 
 
 @pytest.mark.parametrize(
@@ -242,6 +269,13 @@ def test_a_lost_node_beats_what_its_peers_print():
     assert fault.at_s == 100.0
 
 
+def test_hardware_is_to_blame_only_where_evidence_names_it():
+    assert cause(lost_nodes=["node-1"]).hardware_fault is False, "an agent that is gone"
+    slow = SlowNode("node-1", 3, 1, "rank 3 is late in 9 of 10 steps")
+    assert cause(slow=slow).hardware_fault is False
+    assert cause(end(1, error=UCE)).hardware_fault is True
+
+
 def test_data_that_could_not_be_staged_is_a_storage_error_of_its_node():
     fault = cause(staging_errors={"node-1": "Corrupt: tokens-00001.bin: hash differs"})
     assert (fault.fault_class, fault.node) == (FaultClass.STORAGE_ERROR, "node-1")
@@ -260,9 +294,11 @@ def test_no_evidence_gives_unknown():
 
 
 def test_an_end_without_a_word_quotes_its_exit_code():
-    assert cause(end(3)).evidence == "exit code 3"
-    assert cause(end(3, log="\n last words \n\n")).evidence == "last words"
-    assert cause(end(3, error="MyError: no", log="later noise")).evidence == "MyError: no"
+    ended = "rank 0 ended with exit code 3"
+    assert cause(end(3)).evidence == ended
+    assert cause(end(3, log="\n last words \n\n")).evidence == f"{ended}, after: last words"
+    named = cause(end(3, error="MyError: no", log="later noise"))
+    assert named.evidence == "MyError: no"
 
 
 def test_evidence_is_cut_to_a_readable_length():

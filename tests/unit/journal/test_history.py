@@ -19,9 +19,11 @@ from perdure.training.journal.records import (
     RunEnded,
     RungFailed,
 )
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Recovery, Rung
 from perdure.training.reporting.rows import attempt_rows
+from perdure.training.reporting.summary import faults_by_class
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH,
@@ -114,6 +116,39 @@ def test_a_recovery_that_another_fault_cut_short_is_kept_apart_from_one_that_fai
         seen(cut), seen(ended(2, None, succeeded=False)), *failed(1),
     )  # fmt: skip
     assert [recovery.cut_short for recovery in history.recoveries()] == [True, False, False]
+
+
+def asked(attempt: int, to_step: int | None, code: int = 85) -> list[AnyRecord]:
+    """The end of an attempt whose program asked with an exit code to be started again."""
+    fault = Fault(FaultClass.RESTART_REQUESTED, 1.0, f"asked with exit code {code}", node="node-0")
+    return [over(attempt, fault=fault, to_step=to_step), decided(attempt)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "progressed"),
+    [
+        ((20, 40, 60), [True, True, False]),
+        ((20, 20, 20), [False, False, False]),
+        ((20, None, 40), [True, False, False]),
+        ((20, 10, 30), [True, True, False]),
+    ],
+)
+def test_a_start_that_the_program_asked_for_is_free_once_the_next_one_comes_further(
+    steps, progressed
+):
+    records: list[AnyRecord] = []
+    for attempt, to_step in enumerate(steps, start=1):
+        records += [*([started(attempt)] if attempt > 1 else []), *asked(attempt, to_step)]
+    assert progress(*records) == progressed
+
+
+def test_a_start_that_the_program_asked_for_is_no_fault_and_no_failure_between_saves():
+    history = history_of(*asked(1, 20), started(2), *failed(2))
+    ends = [view.ended for view in history.attempts]
+    assert [end is not None and end.is_fault for end in ends] == [False, True]
+    alone = history_of(*failed(1, duration_s=10.0))
+    assert history.mtbf_s(100.0) == alone.mtbf_s(100.0)
+    assert faults_by_class(history) == {FaultClass.NATIVE_CRASH: 1}
 
 
 RECOVERED = (seen(began(1)), seen(ended(1, 14)))

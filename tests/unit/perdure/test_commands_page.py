@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import typer
 
 from perdure.cli import app
+from tests.unit.perdure.commands import perdure
 
 PAGE = Path(__file__).parents[3].joinpath("docs/commands.md").read_text(encoding="utf-8")
 SECTIONS = dict(
@@ -47,3 +49,7 @@ def test_a_section_lists_every_option_of_its_command_and_no_other(name):
 def test_every_command_of_the_overview_has_a_section():
     links = set(re.findall(r"\]\(#(perdure-[a-z-]+)\)", PAGE))
     assert links == {name.replace(" ", "-") for name in COMMANDS}
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert perdure("--version").strip() == f"perdure {version('perdure')}"

@@ -94,7 +94,7 @@ def test_a_pause_is_a_request_in_the_store_and_confirmed_when_the_ranks_pause(
     assert read_control(store, "small").pause
     assert printed() == [
         "small: waiting until every rank pauses at a step boundary",
-        "small: paused; `perdure resume small` continues it",
+        "small: paused; 'perdure resume small' continues it",
     ]
 
 
@@ -213,13 +213,13 @@ def status(*arguments: str) -> str:
 def test_status_shows_that_a_run_is_paused_and_how_to_resume_it(run, store):
     assert json.loads(status("--json"))["state"] == "running"
     write_control(store, "small", pause=True)
-    assert "a pause is requested; `perdure resume small` continues it" in status()
+    assert "a pause is requested; 'perdure resume small' continues it" in status()
     append(run, *seen(STANDS))
     reported = json.loads(status("--json"))
     assert (reported["state"], reported["pause_wanted"]) == ("paused", True)
     assert reported["pause"] == {"at_s": 20.0, "step": 20}
     assert "state: paused" in status()
-    assert "paused at step 20; `perdure resume small` continues it" in status()
+    assert "paused at step 20; 'perdure resume small' continues it" in status()
 
 
 def test_status_counts_recoveries_inside_the_processes_and_shows_the_last(run):

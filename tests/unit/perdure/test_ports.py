@@ -85,8 +85,8 @@ def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_ch
         arguments = ["run", job] if command == "run" else command.split()
         line = error_line(capsys, *arguments)
     assert f"port {port} is taken by another program (pid {os.getpid()}" in line
-    assert f"{port} is remembered from an earlier `perdure server start --port {port}`" in line
-    assert "`perdure server start --port N` changes it, --port 0 forgets it" in line
+    assert f"{port} is remembered from an earlier 'perdure server start --port {port}'" in line
+    assert "'perdure server start --port N' changes it, --port 0 forgets it" in line
     assert "perdure: --port" not in line
 
 

@@ -242,7 +242,8 @@ def a_critical_chip_fault_never_heals_in_place(asked: Asked) -> bool:
 
 
 def a_code_that_separates_its_chip_never_heals_in_place(asked: Asked) -> bool:
-    stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: IN_PROCESS}.get(asked.fault.code or "", ())
+    inside = tuple(rung for rung in IN_PROCESS if rung in ON_CHIP)  # another node is another chip
+    stays = {SEPARATE_CODE: ON_CHIP, RESET_CODE: inside}.get(asked.fault.code or "", ())
     hint = asked.fault.severity == Severity.HINT and stays == ON_CHIP
     return hint or asked.decision.rung not in stays
 
@@ -273,6 +274,16 @@ def a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated(asked: 
     could = is_first and policy.pod_retries > 0 and Rung.POD_RESCHEDULE in asked.supported
     return asked.decision.isolate is None and (
         not could or asked.decision.rung is Rung.POD_RESCHEDULE
+    )
+
+
+def a_node_that_takes_no_files_is_left(asked: Asked) -> bool:
+    if asked.fault.code != "NODE_UNWRITABLE" or asked.fault.fault_class != "storage_error":
+        return True
+    return asked.decision.rung in (
+        Rung.POD_RESCHEDULE,
+        Rung.JOB_RESCHEDULE_ISOLATED,
+        Rung.STOP,
     )
 
 
@@ -500,6 +511,12 @@ def what_the_evidence_leaves_to_the_user_is_tried_once(asked: Asked) -> bool:
 def a_full_store_is_not_filled_again(asked: Asked) -> bool:
     is_full = asked.fault.fault_class == "storage_error" and asked.fault.code == "STORE_FULL"
     return not is_full or asked.decision.rung is Rung.STOP
+
+
+def a_job_that_a_person_cancelled_is_not_started_again(asked: Asked) -> bool:
+    met = asked.fault
+    is_cancelled = met.fault_class == "preempted" and met.recoverable_by == "user-fix"
+    return not is_cancelled or asked.decision.rung is Rung.STOP
 
 
 def an_unsupported_rung_is_skipped_and_the_decision_names_it(asked: Asked) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from perdure.training.diagnosis.rules import load_rules
 from perdure.training.recovery.chips import BY_LEVEL, ChipAnswer, Severity, _facts
 from perdure.training.recovery.faults import (
+    NODE_UNWRITABLE,
     USER_CAUSED_CODES,
     Fault,
     FaultClass,
@@ -179,6 +180,42 @@ def test_a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated():
     assert choose(met, pod_retries=0).rung is Rung.JOB_RESCHEDULE
     full = Capacity(healthy=2, needed=2)
     assert "no healthy spare" not in choose(met, pod_retries=1, capacity=full).reason
+
+
+FULL_NODE = Fault(
+    FaultClass.STORAGE_ERROR,
+    0.0,
+    "node-0 takes no files: No space left on device: /scratch",
+    node="node-0",
+    code=NODE_UNWRITABLE,
+)
+
+
+def test_a_node_that_takes_no_files_is_left():
+    spare = Capacity(healthy=3, needed=2)
+    decision = choose(FULL_NODE, capacity=spare)
+    assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-0")
+    moved = choose(FULL_NODE, pod_retries=1, capacity=spare)
+    assert (moved.rung, moved.isolate) == (Rung.POD_RESCHEDULE, "node-0")
+
+
+def test_a_node_that_takes_no_files_ends_the_run_where_no_other_is_free():
+    decision = choose(FULL_NODE, capacity=Capacity(healthy=1, needed=1))
+    assert (decision.rung, decision.isolate) == (Rung.STOP, None)
+    assert "No space left on device: /scratch, and no other node is free" in decision.reason
+    assert decision.reason.endswith("then start the run again")
+    assert choose(FULL_NODE, capacity=None).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    unknown = Capacity(healthy=1, needed=1, is_estimate=True)
+    assert choose(FULL_NODE, capacity=unknown).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+def test_a_node_that_takes_no_files_uses_up_the_budget():
+    spare = Capacity(healthy=9, needed=1)
+    past = [Recovery(FULL_NODE, Rung.JOB_RESCHEDULE_ISOLATED, progressed=False)] * 3
+    decision = choose(FULL_NODE, *past, capacity=spare)
+    assert decision.rung is Rung.STOP
+    assert "max_restarts used 3 of 3" in decision.reason
+    assert choose(FULL_NODE, max_restarts=0, capacity=spare).rung is Rung.STOP
 
 
 def crashes(*nodes: str, rung: Rung = Rung.IN_PLACE_RESTART) -> tuple[Recovery, ...]:
@@ -586,6 +623,25 @@ def test_a_full_store_is_not_filled_again():
     decision = choose(of_log(FULL_STORE))
     assert (decision.rung, decision.isolate) == (Rung.STOP, None)
     assert "the run's store is full; make room, then start the run again" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: *** JOB 77 ON n1 CANCELLED AT 2026-02-03T10:00:10 ***",
+        "TERM_OWNER: job killed by owner.",
+        "Gracefully stopping... (press Ctrl+C again to force)",
+    ],
+)
+def test_a_job_that_a_person_cancelled_is_not_started_again(line):
+    decision = choose(of_log(line))
+    assert (decision.rung, decision.isolate) == (Rung.STOP, None)
+    assert "ended by a person, who may start it again" in decision.reason
+
+
+def test_a_job_that_reached_its_time_limit_is_no_job_that_a_person_cancelled():
+    line = "slurmstepd: error: *** JOB 77 ON n1 CANCELLED AT 2026-02-03T10:00:10 DUE TO TIME LIMIT"
+    assert choose(of_log(line)).rung is Rung.JOB_RESCHEDULE
 
 
 def test_an_unsupported_rung_is_skipped_and_the_decision_names_it():

@@ -76,7 +76,7 @@ def test_a_fault_under_recovery_says_what_is_known_and_what_is_not():
     assert result["What did it cost?"] == "not known before it is over, no spare used"
     assert result["Is it over?"] == "Not yet: the recovery is under way"
     assert result["Must somebody act?"] == (
-        "Yes, but it can wait. Have node-1 repaired, then let it back in: "
+        "Yes, but it can wait. Have node-1 checked, then let it back in: "
         "`perdure nodes small --release node-1`"
     )
     assert result["Where are the logs?"] == (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from perdure.training.journal.events import StepRecord
 from perdure.training.reporting.facts import RecoveryFacts
-from perdure.training.reporting.rows import loss_picture, story_rows
+from perdure.training.reporting.rows import loss_picture, num_kept, story_rows
 from tests.unit.journal.histories import (
     CRASH_BEGAN,
     CRASH_FAILED,
@@ -73,3 +73,16 @@ def test_the_picture_marks_recovered_faults_and_the_others():
 def test_a_thousand_recoveries_still_make_a_picture():
     many = [LINK_BEGAN.model_copy(update={"number": number}) for number in range(1, 1001)]
     assert loss_picture(history_of(*many), {1: STEP}).startswith(b"\x89PNG")
+
+
+def test_steps_of_a_command_that_shows_every_tenth_are_all_counted():
+    history = history_of()
+    history.job = {"worker": {"command": ["train"]}}
+    shown = {step: replace(STEP, step=step) for step in (20, 30, 40)}
+    assert num_kept(history, shown) == 30, "it began at step 10"
+
+
+def test_steps_before_the_first_of_the_run_are_not_counted_as_its_steps():
+    history = history_of()
+    records = {step: replace(STEP, step=step) for step in range(12, 21)}
+    assert num_kept(history, records) == 10

@@ -27,6 +27,7 @@ from perdure.storage.local import MARKER, LocalStore
 from perdure.storage.manifest import digest
 from perdure.storage.saving import SaveHooks, TieredSaver
 from perdure.storage.staging import SavePlans
+from perdure.training.agent.checkpoint_server import FIRST_CONTAINER_ENV
 from tests.unit.storage.nodes import (
     Cluster,
     bytes_of,
@@ -218,6 +219,31 @@ def test_the_checkpoint_server_starts_as_a_command_and_never_loads_torch(cluster
     modules = json.loads(out.splitlines()[-1])
     assert "perdure.storage" in modules
     assert not {"torch", "numpy", "prefect"} & set(modules)
+
+
+def test_sigterm_to_all_leaves_the_server_of_an_agent_until_the_agent_closes_its_pipe(
+    cluster, tmp_path
+):
+    name = f"perdure-test-{uuid.uuid4().hex}"
+    command = "from perdure.training.agent import checkpoint_server as c; c.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, str(tmp_path / "job.json"), name],
+        cwd=tmp_path,
+        env={**os.environ, FIRST_CONTAINER_ENV: ""},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert b"ready" in process.stdout.readline()
+    with CheckpointClient(name) as client:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        save_steps(client, 10)  # after the signal: the ranks save last
+        assert process.poll() is None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(240) == 0
+    assert offered(cluster.checkpoints) == [10]
 
 
 def test_the_checkpoint_server_ends_in_time_though_an_upload_hangs(cluster, tmp_path):

@@ -99,6 +99,10 @@ class FakeFleet:
     poll_s = 0.0
     first_container = ""
 
+    @property
+    def are_terminated(self) -> bool:
+        return False
+
     def leftovers(self) -> Sequence[str]:
         return ()
 
@@ -200,7 +204,7 @@ class FakeFleet:
     def stop(self, grace_s: float) -> None:
         pass
 
-    def metrics(self, offset: int) -> tuple[str, int]:
+    def metrics(self, offset: int, *, of_attempt: tuple[int, int] | None = None) -> tuple[str, int]:
         now = self.cluster.now
         text = self.cluster.live.get(now, "") if now in self.cluster.written else ""
         return text[offset:], len(text)
@@ -211,7 +215,9 @@ class FakeFleet:
     def read_logs(self, query: ReadLogsQuery) -> Sequence[tuple[str, LogPiece]]:
         return []
 
-    def texts(self, tail_bytes: int, *, since_s: float) -> Sequence[tuple[str, NodeLog]]:
+    def texts(
+        self, tail_bytes: int, *, since_s: float, of_attempt: tuple[int, int] | None = None
+    ) -> Sequence[tuple[str, NodeLog]]:
         return []
 
     def stacks(self) -> Sequence[tuple[str, NodeLog]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,9 +16,17 @@ from perdure.training.commands.checkpoint_watch import answer_saved_query
 from perdure.training.config.job import Job, parse_job
 from perdure.training.engines.base import Snapshot
 from perdure.training.errors import InputError
+from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
+from perdure.training.journal.records import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointRecorded,
+    ResumeChosen,
+)
 from perdure.training.preflight.job import check_without_store
-from perdure.training.supervisor.starting import CheckpointFinder, Resumption
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.supervisor.starting import CheckpointFinder, ResumeChoice, Resumption
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent import SavedQuery
 from perdure.training.wire.agent_status import AgentState, AgentStatus, SavedCheckpoint
@@ -48,8 +57,11 @@ class Nodes:
 
 
 def newest(nodes: Any, store: Any = None, **worker: Any) -> SavedCheckpoint | None:
-    ask = CheckpointFinder(job(**worker), nodes, store)
-    return ask.find_newest(RunHistory(), cwd="/here", variables={"A": "b"})
+    return (
+        CheckpointFinder(job(**worker), nodes, store, RunHistory(), "/here", {"A": "b"})
+        .choose()
+        .saved
+    )
 
 
 def test_without_a_place_of_checkpoints_nobody_is_asked():
@@ -111,8 +123,15 @@ class Parts:
         nodes = parse_job(
             job_document(worker={"command": ["true"], "checkpoints": IN_PARTS}, engine={"nodes": 2})
         )
-        ask = CheckpointFinder(nodes, Nodes(self.on_nodes), self.store)  # type: ignore[arg-type]
-        checkpoint = ask.find_newest(RunHistory(), cwd="/", variables={})
+        ask = CheckpointFinder(
+            nodes,
+            Nodes(self.on_nodes),
+            self.store,
+            RunHistory(),
+            "/",
+            {},  # type: ignore[arg-type]
+        )
+        checkpoint = ask.choose().saved
         return (checkpoint.step, checkpoint.saved_in) if checkpoint is not None else None
 
 
@@ -150,8 +169,11 @@ def test_of_the_only_node_a_checkpoint_counts_that_is_not_stored_yet(tmp_path):
         parse_job(job_document(worker=worker, engine={"nodes": 1})),
         nodes,  # type: ignore[arg-type]
         LocalStore(tmp_path),
+        RunHistory(),
+        "/",
+        {},
     )
-    assert ask.find_newest(RunHistory(), cwd="/", variables={}) == saved(20)
+    assert ask.choose().saved == saved(20)
     assert not nodes.asked[0].is_in_parts
 
 
@@ -253,3 +275,110 @@ def test_what_nodes_say_that_they_have_saved_is_noted_once():
     later = status.model_copy(update={"saved": (saved(20), saved(30))})
     progress.take_snapshot(Snapshot({0: later}), at_s=2.0)
     assert progress.checkpoints == [30]
+
+
+def record(history: RunHistory, path: str, step: int, *, number: int, is_unreadable: bool) -> None:
+    """Add an attempt that was given a checkpoint and died before its first step."""
+    fault_class = FaultClass.CHECKPOINT_CORRUPT if is_unreadable else FaultClass.NATIVE_CRASH
+    facts: dict[str, Any] = {"epoch": 1, "placement": 1, "attempt": number}
+    history.attempts.append(
+        AttemptView(
+            AttemptStarted(at_s=50.0, from_step=0, **facts),
+            (),
+            resume=ResumeChosen(at_s=50.0, step=step, path=path, **facts),
+            ended=AttemptEnded(
+                at_s=60.0, outcome="failed", to_step=None, proc_start_cnt={}, duration_s=1.0,
+                fault=Fault(fault_class, 60.0, "x"), **facts,
+            ),
+        )
+    )  # fmt: skip
+
+
+def choose(
+    *saves: SavedCheckpoint, unreadable: Sequence[int], recorded: Sequence[int] = ()
+) -> ResumeChoice:
+    history = RunHistory()
+    for number, step in enumerate(unreadable, 2):
+        record(history, f"/out/{step}", step, number=number, is_unreadable=True)
+    history.checkpoints = [
+        CheckpointRecorded(at_s=1.0, epoch=1, placement=1, attempt=1, step=step)
+        for step in recorded
+    ]
+    nodes: Any = Nodes({"node-0": saves})
+    spec = job(checkpoints=CHECKPOINTS)
+    return CheckpointFinder(spec, nodes, None, history, "/", {}).choose()  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_could_not_be_loaded_gives_way_to_the_one_before():
+    choice = choose(saved(30, "/out/30"), saved(40, "/out/40"), unreadable=[40], recorded=[30, 40])
+    assert not_none(choice.saved).step == 30
+    assert [(c.path, c.why) for c in choice.set_aside] == [
+        ("/out/40", "attempt 1.2 could not load it")
+    ]
+
+
+def test_several_are_ruled_out_one_after_the_other():
+    saves = [saved(step, f"/out/{step}") for step in (20, 30, 40)]
+    choice = choose(*saves, unreadable=[40, 30], recorded=[20, 30, 40])
+    assert not_none(choice.saved).step == 20
+    assert [c.path for c in choice.set_aside] == ["/out/40", "/out/30"]
+
+
+def test_the_same_step_saved_later_is_another_checkpoint():
+    again = saved(40, "/out/40").model_copy(update={"written_s": 100.0})
+    choice = choose(saved(30, "/out/30"), again, unreadable=[40], recorded=[30, 40])
+    assert choice == ResumeChoice(again)
+
+
+def test_another_end_before_the_first_step_rules_nothing_out():
+    history = RunHistory()
+    record(history, "/out/40", 40, number=2, is_unreadable=False)
+    nodes: Any = Nodes({"node-0": (saved(40, "/out/40"),)})
+    finder = CheckpointFinder(job(checkpoints=CHECKPOINTS), nodes, None, history, "/", {})  # type: ignore[arg-type]
+    assert finder.choose() == ResumeChoice(saved(40, "/out/40"))
+
+
+def test_a_run_whose_only_checkpoint_cannot_be_loaded_starts_anew():
+    choice = choose(saved(40, "/out/40"), unreadable=[40], recorded=[40])
+    assert choice.saved is None
+    assert [c.path for c in choice.set_aside] == ["/out/40"]
+
+
+def test_a_run_that_has_trained_for_long_does_not_start_anew():
+    choice = choose(saved(40, "/out/40"), unreadable=[40], recorded=[10, 20, 30, 40])
+    assert choice == ResumeChoice(saved(40, "/out/40"))
+
+
+def test_what_was_cut_short_is_set_aside_and_never_chosen():
+    torn = saved(40, "/out/40").model_copy(update={"is_whole": False})
+    choice = choose(saved(20, "/out/20"), torn, unreadable=[])
+    assert not_none(choice.saved).step == 20
+    assert [(c.path, c.why) for c in choice.set_aside] == [("/out/40", "its save was cut short")]
+    assert choose(torn, unreadable=[]).saved is None
+
+
+def test_a_save_that_another_node_sees_whole_is_not_torn():
+    seen_late = saved(40, "/out/40").model_copy(update={"is_whole": False})
+    nodes: Any = Nodes({"node-0": (saved(40, "/out/40"),), "node-1": (seen_late,)})
+    spec = job(checkpoints=CHECKPOINTS)
+    finder = CheckpointFinder(spec, nodes, None, RunHistory(), "/", {})  # type: ignore[arg-type]
+    assert finder.choose() == ResumeChoice(saved(40, "/out/40"))
+
+
+def test_only_a_lost_node_leaves_it_open_whether_something_is_still_written():
+    for fault_class, is_over in ((FaultClass.NATIVE_CRASH, True), (FaultClass.NODE_LOST, False)):
+        history = RunHistory()
+        record(history, "/out/40", 40, number=1, is_unreadable=False)
+        (view,) = history.attempts
+        ended = not_none(view.ended).model_copy(update={"fault": Fault(fault_class, 55.0, "x")})
+        history.attempts = [replace(view, ended=ended)]
+        nodes = Nodes({"node-0": ()})
+        spec = parse_job(
+            job_document(
+                worker={"command": ["true"], "checkpoints": CHECKPOINTS},
+                engine={"kind": "kubernetes", "image": "registry/image:1"},
+            )
+        )
+        CheckpointFinder(spec, nodes, None, history, "/", {}).choose()  # type: ignore[arg-type]
+        assert nodes.asked[0].is_over is is_over
+        assert nodes.asked[0].until_s == (60.0 if is_over else 55.0)

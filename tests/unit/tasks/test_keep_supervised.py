@@ -9,10 +9,11 @@ from uuid import uuid4
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun
 from prefect.logging import disable_run_logger
 
 from perdure.tasks.hooks import take_down_run
-from perdure.tasks.keep_supervised import Unseen, _contained, _of_known, note_end
+from perdure.tasks.keep_supervised import Unseen, _contained, _of_known, may_begin, note_end
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeReleased, RunCreated, RunEnded
 from perdure.training.supervisor.job_registry import remember_job, unended_runs
@@ -20,6 +21,7 @@ from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.jobs import small_job
 
+DEAD = (1 << 22) + 1  # no pid of Linux is so large
 LOG = logging.getLogger("test")
 
 
@@ -32,6 +34,22 @@ def run(tmp_path, perdure_home) -> RunHandle:
     made.ledger.append(RunCreated, job=job.model_dump(mode="json"), cwd=str(tmp_path))
     remember_job(perdure_home, job)
     return made
+
+
+@pytest.mark.parametrize(
+    ("started", "may"),
+    [
+        (None, False),
+        (str(DEAD), False),
+        (f"host:{DEAD}", False),
+        (str(os.getpid()), True),
+        (f"host:{os.getpid()}", True),
+        ("namespace:pretrain-x7k2p", True),
+    ],
+)
+def test_a_pending_flow_run_begins_when_its_process_lives_or_its_container_may(started, may):
+    flow_run = FlowRun(flow_id=uuid4(), infrastructure_pid=started)
+    assert may_begin(flow_run) is may
 
 
 def end(run: RunHandle, outcome: str = "completed") -> None:

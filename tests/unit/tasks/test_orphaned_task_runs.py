@@ -14,21 +14,21 @@ from tests.unit.journal.histories import BEGINNING, NOW, decided, over, placed, 
 CANCELLED = RunEnded(**NOW, outcome="cancelled", message="")
 CASES: dict[str, tuple[tuple[AnyRecord, ...], str, StateType, str, str]] = {
     "an attempt that lives": (
-        (), "attempt 1.1 from step 0", StateType.CRASHED, "Adopted",
+        (), "attempt 1.1 from step 0", StateType.CANCELLED, "Adopted",
         "its supervisor is gone; attempt 1.1 went on and was adopted by supervisor 2",
     ),
     "its placement": (
-        (), "placement 1 on node-0,node-1", StateType.CRASHED, "Adopted", "attempt 1.1 went on",
+        (), "placement 1 on node-0,node-1", StateType.CANCELLED, "Adopted", "attempt 1.1 went on",
     ),
     "an adopted attempt that was lost again": (
-        (), "attempt 1.1 (adopted)", StateType.CRASHED, "Adopted", "attempt 1.1 went on",
+        (), "attempt 1.1 (adopted)", StateType.CANCELLED, "Adopted", "attempt 1.1 went on",
     ),
     "an attempt that failed": (
         (over(), decided()), "attempt 1.1 from step 0", StateType.FAILED, "RestartInPlace",
         "native_crash on rank 1 on node-0 at step 40: in_place_restart",
     ),
     "a placement that has a further attempt": (
-        (over(), decided(), started(2)), "placement 1 on node-0", StateType.CRASHED, "Adopted",
+        (over(), decided(), started(2)), "placement 1 on node-0", StateType.CANCELLED, "Adopted",
         "attempt 1.2 went on",
     ),
     "a placement that is over": (

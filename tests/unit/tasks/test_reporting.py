@@ -250,7 +250,7 @@ def test_every_note_is_a_line_of_the_log(event, text):
         ((), None),
         ((LINK_BEGAN,), "recovering: link_down -> step_retry"),
         ((LINK_BEGAN, LINK_RECOVERED), None),
-        ((LINK_BEGAN, LINK_RECOVERED, STANDS), "paused at step 20"),
+        ((LINK_BEGAN, LINK_RECOVERED, STANDS), "paused at step 20 since 1970-01-01 00:00:20 UTC"),
         ((STANDS, GOES_ON), None),
     ],
 )

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import base64
 import logging
+import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from perdure.tasks.artifacts import Artifact
 from perdure.tasks.story import UPDATE_PERIOD_S, RunReporter
+from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.journal.history import replay
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
+from perdure.training.wire.agent_status import AgentState, AgentStatus
+from perdure.training.wire.store_wait import Wait, WaitKind
 from tests.jobs import small_job
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -91,12 +96,12 @@ def test_the_activity_follows_recoveries_and_pauses(see):
     assert see(LINK_BEGAN, fresh=1, steps=[STEP]) == "recovering: link_down -> step_retry"
     assert see(LINK_BEGAN) == "recovering: link_down -> step_retry"
     assert see(LINK_BEGAN, LINK_RECOVERED, fresh=1) == "training"
-    assert see(STANDS, fresh=1) == "paused at step 20"
+    assert see(STANDS, fresh=1).startswith("paused at step 20 since ")
     assert see(STANDS, GOES_ON, fresh=1) == "training"
 
 
 def test_a_supervisor_that_adopts_a_paused_attempt_shows_that_it_is_paused(see, reported):
-    assert see(STANDS, fresh=0) == "paused at step 20"
+    assert see(STANDS, fresh=0).startswith("paused at step 20 since ")
     assert reported.events == [], "what is on record was reported by the supervisor before"
 
 
@@ -229,3 +234,35 @@ def test_somebody_is_called_once_for_each_thing_and_again_when_it_comes_back(see
     see(HOT, COOLED, fresh=1)
     see(HOT, fresh=1)
     assert [kind for kind, _ in reported.events].count("action_required") == 2
+
+
+STORE_WAIT = Wait(kind=WaitKind.STORE, since_s=1_000.0, why="SlowDown")
+
+
+def test_a_wait_for_the_store_is_the_phase_once_no_step_comes(story, see, reported):
+    see(steps=[STEP])
+    story.waits(STORE_WAIT)
+    assert story.phase == "waiting for the store since 1970-01-01 00:16:40 UTC: SlowDown"
+    assert reported.shown["progress"].description.startswith(story.phase)
+    story.waits(None)
+    assert story.phase == "training"
+    assert reported.shown["progress"].description.startswith("training")
+
+
+def test_a_run_that_trains_beside_a_wait_says_both(story, see):
+    see(steps=[STEP])
+    story._last = replace(STEP, at_s=time.time())
+    story.waits(STORE_WAIT)
+    assert story.phase.startswith("training; waiting for the store since ")
+
+
+def test_a_wait_that_an_agent_reports_is_the_phase(story, see):
+    see(steps=[STEP])
+    status = AgentStatus(
+        node="node-0", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1, store_wait=STORE_WAIT,
+    )  # fmt: skip
+    story.on_progress(Progress(snapshot=Snapshot({0: status}), last=STEP))
+    assert story.phase == STORE_WAIT.text
+    story.on_progress(Progress(last=STEP))
+    assert story.phase == "training"

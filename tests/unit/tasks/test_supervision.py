@@ -94,7 +94,7 @@ def test_a_paused_run_that_is_started_again_stays_paused_with_a_warning(supervis
     write_control(supervision.run.store, "small", pause=True)
     supervision._take()
     assert read_control(supervision.run.store, "small").pause
-    assert "its ranks wait for `perdure resume small`" in caplog.text
+    assert "its ranks wait for 'perdure resume small'" in caplog.text
 
 
 def taken_by(supervision, monkeypatch, flow_run: str | None) -> None:

@@ -7,6 +7,7 @@ they are at one step. Times are seconds, steps completed optimizer steps.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -66,6 +67,8 @@ class AgentRequests:
         self.save = True
 
     def _on_terminate(self, _number: int, _frame: object) -> None:
+        # All ranks leave together: without this line, nothing shows which of them got the signal.
+        os.write(2, f"[rank{os.environ.get('RANK', '?')}]: received SIGTERM\n".encode())
         if not self.in_loop:
             sys.exit(EXIT_RESTART_ME)
         self.stop = True
@@ -271,7 +274,7 @@ class StepLoop:
             self._check_stretch()
             return
         if not step.is_applied:
-            raise ValueError(f"step {step.number}: use it as `with step:`")
+            raise ValueError(f"step {step.number}: use it as 'with step:'")
         state = self.state
         state.step, state.vote, state.in_flight = step.number, step.vote, None
         state.skipped = ()

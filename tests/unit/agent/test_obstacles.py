@@ -1,0 +1,97 @@
+"""Who holds what is in the way, and what of it an agent removes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.training.agent.obstacles import (
+    SharedMemoryNames,
+    describe_obstacles,
+    remove_leftovers,
+)
+
+
+def test_a_file_that_the_run_left_is_removed(tmp_path):
+    lock = tmp_path / "train.lock"
+    lock.write_text("4711")
+    (described,) = describe_obstacles([f"File exists: '{lock}'"], since_s=0.0)
+    assert described.is_of_run
+    assert "removed before the next start" in described.text
+    remove_leftovers([str(lock)], since_s=0.0)
+    assert not lock.exists()
+
+
+def test_a_file_that_was_there_before_the_run_stays_and_is_named(tmp_path):
+    lock = tmp_path / "train.lock"
+    lock.write_text("4711")
+    after_s = time.time() + 100
+    (described,) = describe_obstacles([f"File exists: '{lock}'"], since_s=after_s)
+    assert not described.is_of_run
+    assert "before the run" in described.text
+    remove_leftovers([str(lock)], since_s=after_s)
+    assert lock.exists()
+
+
+def test_a_file_that_a_living_process_holds_stays_and_its_holder_is_named(tmp_path):
+    lock = tmp_path / "train.lock"
+    with lock.open("w"):
+        (described,) = describe_obstacles([f"File exists: '{lock}'"], since_s=0.0)
+        assert not described.is_of_run
+        assert f"(pid {os.getpid()}, user " in described.text
+        remove_leftovers([str(lock)], since_s=0.0)
+    assert lock.exists()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/etc/passwd")])
+def test_folders_and_links_are_never_removed(tmp_path, make):
+    path = tmp_path / "train.lock"
+    make(path)
+    remove_leftovers([str(path)], since_s=0.0)
+    assert os.path.lexists(path)
+
+
+def test_a_socket_without_its_server_is_removed_and_one_with_it_stays(tmp_path):
+    path = tmp_path / "a.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        remove_leftovers([str(path)], since_s=0.0)
+        assert path.exists()
+    remove_leftovers([str(path)], since_s=0.0)
+    assert not path.exists()
+
+
+def test_the_holder_of_a_port_is_named():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        line = f"failed to bind to 127.0.0.1:{port}: Address already in use"
+        (described,) = describe_obstacles([line], since_s=0.0)
+        assert f"port {port} is held by" in described.text
+        assert f"(pid {os.getpid()}, user " in described.text
+    (described,) = describe_obstacles([line], since_s=0.0)
+    assert described.text == f"no process that can be seen holds port {port} now"
+
+
+def test_names_of_a_killed_process_are_removed_and_data_for_later_lives_stays(tmp_path):
+    (tmp_path / "psm_0a1b2c3d").write_text("of another program")
+    names = SharedMemoryNames(tmp_path)
+    left = ("psm_1a2b3c4d", "sem.mp-x_y", "torch_41_7_0", "index-4711", "ring-4711-0")
+    data = ("corpus.bin", "shard-0", "shard-1", "shard-4711", "cache-3f9a2b7c")
+    for name in (*left, *data):
+        (tmp_path / name).write_text("x")
+    names.remove_new({4711, 4712})
+    assert {path.name for path in tmp_path.iterdir()} == {"psm_0a1b2c3d", *data}
+
+
+def test_fifty_lives_leave_no_name_with_a_pid(tmp_path):
+    for pid in range(2_000, 2_050):
+        names = SharedMemoryNames(tmp_path)
+        (tmp_path / f"ring-{pid}").write_text("x")
+        names.remove_new({pid})
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,203 @@
+"""The holders of what is in the way of a start, and the removal of what the run itself left.
+
+Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import re
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from perdure.training.diagnosis.obstacles import SHARED_MEMORY, find_obstacles
+from perdure.training.wire.agent_status import Obstacle, ObstacleKind
+
+MAX_OBSTACLES = 4
+MAX_NAME_CHARS = 120
+_DEVICE_FILES = ("/dev/davinci{}", "/dev/nvidia{}", "/dev/accel{}")
+# Names that libraries choose anew for every process: no later process can ask for them.
+_OF_LIBRARY = re.compile(
+    r"psm_[0-9a-f]{8}|wnsm_[0-9a-f]{8}|sem\.(?:mp-|loky-)\S+|torch_\d+_\d+_\d+|nccl-\w+"
+    r"|__KMP_REGISTERED_LIB_\d+(?:_\d+)?|cuda\.shm\.\S+|loky-\d+-\S+|(?:vader|sm)_segment\.\S+"
+)
+_NUMBER = re.compile(r"\d+")
+_log = logging.getLogger("perdure.agent")
+
+
+def describe_obstacles(texts: Iterable[str], *, since_s: float) -> tuple[Obstacle, ...]:
+    """Describe what the output of an attempt says to be taken, and who holds it now.
+
+    Args:
+        texts: the ends of the output of processes that failed.
+        since_s: when the run was created.
+    """
+    things = dict.fromkeys(
+        (kind, name)
+        for text in texts
+        for kind, name in find_obstacles(text)
+        if kind is not ObstacleKind.FILE or os.path.lexists(name)
+    )
+    return tuple(_describe(kind, name, since_s) for kind, name in [*things][:MAX_OBSTACLES])
+
+
+def remove_leftovers(paths: Iterable[str], *, since_s: float) -> None:
+    """Remove files that the run left behind; those of others stay, and are named in the log."""
+    for path in paths:
+        why_not = _why_not_the_runs(Path(path), since_s)
+        if why_not is None:
+            _remove(Path(path))
+        elif os.path.lexists(path):
+            _log.warning(f"{path} is in the way and stays: {why_not}")
+
+
+class SharedMemoryNames:
+    """The names in /dev/shm before an attempt, to find what it leaves there.
+
+    Args:
+        folder: in place of /dev/shm.
+    """
+
+    def __init__(self, folder: Path = Path(SHARED_MEMORY)) -> None:
+        self._folder = folder
+        self._before = frozenset(self._list())
+
+    def remove_new(self, pids: Collection[int]) -> None:
+        """Remove what processes of an attempt that are gone left under names of their own.
+
+        A name without a pid stays: data that is unpacked for later lives has such a name.
+
+        Args:
+            pids: processes of the attempt, none of which lives.
+        """
+        new = [name for name in self._list() if name not in self._before]
+        for name in new:
+            is_own = _OF_LIBRARY.fullmatch(name) or _has_pid(name, new, pids)
+            if is_own and _why_not_the_runs(self._folder / name, 0.0) is None:
+                _remove(self._folder / name)
+
+    def _list(self) -> list[str]:
+        try:
+            return sorted(path.name for path in self._folder.iterdir())
+        except OSError:
+            return []
+
+
+def _has_pid(name: str, names: Iterable[str], pids: Collection[int]) -> bool:
+    """Whether each name of the same form has the number of a process; else they are counted."""
+    form = _NUMBER.sub("#", name)
+    alike = (other for other in names if _NUMBER.sub("#", other) == form)
+    return all(any(int(n) in pids for n in _NUMBER.findall(other)) for other in alike)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _log.warning(f"{path}, which a killed process left, cannot be removed: {error}")
+        return
+    _log.info(f"{path} is removed: a killed process left it")
+
+
+def _why_not_the_runs(path: Path, since_s: float) -> str | None:
+    """Explain why a file may not be removed; None: it is the run's, and nobody holds it."""
+    try:
+        status = path.lstat()
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+    if stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode):
+        return "it is no file"
+    if status.st_uid != os.geteuid():
+        return f"it belongs to {_user_name(status.st_uid)}"
+    if status.st_ctime < since_s:
+        return "it was there before the run"
+    holder = next(_holders_of_file(path, status), None)
+    return f"it is held by {_name(holder)}" if holder is not None else None
+
+
+def _describe(kind: ObstacleKind, name: str, since_s: float) -> Obstacle:
+    if kind is ObstacleKind.FILE:
+        return _describe_file(name, since_s)
+    if kind is ObstacleKind.PORT:
+        where, holders = f"port {name}", list(_holders_of_port(int(name)))
+    else:
+        paths = [name] if name.startswith("/") else [form.format(name) for form in _DEVICE_FILES]
+        present = [Path(path) for path in paths if Path(path).exists()]
+        where = str(present[0]) if present else f"device {name}"
+        holders = [h for path in present for h in _holders_of_file(path, path.stat())]
+    names = " and ".join(map(_name, holders[:2]))
+    text = (
+        f"{where} is held by {names}" if names else f"no process that can be seen holds {where} now"
+    )
+    return Obstacle(kind=kind, name=name, text=text)
+
+
+def _describe_file(name: str, since_s: float) -> Obstacle:
+    why_not = _why_not_the_runs(Path(name), since_s)
+    removal = "a process of this run left it, and it is removed before the next start"
+    text = f"{name} is in the way: {why_not or removal}"
+    return Obstacle(kind=ObstacleKind.FILE, name=name, is_of_run=why_not is None, text=text)
+
+
+def _holders_of_port(port: int) -> Iterator[psutil.Process]:
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections(kind="inet"):
+            is_bound = connection.laddr and connection.laddr.port == port
+            if is_bound and connection.status == psutil.CONN_LISTEN and connection.pid:
+                with suppress(psutil.Error):
+                    yield psutil.Process(connection.pid)
+
+
+def _holders_of_file(path: Path, status: os.stat_result) -> Iterator[psutil.Process]:
+    """Find processes that have a file open, mapped or, for a socket, bound."""
+    bound = set(_inodes_of_socket(path)) if stat.S_ISSOCK(status.st_mode) else set()
+    for process in psutil.process_iter():
+        if _holds(process.pid, path, status, bound):
+            yield process
+
+
+def _inodes_of_socket(path: Path) -> Iterator[str]:
+    with suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+            columns = line.split(maxsplit=7)
+            if columns[7:] == [str(path)]:
+                yield f"socket:[{columns[6]}]"
+
+
+def _holds(pid: int, path: Path, status: os.stat_result, bound: Collection[str]) -> bool:
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if bound:
+                    if str(link.readlink()) in bound:
+                        return True
+                elif os.path.samestat(link.stat(), status):
+                    return True
+    with suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return any(line.endswith(f" {path}") for line in maps.splitlines())
+    return False
+
+
+def _name(process: psutil.Process) -> str:
+    """Name a process by its command line, pid and user."""
+    try:
+        words = " ".join(process.cmdline()) or process.name()
+        return f"{words[:MAX_NAME_CHARS]} (pid {process.pid}, user {process.username()})"
+    except psutil.Error:
+        return f"pid {process.pid}"
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,136 @@
+"""Waits of a run's processes: for its store, for a free node, for a person.
+
+A process that waits for the store says so in a file of its container's folder, which the agent
+reports; a supervisor says so on its machine. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+from pydantic import Field, ValidationError
+
+from perdure.storage.errors import StorageError
+from perdure.storage.frozen_model import FrozenModel
+from perdure.training.files import write_whole
+
+_NOTES = "store-wait-*.json"
+_RUN_NOTE = "waits.json"
+
+
+class WaitKind(StrEnum):
+    """What a run waits for."""
+
+    STORE = "store"
+    NODE = "node"
+    RESUME = "resume"
+
+
+_WORDS = {
+    WaitKind.STORE: "waiting for the store",
+    WaitKind.NODE: "waiting for a free node",
+    WaitKind.RESUME: "paused",
+}
+
+
+class Wait(FrozenModel):
+    """A wait under way."""
+
+    kind: WaitKind = Field(description="what the run waits for")
+    since_s: float = Field(description="time at which the wait began")
+    why: str = Field(description="the last answer: an error of the store, the lack of a node")
+
+    @property
+    def text(self) -> str:
+        """For people, on one line."""
+        since = f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        why = " ".join(self.why.split())
+        return f"{_WORDS[self.kind]} since {since}: {why}"
+
+
+class _ProcessNote(Wait):
+    pid: int
+
+
+@dataclass(slots=True)
+class StoreWaitNote:
+    """The note of a process that waits for the store; safe for several threads.
+
+    Attributes:
+        folder: the container's.
+        name: of the process, in the note's file name.
+        clock: wall time.
+    """
+
+    folder: Path
+    name: str
+    clock: Callable[[], float] = time.time
+    _since_s: float | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def failed(self, error: StorageError, lasted_s: float) -> None:
+        """Note that a request failed, and is sent again.
+
+        Args:
+            error: the store's last answer.
+            lasted_s: time since the request was first sent.
+        """
+        with self._lock, suppress(OSError):  # the wait matters, not its note
+            self._since_s = self._since_s or self.clock() - lasted_s
+            note = _ProcessNote(
+                kind=WaitKind.STORE, since_s=self._since_s, why=str(error), pid=os.getpid()
+            )
+            write_whole(self._path, note.model_dump_json(), private=True)
+
+    def passed(self) -> None:
+        """Note that the store answers again."""
+        with self._lock, suppress(OSError):
+            self._since_s = None
+            self._path.unlink(missing_ok=True)
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / _NOTES.replace("*", self.name)
+
+
+def read_store_wait(folder: Path) -> Wait | None:
+    """Read the longest wait for the store of a container's processes; None: none waits."""
+    waits = [wait for path in folder.glob(_NOTES) if (wait := _read_process_note(path)) is not None]
+    return min(waits, key=lambda wait: wait.since_s, default=None)
+
+
+def _read_process_note(path: Path) -> Wait | None:
+    try:
+        note = _ProcessNote.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
+    if not psutil.pid_exists(note.pid):  # killed while it waited
+        return None
+    return Wait(kind=note.kind, since_s=note.since_s, why=note.why)
+
+
+def write_wait(run_folder: Path, wait: Wait | None) -> None:
+    """Note on this machine what the supervisor of a run waits for; None: for nothing."""
+    path = run_folder / _RUN_NOTE
+    with suppress(OSError):  # its disk may be the one that is full
+        if wait is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_whole(path, wait.model_dump_json(), private=True)
+
+
+def read_wait(run_folder: Path) -> Wait | None:
+    """Read what the supervisor of a run on this machine waits for."""
+    try:
+        return Wait.model_validate_json((run_folder / _RUN_NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValidationError):
+        return None
