@@ -66,7 +66,11 @@ def test_a_slow_start_of_a_session_says_whether_processors_were_busy():
     [
         (STEP, GANG, ""),
         (QUIET, (rank_at(0, phase="", counts_collectives=False),), ""),
-        (QUIET, (), "step 11/100 loss 2.1\nstep 12/100 loss 2.0\n"),
+        (
+            replace(QUIET, field="watch.output_quiet_s"),
+            (),
+            "step 11/100 loss 2.1\nstep 12/100 loss 2.0\n",
+        ),
     ],
     ids=["a step of these processes", "a rank has stepped", "steps in an output nobody follows"],
 )
