@@ -160,24 +160,32 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
-def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
+def _reason_again(case: LadderInput) -> str | None:
+    """Explain a stop for a fault that came to the same place again; None for other answers."""
     fault = case.fault
-    if is_cancelled(case):
-        return f"{fault.fault_class}: the job was ended by a person, who may start it again"
     if is_oom_again(case):
         return f"{fault.fault_class} again at step {fault.step} is for the user to fix"
     if is_hang_again(case):
         rank = f" of rank {fault.rank}" if fault.rank is not None else ""
         place = f"at step {fault.step}{rank} in {fault.frame}"
         return f"{fault.fault_class} again {place} is for the user to fix: {fault.action}"
+    if is_the_users_again(case):
+        return f"{fault.fault_class} again, and its evidence is for the user to fix"
+    return None
+
+
+def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
+    fault = case.fault
+    if is_cancelled(case):
+        return f"{fault.fault_class}: the job was ended by a person, who may start it again"
     if is_store_full(case):
         return f"{fault.fault_class}: the run's store is full; make room, then start the run again"
     if rung is Rung.STOP and case.fault.is_of_unwritable_node:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
         return f"{fault.fault_class}: {fault.evidence}{where}; {UNWRITABLE_ADVICE}"
-    if is_the_users_again(case):
-        return f"{fault.fault_class} again, and its evidence is for the user to fix"
+    if (reason := _reason_again(case)) is not None:
+        return reason
     if LADDER[fault.fault_class] == (Rung.STOP,):
         return f"{fault.fault_class} is for the user to fix"
     passed = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]

@@ -84,7 +84,7 @@ class AttemptWatch:
         termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 all that an attempt needs
         self,
         fleet: Fleet,
         job: Job,
