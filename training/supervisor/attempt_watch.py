@@ -69,38 +69,48 @@ class _Failure:
     is_late_start: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptStart:
+    """The start of an attempt that is watched.
+
+    Attributes:
+        key: placement and attempt; an agent may still report an earlier attempt.
+        at_s: seconds since the epoch.
+        factor: times the limit of a start.
+    """
+
+    key: tuple[int, int]
+    at_s: float
+    factor: float = 1.0
+
+
 class AttemptWatch:
     """Watches the attempt that `fleet` is running.
 
     Args:
         fleet: where the attempt runs.
         job: its limits say how long processes get to start and to end.
-        key: placement and attempt; whatever an agent reports of an earlier attempt is left out.
-        started_s: when the attempt was started, seconds since the epoch.
-        start_factor: times the limit of a start.
+        start: its key and its time.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
         termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
-    def __init__(  # noqa: PLR0913 all that an attempt needs
+    def __init__(
         self,
         fleet: Fleet,
         job: Job,
+        start: AttemptStart,
         *,
-        key: tuple[int, int],
-        started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
-        start_factor: float = 1.0,
         watchers: Sequence[AttemptWatcher] = (),
         termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
-        self._key = key
-        self._started_s = started_s
-        self._start_timeout_s = start_factor * job.restart.start_timeout_s
+        self._start = start
+        self._start_timeout_s = start.factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
@@ -129,10 +139,10 @@ class AttemptWatch:
             self._stop_ordered = True
 
     def _follower(self) -> Follower:
-        return Follower(partial(self._fleet.metrics, of_attempt=self._key))
+        return Follower(partial(self._fleet.metrics, of_attempt=self._start.key))
 
     def _poll(self) -> Snapshot:
-        return self._fleet.poll().of_attempt(*self._key)
+        return self._fleet.poll().of_attempt(*self._start.key)
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
@@ -383,7 +393,7 @@ class AttemptWatch:
         """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
         # An earlier report of the platform is not about the end of this attempt.
         texts = self._fleet.texts(
-            DEVICE_LOG_TAIL_BYTES, since_s=self._started_s, of_attempt=self._key
+            DEVICE_LOG_TAIL_BYTES, since_s=self._start.at_s, of_attempt=self._start.key
         )
         for node, text in texts:
             yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
