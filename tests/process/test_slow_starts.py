@@ -80,7 +80,6 @@ def test_an_idle_start_that_hangs_again_at_the_same_place_stops_the_run(home):
 def play_session(home: Path, name: str, **env: str) -> RunOutcome:
     changes: dict[str, Any] = {
         "worker": {"recipe": "tests.recipes.lone_evaluation:main", "cwd": str(REPO)},
-        "data": None,
         "checkpoint": {"every_steps": 5},
         "restart": {"hang_timeout_s": 3},
         "engine": {"kind": "local", "nodes": 1, "slots_per_node": 2, "spares": 0, "warm_spares": 0},

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,6 +65,8 @@ def main(job: Any) -> None:
             with session.evaluation() if "IN_PHASE" in os.environ else nullcontext():
                 if session.rank == 0:
                     evaluate()
+                if "IN_PHASE" in os.environ:
+                    dist.barrier()
         with step:
             for x in step.micro_batches():
                 step.backward(model(x).square().mean())

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 from perdure.training.agent.processors import available_cores, waited_for_processor_s
+from perdure.training.agent.worker_output import STREAMS, tail
 from perdure.training.agent.worker_process import SessionActivity, read_session_activity
 from perdure.training.agent.workers import WorkerGroup
+from perdure.training.diagnosis.ending import shows_steps
 from perdure.training.liveness.culprit import STOPPED
 from perdure.training.liveness.hang_limits import (
     QUIET_FIELD,
@@ -37,6 +39,7 @@ MAX_PERIOD_S = 30.0
 COMMAND = "command"
 # After its last step is saved, a program has this long without any sign of life.
 DONE_QUIET_S = 120.0
+TAIL_BYTES = 64 * 1024
 _AWAITING = frozenset({Phase.START, Phase.RECOVER})
 
 
@@ -241,6 +244,7 @@ class HangCheck:
         if inactivity is not None:
             use = ProcessorUse(inactivity.cores, inactivity.waited, available_cores())
             has_printed = group.output.size_bytes(group.ranks) > 0
+            is_start = is_start and not _shows_steps(group)
             since = "" if has_printed else ", nothing printed since its start"
             self._command_hang = HangReport(
                 rank=None,
@@ -265,6 +269,14 @@ def _working_pids(group: WorkerGroup) -> Mapping[int, int]:
     """
     ranks = group.command_statuses()
     return {rank.local_rank: rank.pid for rank in ranks if rank.local_rank is not None}
+
+
+def _shows_steps(group: WorkerGroup) -> bool:
+    """Whether the end of the output has a step, where the job does not say how to read it."""
+    if group.step_follower is not None:
+        return False
+    paths = [group.output.path(rank, stream) for rank in group.ranks for stream in STREAMS]
+    return any(shows_steps(tail(path, TAIL_BYTES)) for path in paths if path.exists())
 
 
 def _read_activity_before_steps(

@@ -51,6 +51,7 @@ from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import scan_text
 from perdure.training.diagnosis.worker_finding import choose_finding
 from perdure.training.liveness.culprit import find_standstill
+from perdure.training.liveness.hang_limits import OUTPUT_FIELD
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
     SLOW_START,
@@ -298,7 +299,8 @@ def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
 
 def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
     code = late_start(evidence.silent, evidence.rank_progress)
-    if any(shows_steps(end.log) for end in evidence.workers):
+    is_by_output = any(silent.field == OUTPUT_FIELD for silent in evidence.silent)
+    if is_by_output and any(shows_steps(end.log) for end in evidence.workers):
         code = None
     standstill = find_standstill(evidence.rank_progress) if evidence.silent else None
     if standstill is not None and standstill.missing:

@@ -55,8 +55,11 @@ def advise(silent: SilentRank, missing: RankSnapshot | None, *, is_start: bool) 
     alone = ""
     if missing is not None and not missing.is_waiting:
         where = f"If rank {missing.rank} evaluates, saves or loads there while the others wait, "
-        put = "put that inside `with session.evaluation():` on every rank. "
-        beat = "write Phase.EVALUATE into its heartbeat before it. "
+        put = (
+            "put that inside `with session.evaluation():` on every rank, with a dist.barrier() at "
+            "its end, where the others wait. "
+        )
+        beat = "write Phase.EVALUATE into the heartbeats of all ranks before it. "
         alone = where + (put if missing.counts_collectives else beat)
     if is_start:
         return (

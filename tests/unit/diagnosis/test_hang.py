@@ -51,15 +51,6 @@ def test_a_slow_start_names_its_field_its_value_and_the_reasons_that_it_may_have
     assert "skipping data" in fault.action
 
 
-@pytest.mark.parametrize(
-    ("silent", "ranks", "log"),
-    [
-        (STEP, GANG, ""),
-        (QUIET, (rank_at(0, phase="", counts_collectives=False),), ""),
-        (QUIET, (), "step 11/100 loss 2.1\nstep 12/100 loss 2.0\n"),
-    ],
-    ids=["a step of these processes", "a rank has stepped", "steps in an output nobody follows"],
-)
 def test_a_slow_start_of_a_session_says_whether_processors_were_busy():
     use = "no step since its start, processors were busy, 1.00 of 8 cores in use all the while"
     start = replace(
@@ -70,6 +61,19 @@ def test_a_slow_start_of_a_session_says_whether_processors_were_busy():
     assert f"(raise restart.start_timeout_s if it needs longer): {use}" in fault.evidence
 
 
+@pytest.mark.parametrize(
+    ("silent", "ranks", "log"),
+    [
+        (STEP, GANG, ""),
+        (QUIET, (rank_at(0, phase="", counts_collectives=False),), ""),
+        (
+            replace(QUIET, field="watch.output_quiet_s"),
+            (),
+            "step 11/100 loss 2.1\nstep 12/100 loss 2.0\n",
+        ),
+    ],
+    ids=["a step of these processes", "a rank has stepped", "steps in an output nobody follows"],
+)
 def test_a_hang_after_a_step_is_no_slow_start(silent, ranks, log):
     assert fault_of(silent, ranks=ranks, log=log).code is None
 

@@ -221,9 +221,12 @@ def test_a_process_without_a_step_gets_a_multiple_of_its_limit_where_starts_were
 
 def test_a_process_without_a_beat_gets_a_multiple_of_its_limit_where_starts_were_slow():
     detector = HangDetector(SilenceLimits(10.0, start_factor=4.0))
-    mute = {"mute": {0: START_S}, "since_s": START_S}
-    assert detector.judge({}, now_s=START_S + 40.0, **mute) is None
-    assert not_none(detector.judge({}, now_s=START_S + 41.0, **mute)).field == START_FIELD
+
+    def at(now_s: float) -> Hang | None:
+        return detector.judge({}, now_s=now_s, since_s=START_S, mute={0: START_S})
+
+    assert at(START_S + 40.0) is None
+    assert not_none(at(START_S + 41.0)).field == START_FIELD
 
 
 @pytest.mark.parametrize("phase", [Phase.DONE, Phase.STOPPED])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from perdure.training.diagnosis.evidence import SilentRank
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import AlertKind
 from perdure.training.liveness.start_patience import StartPatience
@@ -29,7 +30,7 @@ def hang(**changes: Any) -> HangReport:
 
 def progress_of(*hangs: HangReport | None) -> Progress:
     agents = {
-        f"node-{member}": AgentStatus(
+        member: AgentStatus(
             node=f"node-{member}", member=member, state=AgentState.RUNNING, schedule_cnt=1,
             proc_start_cnt=1, placement=1, attempt=3, is_command=True, is_launcher=True,
             hang=report,
@@ -62,7 +63,8 @@ def test_a_third_slow_start_is_ended_only_if_no_node_computes(hangs, is_ended):
     result = check_of().check(progress_of(*hangs))
     assert (result is not None) is is_ended
     if result is not None:
-        assert not_none(result.culprit).is_slow_start  # type: ignore[union-attr]
+        assert isinstance(result.culprit, SilentRank)
+        assert result.culprit.is_slow_start
 
 
 def test_a_slow_start_that_is_not_ended_raises_the_alert():
