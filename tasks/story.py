@@ -276,8 +276,8 @@ class RunReporter:
         if task_run is None or placed is None:
             return
         nodes = ",".join(member.node for member in placed.members)
-        beginning, _, rest = task_run.name.partition(" on ")
-        continued = CONTINUED if rest.endswith(CONTINUED) else ""
+        beginning, _, former_nodes = task_run.name.partition(" on ")
+        continued = CONTINUED if former_nodes.endswith(CONTINUED) else ""
         name = f"placement {placed.placement} on {nodes}{continued}"
         if name.startswith(f"{beginning} on ") and name != task_run.name:
             task_run.name = name  # each of its states sends the name along (3.8.8)
