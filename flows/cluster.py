@@ -20,8 +20,10 @@ from kubernetes import client, config
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
 from prefect.workers.process import ProcessWorker
 
+from perdure.storage.proxies import bypass_proxies
 from perdure.tasks.prefect_client import client_without_retries
 
 POD_ENV, NAMESPACE_ENV = "PERDURE_POD", "PERDURE_NAMESPACE"
@@ -94,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     template = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     namespace = os.environ[NAMESPACE_ENV]
+    cluster = f"https://{os.environ.get('KUBERNETES_SERVICE_HOST', '')}"
+    bypass_proxies(os.environ, (cluster, PREFECT_API_URL.value() or ""))
     image = own_image(os.environ[POD_ENV], namespace)
     await_server()
     with get_client(sync_client=True) as server:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,11 +19,13 @@ from typing import Any
 
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
 from prefect.runner import Runner
+from prefect.settings import PREFECT_API_URL
 from typing_extensions import override
 
 from perdure.flows import automations
 from perdure.flows.keep_supervised import keep_supervised
 from perdure.flows.pretrain import pretrain
+from perdure.storage.proxies import bypass_proxies
 from perdure.tasks.relaunch import AUTO_RESUME
 
 NAME = "served"
@@ -68,6 +71,7 @@ async def serve(name: str = NAME) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Serve under the name that is given."""
     argv = sys.argv[1:] if arguments is None else arguments
+    bypass_proxies(os.environ, (PREFECT_API_URL.value() or "",))
     with suppress(KeyboardInterrupt):
         asyncio.run(serve(*argv[:1]))
 

@@ -46,6 +46,7 @@ from perdure.training.environment import Variable, check_environment, worker_var
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.log import start_logging
+from perdure.training.processes import raise_open_files
 from perdure.training.supervisor import runbook as cancelling
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 
@@ -134,7 +135,7 @@ def cancel(run: RunName) -> None:
         credentials = credentials_of(job)
         print(cancelling.cancel(RunSupervisor(job, home=home_folder(), credentials=credentials)))
         return
-    server.use_server()
+    server.use_server(must_answer=False)
     from perdure.tasks.hooks import cancel_run  # noqa: PLC0415 imports Prefect
 
     print(cancel_run(job))
@@ -159,6 +160,7 @@ def notify(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: every expected error ends with one line on stderr and its exit code."""
     start_logging(is_command=True)
+    raise_open_files()
     try:
         app(arguments)
     except InputError as error:

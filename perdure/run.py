@@ -219,8 +219,7 @@ def _supervise_here(
         console.print(f"{state.name}: {state.message}", soft_wrap=True)
         console.print(f"'perdure status {job.run_id}' shows it", soft_wrap=True)
         return EXIT_FAILED
-    if has_store(job.storage):
-        _print_outcome(console, job, ui_url)
+    _print_outcome(console, job, ui_url)
     text = _end_text(state.type.value, state.message or str(state.name))
     text = plain(text.replace(REOPEN, resume_hint))
     console.print(text, soft_wrap=True)
@@ -270,6 +269,8 @@ def _reopen(job: Job) -> None:
 
 
 def _print_outcome(console: Console, job: Job, ui_url: str) -> None:
+    if not has_store(job.storage):
+        return
     store = store_of(job)
     folder = home_folder() / "runs" / job.run_id
     history = Ledger(store, job.run_id).read()

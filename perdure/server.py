@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from perdure.console import warn
 from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.proxies import bypass_proxies, export_line, proxy_of
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder, private_folder, write_whole
 from perdure.training.masking import mask_text
@@ -40,6 +41,7 @@ REMEMBERED = (
     "'perdure server start --port N' changes it, --port 0 forgets it"
 )
 START_TIMEOUT_S = 120.0  # 18 s were measured for a first start, 23 s on a loaded machine
+ANNOUNCED_AFTER_S = 10.0
 STOP_TIMEOUT_S = 8.0
 MAX_COMMAND = 80  # characters
 _PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)
@@ -119,6 +121,8 @@ def start(port: Port = None) -> None:
     if port is not None:
         _remember(ServerSettings(port=port or None))
     print(f"Prefect UI: {record.ui_url}\nexport PREFECT_API_URL={record.api_url}")
+    if no_proxy := export_line(record.api_url):
+        print(no_proxy)
     if os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         print('export PREFECT_API_AUTH_STRING="$PREFECT_SERVER_API_AUTH_STRING"')
 
@@ -138,14 +142,18 @@ def configured_api() -> str | None:
     return url
 
 
-def use_server() -> str:
+def use_server(*, must_answer: bool = True) -> str:
     """Make sure that a Prefect server answers, and have Prefect use it.
+
+    Args:
+        must_answer: whether a proxy that refuses to reach it is an error, or a warning.
 
     Returns:
         Address of the UI.
 
     Raises:
-        InputError: the server asks for another auth string than this shell has.
+        InputError: the server asks for another auth string than this shell has, or a proxy
+            refuses to reach it.
         PerdureError: the server did not start.
     """
     for name, value in CLIENT_SETTINGS.items():
@@ -159,15 +167,17 @@ def use_server() -> str:
         if of_server := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
             os.environ.setdefault("PREFECT_API_AUTH_STRING", of_server)
         _reload_settings()
-    _refuse_unauthorized(api_url)
+    bypass_proxies(os.environ, (api_url,))
+    _check_answer(api_url, must_answer=must_answer)
     return api_url.removesuffix("/api")
 
 
-def _refuse_unauthorized(api_url: str) -> None:
-    """Refuse a wrong auth string on one line; the flow would fail with a traceback.
+def _check_answer(api_url: str, *, must_answer: bool) -> None:
+    """Refuse a wrong auth string, or a proxy, on one line; the flow would fail with a traceback.
 
     Raises:
-        InputError: the server refuses requests with this auth string, or without one.
+        InputError: the server refuses requests with this auth string, or without one; or a proxy
+            does not reach it.
     """
     from perdure.tasks.prefect_client import client_without_retries  # noqa: PLC0415 imports Prefect
 
@@ -180,8 +190,28 @@ def _refuse_unauthorized(api_url: str) -> None:
                 "PREFECT_API_AUTH_STRING",
                 f"differs from the auth string of the Prefect server at {api_url}",
             ) from None
-    except httpx.HTTPError:
-        return  # the flow waits for its server
+        _explain_proxy(api_url, f"it answers {error.response.status_code}", is_error=must_answer)
+    except httpx.HTTPError as error:  # without a proxy, the flow waits for its server
+        _explain_proxy(api_url, str(error) or type(error).__name__, is_error=must_answer)
+
+
+def _explain_proxy(api_url: str, reason: str, *, is_error: bool) -> None:
+    """Name the proxy through which the server is not reached, if there is one.
+
+    Raises:
+        InputError: there is one, and that is an error.
+    """
+    proxy = proxy_of(api_url)
+    if proxy is None:
+        return
+    host = httpx.URL(api_url).host
+    text = (
+        f"the Prefect server at {api_url} is not reached through the proxy of {proxy}: {reason}; "
+        f"if it needs no proxy, add {host} to no_proxy"
+    )
+    if is_error:
+        raise InputError("PREFECT_API_URL", text)
+    warn(text)
 
 
 @contextmanager
@@ -195,12 +225,31 @@ def _one_start() -> Iterator[None]:
 
 def _running_server() -> ServerRecord | None:
     """The server that runs on this machine, once it answers; a busy one gets time to do so."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while (record := _alive_server()) is not None and time.monotonic() < deadline_s:
+    wait = _Wait()
+    while (record := _alive_server()) is not None and wait.goes_on(record):
         if _answers(record):
             return record
         time.sleep(0.5)
     return None
+
+
+class _Wait:
+    """A wait for a server that has started, with a line about it once it is long."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+        self._is_announced = False
+
+    def goes_on(self, record: ServerRecord) -> bool:
+        """Whether there is time left; prints the line when it is due."""
+        waited_s = time.monotonic() - self._started_s
+        if waited_s > ANNOUNCED_AFTER_S and not self._is_announced:
+            self._is_announced = True
+            warn(
+                f"waiting up to {START_TIMEOUT_S:g} s for the Prefect server at {record.ui_url} "
+                f"(pid {record.pid}); its log: {_log_path()}"
+            )
+        return waited_s < START_TIMEOUT_S
 
 
 def stop_started() -> None:
@@ -237,7 +286,7 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         port = _first_free()
     elif problem := _why_taken(port):
         raise InputError("--port", problem)
-    log_path = folder / "server.log"
+    log_path = _log_path()
     settings = {
         **CLIENT_SETTINGS,
         **SERVER_SETTINGS,
@@ -246,10 +295,12 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         "PREFECT_SERVER_UI_API_URL": f"http://127.0.0.1:{port}/api",
         "PREFECT_UI_URL": f"http://127.0.0.1:{port}",  # of links in notifications
     }
+    environment = {**os.environ, **settings}
+    bypass_proxies(environment, (settings["PREFECT_UI_URL"],))
     with log_path.open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "prefect", "server", "start", "--port", str(port)],
-            env={**os.environ, **settings},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -260,9 +311,9 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
     # Before it answers: a second command waits for this server instead of starting its own.
     write_whole(_record_path(), record.model_dump_json(), private=True)
-    deadline_s = time.monotonic() + START_TIMEOUT_S
+    wait = _Wait()
     while not _answers(record):
-        if process.poll() is not None or time.monotonic() > deadline_s:
+        if process.poll() is not None or not wait.goes_on(record):
             process.kill()
             _record_path().unlink(missing_ok=True)
             raise PerdureError(f"the Prefect server did not start; see {log_path}")
@@ -324,9 +375,10 @@ def _alive_server() -> ServerRecord | None:
 
 def _answers(record: ServerRecord) -> bool:
     try:
-        return httpx.get(f"{record.api_url}/health", timeout=5.0).status_code == httpx.codes.OK
+        answer = httpx.get(f"{record.api_url}/health", timeout=5.0, trust_env=False)
     except httpx.HTTPError:
         return False
+    return answer.status_code == httpx.codes.OK
 
 
 def _chosen_port() -> int | None:
@@ -344,6 +396,10 @@ def _remember(settings: ServerSettings) -> None:
 
 def _settings_path() -> Path:
     return home_folder() / "prefect" / "settings.json"
+
+
+def _log_path() -> Path:
+    return home_folder() / "prefect" / "server.log"
 
 
 def _record_path() -> Path:
@@ -423,7 +479,8 @@ def _home_of(process: psutil.Process, port: int) -> str:
 
 def _answers_as_prefect(port: int) -> bool:
     try:
-        answer = httpx.get(f"http://127.0.0.1:{port}/api/health", timeout=_ANSWER_S)
+        address = f"http://127.0.0.1:{port}/api/health"
+        answer = httpx.get(address, timeout=_ANSWER_S, trust_env=False)
     except httpx.HTTPError:
         return False
     return answer.text.strip() == "true" or "prefect" in answer.text.lower()

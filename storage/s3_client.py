@@ -7,6 +7,7 @@ gateway in front of the store) are judged by status. Sizes are bytes, times seco
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from perdure.storage.errors import (
     TimedOut,
     TransientError,
 )
+from perdure.storage.proxies import is_direct
 from perdure.storage.s3_options import S3Options, revealed
 
 S3Client = Any  # boto3 generates its clients at run time
@@ -128,8 +130,15 @@ def connect(options: S3Options) -> S3Client:
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             max_pool_connections=4 * options.num_threads,
+            proxies=_proxies(options.endpoint),
         ),
     )
+
+
+def _proxies(endpoint: str | None) -> dict[str, str] | None:
+    """No proxies for an endpoint that needs none; None: boto3 reads the environment."""
+    url = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    return {} if url and is_direct(url) else None
 
 
 def read_into(body: StreamingBody, outs: Sequence[memoryview]) -> int:

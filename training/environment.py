@@ -17,7 +17,7 @@ from perdure.training.config.job import Job
 from perdure.training.config.job_file import refuse_secrets
 from perdure.training.config.recovery import RankTableForm, why_no_megabytes
 from perdure.training.errors import InputError
-from perdure.training.processes import PRELOAD, interface_of
+from perdure.training.processes import PRELOAD, await_address, interface_of
 from perdure.training.wire.node import VISIBLE, device_ids
 
 # Added on top of HCCL_EXEC_TIMEOUT: the event wait must outlast the execution limit
@@ -87,6 +87,7 @@ def interface_variables(host: str) -> dict[str, str]:
     Args:
         host: address of the node by the engine.
     """
+    await_address(host)
     interface = interface_of(host)
     return {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}
 

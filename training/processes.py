@@ -13,6 +13,7 @@ import ipaddress
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -25,6 +26,10 @@ import psutil
 MARKER = "PERDURE_CONTAINER"
 PRELOAD = "PERDURE_PRELOAD"  # in the environment of a fork server: names of modules
 _TRACKER_TIMEOUT_S = 2.0
+# Some programs close every number up to the limit.
+_MOST_FILES = 1 << 20
+RESOLVE_S = 60.0  # for the name of a new container, which may not be known everywhere yet
+RESOLVE_PAUSE_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 # Launchers give a rank its number and its place on the node: torchrun, msrun, Open MPI.
 _RANK_NAMES = (
@@ -214,6 +219,39 @@ def free_port(host: str = "127.0.0.1", *, ports: Iterable[int] = (0,)) -> int:
                 probe.bind((host, port))
                 return int(probe.getsockname()[1])
     raise OSError(f"{host} has no free port of those that were asked for")
+
+
+def await_address(
+    host: str,
+    *,
+    timeout_s: float = RESOLVE_S,
+    resolve: Callable[[str], object] = lambda name: socket.getaddrinfo(name, None),
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str | None:
+    """Wait until a name has an address, as in a container that has just started.
+
+    Returns:
+        Why it has none; None: it has one.
+    """
+    deadline_s = clock() + timeout_s
+    while True:
+        try:
+            resolve(host)
+        except OSError as error:
+            if clock() >= deadline_s:
+                return f"{host!r} has no address after {timeout_s:g} s: {error}"
+        else:
+            return None
+        sleep(RESOLVE_PAUSE_S)
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to the hard one; children inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def interface_of(host: str) -> str | None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -38,8 +40,28 @@ def perdure(environment, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwards(bench, bare):
+# A port that refuses: a request to a proxy fails at once.
+OFFICE = {
+    name: "http://127.0.0.1:9"
+    for lower in ("http_proxy", "https_proxy", "all_proxy")
+    for name in (lower, lower.upper())
+}
+
+
+@pytest.mark.parametrize(
+    "proxies",
+    [
+        pytest.param(OFFICE, id="proxies"),
+        pytest.param({**OFFICE, "no_proxy": ".local"}, id="no_proxy", marks=pytest.mark.long),
+        pytest.param({}, id="plain", marks=pytest.mark.long),
+    ],
+)
+def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwards(
+    bench, bare, proxies
+):
     home, environment = bare
+    plain = {k: v for k, v in environment.items() if not k.lower().endswith("_proxy")}
+    environment = {**plain, **proxies}
     job = Workbench(home, "", bench.corpus).pair("first", steps=4, env={"PACE_S": "0"})
     path = home / "job.yaml"
     path.write_text(yaml.safe_dump(job))
@@ -117,3 +139,46 @@ def answers(url: str) -> bool:
         return httpx.get(url, timeout=30).is_success
     except httpx.HTTPError:
         return False
+
+
+class Deny(BaseHTTPRequestHandler):
+    """A proxy that answers 503 to all requests, as a firewall does."""
+
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_a_proxy_that_refuses_a_remote_server_is_named_on_one_line(bench, bare):
+    home, environment = bare
+    job = Workbench(home, "", bench.corpus).pair("denied", steps=4)
+    path = home / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Deny) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{proxy.server_address[1]}"
+        remote = {"http_proxy": url, "PREFECT_API_URL": "http://prefect.corp.example:4200/api"}
+        done = perdure({**environment, **remote}, "run", str(path))
+        proxy.shutdown()
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"http_proxy={url}: it answers 503" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["run", pytest.param("preflight", marks=pytest.mark.long)])
+def test_a_low_hard_limit_of_open_files_ends_a_command_on_one_line(bench, bare, command):
+    home, environment = bare
+    job = Workbench(home, "", bench.corpus).pair("few-files", steps=4)
+    path = home / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 60; exec {sys.executable} -m perdure {command} {path}"],
+        env=environment, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "the hard limit of open files is 60, and this job needs" in line
+    assert not (home / "runs" / "few-files").exists()

@@ -103,7 +103,7 @@ def test_a_program_that_is_killed_behind_a_pipe_is_started_again_and_completes(t
     assert [int(one.split("/")[0]) for one in counts] == [*range(1, 16), *range(1, 41)]
     assert played.ended == "completed"
     (fault,) = faults_of(played)
-    assert fault.evidence == "exit code 0 at iteration 15 of 40"
+    assert fault.evidence == "ended at iteration 15 of 40 with exit code 0"
     decisions = [view.decision for view in played.history.attempts]
     assert [one and one.rung for one in decisions] == ["in_place_restart", None]
 
@@ -111,7 +111,9 @@ def test_a_program_that_is_killed_behind_a_pipe_is_started_again_and_completes(t
 @pytest.mark.long
 def test_a_program_that_leaves_at_the_same_step_again_is_its_users_to_mend(tmp_path, program):
     played = RunDriver(tmp_path).run(command_job(tmp_path, "leaves", piped(program, "leaves")))
-    assert played.ended == "user_code_error is for the user to fix"
+    assert played.ended == (
+        "ended at iteration 15 of 40 with exit code 0; user_code_error is for the user to fix"
+    )
     first, second = faults_of(played)
     assert (first.fault_class, second.fault_class) == ("unknown", "user_code_error")
     assert "twice at the same step" in second.explanation
@@ -148,7 +150,7 @@ for step in range(int(sys.argv[1])):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("num_steps", "ended"), [(12, "user_code_error"), (30, "completed")])
+@pytest.mark.parametrize(("num_steps", "ended"), [(12, "ended at 11 of 30"), (30, "completed")])
 def test_heartbeats_short_of_the_target_of_the_job_are_no_completion(tmp_path, num_steps, ended):
     program = tmp_path / "train.py"
     program.write_text(HEARTBEATS)
@@ -157,7 +159,7 @@ def test_heartbeats_short_of_the_target_of_the_job_are_no_completion(tmp_path, n
     played = RunDriver(tmp_path).run(job)
     assert played.ended.startswith(ended)
     if ended != "completed":
-        assert faults_of(played)[-1].evidence == f"exit code 0 at step {num_steps - 1} of 30"
+        assert faults_of(played)[-1].evidence == f"ended at {num_steps - 1} of 30 with exit code 0"
 
 
 @pytest.mark.long
@@ -253,6 +255,165 @@ def test_a_completed_command_goes_on_when_it_is_reopened_and_a_changed_one_is_no
     assert "was completed with another worker.command" in bench.look(job("two")).out
     assert words_after(0, job("two"), "--reopen") == ["one", "two"]
     assert words_after(0, job("three", steps=9)) == ["one", "two", "three"]
+
+
+SAVING = """
+import os, pathlib, signal, sys, threading, time
+folder, how, steps = pathlib.Path(sys.argv[1]), sys.argv[2], 40
+folder.mkdir(exist_ok=True)
+tracker = folder / "latest_checkpointed_iteration.txt"
+is_asked = False
+def ask(number, frame):
+    global is_asked
+    is_asked = True
+signal.signal(signal.SIGTERM, ask)
+def save(step):
+    (folder / f"iter_{step:07d}").mkdir(exist_ok=True)
+    (folder / f"iter_{step:07d}" / "model.pt").write_text("x" * 100)
+    tracker.write_text(str(step))
+begin = int(tracker.read_text()) if tracker.exists() else 0
+if begin and how == "empty":
+    print(f"There seems not to be a single sample in your epoch_iterator, stopping at {begin}!")
+    sys.exit(0)
+for step in range(begin + 1, steps + 1):
+    time.sleep(0.02)
+    print(f" iteration {step:8d}/{steps:8d} | lm loss: 1.0E+00 |", flush=True)
+    with (folder / "steps").open("a") as file:
+        file.write(f"{step}\\n")
+    if step == 15 and not begin:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if how == "empty":
+            save(10)
+            os.kill(os.getpid(), signal.SIGKILL)
+    if step == steps or is_asked:
+        save(step)
+    if is_asked:
+        print("[exiting program after receiving SIGTERM.] datetime: now", flush=True)
+        sys.exit(0)
+    if step == 20 and how == "limit":
+        print("[exiting program after 690 minutes] datetime: now", flush=True)
+        sys.exit(0)
+if how == "abort":
+    print("terminate called without an active exception", file=sys.stderr, flush=True)
+    os.abort()
+if how == "raises":
+    open(folder / "best")
+if how == "thread":
+    threading.Thread(target=time.sleep, args=(100_000,)).start()
+"""
+
+
+def saving_job(home: Path, how: str, *, sections: bool = True, **changes: Any) -> Job:
+    """A program in the form of Megatron-LM that resumes from what it has saved."""
+    (home / "train.py").write_text(SAVING)
+    worker: dict[str, Any] = {
+        "command": [sys.executable, str(home / "train.py"), str(home / "saved"), how]
+    }
+    if sections:
+        worker["progress"] = {"kind": "megatron"}
+        worker["checkpoints"] = {"kind": "megatron", "path": str(home / "saved")}
+    return command_job(home, f"saving-{how}", "", worker=worker, **changes)
+
+
+def steps_done(home: Path) -> list[int]:
+    return [int(line) for line in (home / "saved" / "steps").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    "sections", [True, pytest.param(False, marks=pytest.mark.long)], ids=["known", "unknown"]
+)
+def test_a_program_that_saves_on_a_signal_and_exits_with_0_goes_on_from_its_save(
+    tmp_path, sections
+):
+    played = RunDriver(tmp_path).run(saving_job(tmp_path, "signal", sections=sections))
+    assert played.ended == "completed"
+    assert steps_done(tmp_path) == list(range(1, 41)), "no step is lost, and none is done twice"
+    (fault,) = faults_of(played)
+    assert fault.fault_class == "preempted"
+    assert fault.evidence.startswith("ended at iteration 15 of 40" if not sections else "ended at")
+    assert "exiting program after receiving SIGTERM" in fault.evidence
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("abort", "terminate called without an active exception"),
+        pytest.param("raises", "FileNotFoundError", marks=pytest.mark.long),
+        pytest.param("thread", "shows no sign of life", marks=pytest.mark.long),
+    ],
+)
+def test_a_failure_after_the_last_step_is_a_note_of_a_completed_run(tmp_path, how, words):
+    # The save of the last step has been seen by then.
+    played = RunDriver(tmp_path).run(saving_job(tmp_path, how, watch={"command_quiet_s": 12}))
+    assert (played.ended, len(played.history.attempts)) == ("completed", 1)
+    assert steps_done(tmp_path) == list(range(1, 41))
+    ended = played.history.attempts[0].ended
+    assert ended is not None
+    assert (ended.to_step, ended.fault) == (40, None)
+    (note,) = ended.notes
+    assert note.startswith("all 40 steps are done and the checkpoint of step 40 is complete")
+    assert words in note
+    assert played.leftovers == ()
+
+
+@pytest.mark.long
+def test_a_stream_that_is_empty_on_resume_stops_the_run_the_second_time(tmp_path):
+    played = RunDriver(tmp_path).run(saving_job(tmp_path, "empty"))
+    assert played.ended.startswith("ended at 15 of 40 without a step")
+    killed, first, second = faults_of(played)
+    assert killed.fault_class == "native_crash"
+    assert (first.fault_class, second.fault_class) == ("unknown", "launch_misconfigured")
+    assert "its data ends before its target" in second.explanation
+
+
+@pytest.mark.long
+def test_a_limit_of_its_own_ends_a_run_that_says_how_far_it_came(tmp_path):
+    played = RunDriver(tmp_path).run(saving_job(tmp_path, "limit"))
+    assert played.ended.startswith("ended at 20 of 40: [exiting program after 690 minutes]")
+    assert len(played.history.attempts) == 1
+
+
+UNEVEN = """
+import os, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(1, 31):
+    if rank == 1 and step == 11:
+        sys.exit(0)
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        print(f"step {step}/30 loss 2.0", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("per", ["node", "device"])
+def test_a_rank_without_further_data_is_the_first_cause_and_stops_the_run_when_it_leaves_again(
+    tmp_path, per
+):
+    program = tmp_path / "train.py"
+    program.write_text(UNEVEN)
+    launch = (
+        f"exec {sys.executable} -m torch.distributed.run --nproc_per_node=$MA_NUM_GPUS "
+        f"--master_addr=$MASTER_ADDR --master_port=$MASTER_PORT {program}"
+    )
+    script = launch if per == "node" else f"exec {sys.executable} {program}"
+    engine = {"nodes": 1, "slots_per_node": 2, "spares": 0, "grace_s": 1}
+    worker = {"command": ["bash", "-c", script], "per": per}
+    job = command_job(tmp_path, f"uneven-{per}", "", worker=worker, engine=engine)
+    played = RunDriver(tmp_path).run(job)
+    first, second = faults_of(played)
+    assert [(fault.rank, fault.node, fault.code) for fault in (first, second)] == [
+        (1, None, "RANK_ENDED")
+    ] * 2
+    assert second.fault_class == "user_code_error"
+    assert "same number of batches" in second.action
+    assert "rank 1 ended with exit code 0" in played.ended
 
 
 IN_SLICES = """

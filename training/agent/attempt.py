@@ -223,6 +223,7 @@ class NodeAttempt:
             saved=watcher.newest if watcher is not None else (),
             shown=follower.newest if follower is not None else None,
             left_running=group.leftovers.processes if group else (),
+            former_ranks=group.former_ranks() if group else (),
             obstacles=self._obstacles,
             mended_retries=group.mended_retries() if group else {},
             sample=container.sampler.newest,

@@ -35,6 +35,8 @@ from perdure.training.wire.node import NodeSample
 READINGS_IN_QUIET_TIME = 60.0
 MAX_PERIOD_S = 30.0
 COMMAND = "command"
+# After its last step is saved, a program has this long without any sign of life.
+DONE_QUIET_S = 120.0
 _AWAITING = frozenset({Phase.START, Phase.RECOVER})
 
 
@@ -58,8 +60,10 @@ class HangCheck:
     _beat_detector: HangDetector = field(init=False)
     _step_detector: HangDetector = field(init=False)
     _activity_detector: ActivityDetector = field(init=False)
+    _done_detector: ActivityDetector = field(init=False)
     _starts: dict[int, tuple[int, float, SessionActivity]] = field(default_factory=dict)
     _polled_s: float = 0.0
+    _done_polled_s: float = 0.0
     _stopped: dict[tuple[int, int], float] = field(default_factory=dict)  # by key and process
     _awaits_coordinator: bool = False
     _command_hang: HangReport | None = None
@@ -80,6 +84,7 @@ class HangCheck:
         floor_s = max(config.start_timeout_s, config.save_timeout_s or 0.0)
         self._step_detector = HangDetector(replace(limits, floor_s=floor_s))
         self._activity_detector = ActivityDetector(config.command_quiet_s)
+        self._done_detector = ActivityDetector(min(DONE_QUIET_S, config.command_quiet_s))
 
     @property
     def awaits_coordinator(self) -> bool:
@@ -109,7 +114,11 @@ class HangCheck:
         if verdict is None:
             if not self.is_command or beats:
                 return None
-            return self._judge_steps(group, now_s) or self._judge_command(group, sample)
+            return (
+                self._judge_steps(group, now_s)
+                or self._judge_done(group, sample)
+                or self._judge_command(group, sample)
+            )
         is_start = verdict.is_slow_start
         use = self._use_of_starts(group, now_s=now_s) if is_start else None
         return HangReport(
@@ -188,6 +197,32 @@ class HangCheck:
             stopped=tuple(group.stopped_processes()),
             ends_attempt=self.config.hangs_end_attempt,
             field=verdict.field,
+        )
+
+    def _judge_done(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:
+        """Report a command that lives on, idle, once its last step is done and saved."""
+        beat = group.step_follower.beat() if group.step_follower is not None else None
+        saves = group.checkpoint_watcher.newest if group.checkpoint_watcher is not None else ()
+        is_saved = beat is not None and any(save.step >= beat.step for save in saves)
+        if beat is None or beat.phase is not Phase.DONE or not is_saved:
+            return None
+        quiet_s = self._done_detector.quiet_s
+        now_s = time.monotonic()
+        if now_s - self._done_polled_s < quiet_s / READINGS_IN_QUIET_TIME:
+            return None
+        self._done_polled_s = now_s
+        inactivity = self._done_detector.judge(_read_activity(group, self.marker, sample))
+        if inactivity is None:
+            return None
+        return HangReport(
+            rank=None,
+            silent_s=inactivity.silent_s,
+            limit_s=quiet_s,
+            phase=COMMAND,
+            step=beat.step,
+            why="its last step is done and saved, and since then it shows no sign of life",
+            stopped=tuple(group.stopped_processes()),
+            ends_attempt=self.config.hangs_end_attempt,
         )
 
     def _judge_command(self, group: WorkerGroup, sample: NodeSample | None) -> HangReport | None:

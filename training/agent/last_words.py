@@ -9,7 +9,9 @@ CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
+import logging
 import re
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from perdure.training.agent.worker_process import Worker
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.diagnosis.ending import find_last_traceback
 
+_log = logging.getLogger("perdure.agent")
 # Hooks at exit, such as the last upload of a tracker, have this long.
 EXIT_TIME_S = 30.0
 PERIOD_S = 3.0
@@ -57,8 +60,8 @@ class LastWordsCheck:
         proof, self._proof = self._proof, None
         if proof is not None and proof.is_under_way:
             self._proof = proof
-        elif proof is not None and proof.has_left and proof.rank in self._words:
-            group.end_raised(proof.rank, self._words[proof.rank][0])
+        elif proof is not None and proof.has_left and proof.worker.rank in self._words:
+            _end(proof.worker, self._words[proof.worker.rank][0])
         else:
             self._proof = self._next_proof(group, now_s)
 
@@ -92,22 +95,29 @@ class LastWordsCheck:
 class _Proof:
     """The look at the stacks of a worker's processes, in a thread: it runs other programs."""
 
-    rank: int
+    worker: Worker
     is_under_way: bool = True
     has_left: bool = False
 
     @classmethod
     def begin(cls, worker: Worker) -> _Proof:
-        proof = cls(worker.rank)
-        thread = threading.Thread(target=proof._look, args=(worker.process.pid,), daemon=True)
-        thread.start()
+        proof = cls(worker)
+        threading.Thread(target=proof._look, daemon=True).start()
         return proof
 
-    def _look(self, pid: int) -> None:
+    def _look(self) -> None:
         try:
-            self.has_left = any(has_left_program(dump_stacks(p), p) for p in _tree(pid))
+            pids = _tree(self.worker.process.pid)
+            self.has_left = any(has_left_program(dump_stacks(pid), pid) for pid in pids)
         finally:
             self.is_under_way = False
+
+
+def _end(worker: Worker, line: str) -> None:
+    """End a process whose program an exception has ended: its end is that of the exception."""
+    _log.warning(f"rank {worker.rank} lives on after an exception and is ended: {line}")
+    worker.raised = line
+    worker.process.send_signal(signal.SIGKILL)
 
 
 def _tree(pid: int) -> Sequence[int]:

@@ -10,11 +10,12 @@ import os
 import subprocess
 import time
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perdure.training.agent.fork_server import ForkedProcess
+from perdure.training.agent.fork_server import KILL_WAIT_S, ForkedProcess
 from perdure.training.agent.processors import waited_for_processor_s
 from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader
 from perdure.training.processes import process_state
@@ -50,6 +51,13 @@ class Worker:
     def exit_code(self) -> int | None:
         """Exit code; of a process that lived on after an exception, the one it was to have."""
         return 1 if self.raised is not None and self.process.returncode else self.process.returncode
+
+    def kill(self) -> None:
+        """SIGKILL the process and wait for its end, but not for ever: a driver may hold it."""
+        self.process.kill()
+        if isinstance(self.process, subprocess.Popen):
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(KILL_WAIT_S)
 
     def beat(self) -> Heartbeat | None:
         """Read its newest heartbeat, ignoring those of the process that it replaces."""

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import psutil
 
 from perdure.training.agent.coordinator_client import AgentCoordinatorClient, address_file
-from perdure.training.agent.fork_server import KILL_WAIT_S, Fork, ForkedProcess
+from perdure.training.agent.fork_server import Fork, ForkedProcess
 from perdure.training.agent.preparation import platform_variables, rank_variables
 from perdure.training.agent.worker_output import ASCEND_PATH, STREAMS, WorkerOutput
 from perdure.training.agent.worker_process import SessionActivity, Worker, read_error
@@ -46,7 +45,7 @@ from perdure.training.processes import (
 from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
 from perdure.training.telemetry.hccl_retries import RetryLogs
 from perdure.training.wire.agent import AgentConfig, StartOrder
-from perdure.training.wire.agent_status import RankStatus, WorkerStatus
+from perdure.training.wire.agent_status import FormerRank, RankStatus, WorkerStatus
 from perdure.training.wire.coordinator import CoordinatorAddress
 
 _log = logging.getLogger("perdure.agent")
@@ -193,7 +192,7 @@ class WorkerGroup:
         worker = self._workers[self.ranks.index(rank)]
         # A living process causes no failure, should no other take its place.
         worker.stopped_by_agent = worker.stopped_by_agent or worker.process.poll() is None
-        _kill(worker.process)
+        worker.kill()
         if worker.process.poll() is None:
             _log.error(f"rank {rank} is not replaced: its process does not end")
             self._note_failure()
@@ -386,14 +385,6 @@ class WorkerGroup:
         """The workers whose processes have not ended."""
         return [worker for worker in self._workers if worker.ended_s is None]
 
-    def end_raised(self, rank: int, line: str) -> None:
-        """End a process that lives on after an exception: its end is that of the exception."""
-        for worker in self.running_workers:
-            if worker.rank == rank and self._kill_at_s is None:
-                _log.warning(f"rank {rank} lives on after an exception and is ended: {line}")
-                worker.raised = line
-                worker.process.send_signal(signal.SIGKILL)
-
     @property
     def is_ending(self) -> bool:
         """Whether a process has ended, so that more is to be done soon."""
@@ -421,8 +412,7 @@ class WorkerGroup:
         """
         if self.order.is_command:
             return {}
-        running = (w for w in self._workers if w.ended_s is None)
-        return {w.local_rank: w.started_s for w in running if w.beat() is None}
+        return {w.local_rank: w.started_s for w in self.running_workers if w.beat() is None}
 
     def pids(self) -> dict[int, int]:
         """List the processes of workers that run, by local rank."""
@@ -439,8 +429,7 @@ class WorkerGroup:
                 pid=worker.process.pid,
                 own_file=stacks_file(self.folder, worker.local_rank),
             )
-            for worker in self._workers
-            if worker.ended_s is None
+            for worker in self.running_workers
         ]
 
     @property
@@ -469,6 +458,12 @@ class WorkerGroup:
         """Return the status of each known rank of a command, whose workers are its launchers."""
         return tuple(self._command.statuses()) if self._command is not None else ()
 
+    def former_ranks(self) -> tuple[FormerRank, ...]:
+        """List the ranks of a launcher that have ended, once they are known."""
+        if self._command is None or not self.order.is_launcher:
+            return ()
+        return self._command.former(is_over=any(w.ended_s is not None for w in self._workers))
+
     def stopped_processes(self) -> list[str]:
         """List processes of a command that a signal has stopped and that belong to no rank."""
         processes = self._command.stopped() if self._command is not None else []
@@ -487,11 +482,9 @@ class WorkerGroup:
     def _error_of(self, worker: Worker) -> dict[str, Any]:
         """Return what a program recorded about its end, with secrets masked."""
         error = read_error(worker.error_file)
-        early = self._ended_early(worker)
+        early = self._ended_early(worker) or worker.raised
         if early is not None:
             error["message"] = early
-        if worker.raised is not None:
-            error.setdefault("message", worker.raised)
         if error.get("message"):
             error["message"] = mask_text(error["message"], self.secrets)
         return error
@@ -503,11 +496,3 @@ class WorkerGroup:
             is_command=self.order.is_command,
             is_early=self._ended_early(worker) is not None,
         )
-
-
-def _kill(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
-    """SIGKILL a process and wait for its end, but not for ever: a driver may hold it."""
-    process.kill()
-    if isinstance(process, subprocess.Popen):
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_WAIT_S)

@@ -149,6 +149,7 @@ class StepTracker:
     _recorded_s: float | None = None
     _lacks_loss: bool = False
     _shows_loss: bool = False
+    _printed_target: int | None = None
 
     def take(self, lines: Iterable[str], *, since_s: float, at_s: float) -> list[StepRecord]:
         """Read new lines. Returns the records of new steps.
@@ -158,7 +159,8 @@ class StepTracker:
             since_s: when the last call was; steps of this call lie evenly between then and now.
             at_s: the time.
         """
-        readings = [shown for line in lines if (shown := self.read(line))]
+        shown_lines = (shown for line in lines if (shown := self.read(line)))
+        readings = [shown for shown in shown_lines if not self._is_of_other_bar(shown)]
         self._shows_loss = self._shows_loss or any("loss" in shown for shown in readings)
         steps = [(s, reading) for reading in readings if (s := _step(reading)) is not None]
         # The order of lines with and without a step is not known: only the newest line without a
@@ -174,7 +176,11 @@ class StepTracker:
 
     def _take_step(self, step: int, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
         if shown.get("target", 0) > 0:
-            self.target = round(shown["target"])
+            target = round(shown["target"])
+            if self._printed_target not in (None, target):  # the one before was another bar
+                self.step, self.stride = None, 1
+                self._recorded, self._recorded_s = step - 1, None
+            self.target = self._printed_target = target
         if self.step is not None and step != self.step:
             if step > self.step:
                 self.stride = step - self.step
@@ -186,6 +192,14 @@ class StepTracker:
             self.step, self.stepped_s = step, at_s
             self.num_shown += 1
         return self._record(step, shown, self.stepped_s)
+
+    def _is_of_other_bar(self, shown: Mapping[str, float]) -> bool:
+        """Whether a reading is of another bar, such as an evaluation's between two steps."""
+        target, previous = shown.get("target"), self._printed_target
+        if target is None or previous is None or round(target) == previous:
+            return False
+        is_whole = self.step is not None and self.step >= previous
+        return not is_whole or (self._shows_loss and target < previous)
 
     def _record(self, step: int, shown: Mapping[str, float], at_s: float) -> list[StepRecord]:
         """Record the newest step, unless it has a record, or its loss is still to come."""

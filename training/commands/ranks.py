@@ -24,7 +24,7 @@ from perdure.training.processes import (
     read_rank,
     sort_by_start,
 )
-from perdure.training.wire.agent_status import Pulse, RankStatus
+from perdure.training.wire.agent_status import FormerRank, Pulse, RankStatus
 
 POLL_S = 5.0  # a poll reads /proc of the whole node
 ENDED = "Z"
@@ -74,6 +74,18 @@ class CommandRanks:
     _processes: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
     _foreign_pids: set[int] = field(default_factory=set)
+    _leaders: dict[int, CommandProcess] = field(default_factory=dict)
+    _former: dict[int, FormerRank] = field(default_factory=dict)
+
+    def former(self, *, is_over: bool = False) -> tuple[FormerRank, ...]:
+        """List the ranks that the launcher started whose processes have ended.
+
+        Args:
+            is_over: whether the launcher itself has ended.
+        """
+        if is_over and self._leaders.keys() - self._former.keys():
+            self.processes(age_s=0.0)
+        return tuple(self._former[rank] for rank in sorted(self._former))
 
     def processes(self, *, age_s: float = POLL_S) -> list[CommandProcess]:
         """List the living processes, parents first, as of a poll at most this old."""
@@ -82,8 +94,29 @@ class CommandRanks:
             self.known_pids.update(process.pid for process in self._processes)
             self._polled_s = time.monotonic()
             self.helpers = _helpers(self._processes) if self._processes else self.helpers
+            self._note_former()
         now = (replace(process, state=process_state(process.pid)) for process in self._processes)
         return [process for process in now if process.state != ENDED]
+
+    def _note_former(self) -> None:
+        """Note the ranks that have ended since the last poll; a launcher may start them again."""
+        leaders = {
+            process.rank: process
+            for process in self._processes
+            if process.is_rank and process.rank is not None and process.state != ENDED
+        }
+        steps = [beat.step for _, beat in self._beats() if beat.step >= 0] if leaders else []
+        for rank, process in self._leaders.items():
+            if rank not in leaders and rank not in self._former:
+                self._former[rank] = FormerRank(
+                    rank=rank,
+                    local_rank=process.local_rank,
+                    ended_s=time.time() if leaders else None,
+                    step=max(steps, default=None),
+                )
+        for rank in leaders:
+            self._former.pop(rank, None)
+        self._leaders |= leaders
 
     def stopped(self) -> list[CommandProcess]:
         """List the processes that a signal has stopped by now."""

@@ -25,9 +25,9 @@ from perdure.training.diagnosis.cause import (
     build_fault,
     rank_candidates,
 )
+from perdure.training.diagnosis.ended_rank import blame_ended_rank
 from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
-    SHORT_CODE,
     FalseSuccess,
     find_exit_codes,
     find_first_failed,
@@ -46,9 +46,10 @@ from perdure.training.diagnosis.exits import (
 from perdure.training.diagnosis.hang import advise, late_start
 from perdure.training.diagnosis.lines import is_progress
 from perdure.training.diagnosis.peers import compare_sources
-from perdure.training.diagnosis.recognise import Finding, recognise
+from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.rules import Role
-from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES, scan_text
+from perdure.training.diagnosis.scan import scan_text
+from perdure.training.diagnosis.worker_finding import choose_finding
 from perdure.training.liveness.culprit import find_standstill
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
@@ -60,7 +61,6 @@ from perdure.training.recovery.faults import (
 )
 
 MAX_EVIDENCE_CHARS = 500
-_TRACED = "Traceback (most recent call last)"
 
 
 class _Tier(IntEnum):
@@ -123,6 +123,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes = _demote_receipts(causes)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
+    left = blame_ended_rank(evidence, causes[0].fault)
+    if left is not None:
+        causes.insert(0, _Cause(_Tier.ROOT, left))
     best, further = replace(causes[0].fault, num_other_nodes=_count_other_nodes(causes)), []
     classes = {best.fault_class}
     for cause in causes[1:]:
@@ -357,41 +360,11 @@ def _blame_workers(evidence: Evidence) -> Iterator[_Cause]:
         ]
     )
     for end, log in zip(failed, logs, strict=True):
-        yield _blame_worker(end, _choose_finding(end, log), evidence)
+        yield _blame_worker(end, choose_finding(end, log), evidence)
 
 
 def _year_of(evidence: Evidence) -> int:
     return datetime.fromtimestamp(evidence.at_s, UTC).year
-
-
-def _choose_finding(end: WorkerEnd, log: LogSource) -> Finding | None:
-    """Choose the finding that explains an exit: the recorded exception, else the output."""
-    if end.bad_end is not None and end.bad_end.fault_class is not None:
-        return None  # nothing has crashed: the program survived the errors in its output
-    ranked = rank_candidates([log], has_failed=True)
-    best = ranked[0].finding if ranked else None
-    raised = _read_recorded_exception(end, log)
-    if raised is None or best is None:
-        return raised or best
-    # torch_npu raises "The Inner error is reported as above": the output has the error itself.
-    if raised.role > Role.SYMPTOM and best.role < raised.role:
-        return best
-    # Only the output can explain an exception that no table knows.
-    return raised if not raised.is_unnamed or best.role > Role.SYMPTOM else best
-
-
-def _read_recorded_exception(end: WorkerEnd, log: LogSource) -> Finding | None:
-    """Read the exception that the worker recorded, with the traceback in its output."""
-    if not end.error:
-        return None
-    printed = [
-        finding for finding in log.findings if finding.line.strip().endswith(end.error.strip())
-    ]
-    if printed and printed[-1].replaces and printed[-1].role > Role.SYMPTOM:
-        return None  # a mistake in the handling of a fault, which the output names
-    place = end.log.rfind(end.error)
-    context = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
-    return recognise(end.error, context if _TRACED in context else _TRACED)
 
 
 def _blame_worker(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> _Cause:
@@ -429,8 +402,7 @@ def _blame_exit(end: WorkerEnd, finding: Finding | None, evidence: Evidence) -> 
 
 def _blame_code(end: WorkerEnd, hint: Finding | None, evidence: Evidence) -> _Cause:
     """Blame a worker that only its exit code speaks of: its last words are the context."""
-    lines = [line.strip() for line in end.log.splitlines() if line.strip()]
-    last = next(reversed(lines), "")
+    last = next((line.strip() for line in reversed(end.log.splitlines()) if line.strip()), "")
     words = end.error or (hint.line.strip() if hint else "" if is_progress(last) else last)
     how = describe_exit(end.exit_code)
     line = f"{end.name} ended with {how}{f', after: {words}' if words else ''}"
@@ -446,13 +418,10 @@ def _blame_false_success(
     end: WorkerEnd, bad: FalseSuccess, finding: Finding | None, evidence: Evidence
 ) -> _Cause:
     """Blame a worker whose exit code reports success."""
-    if bad.fault_class is FaultClass.UNKNOWN:
-        why = "The command ended without an error before its target."
-        return _cause_of_end(
-            _Tier.ROOT, FaultClass.UNKNOWN, bad.text, end, evidence, SHORT_CODE, why
-        )
     if bad.fault_class is not None:
-        cause = _cause_of_end(_Tier.ROOT, bad.fault_class, bad.text, end, evidence, why=bad.why)
+        cause = _cause_of_end(
+            _Tier.ROOT, bad.fault_class, bad.text, end, evidence, bad.code, bad.why
+        )
         return replace(cause, fault=replace(cause.fault, action=bad.action or cause.fault.action))
     if finding is None or finding.role is Role.HINT:
         tier, fault_class = _Tier.UNEXPLAINED, FaultClass.UNKNOWN

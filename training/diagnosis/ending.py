@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from perdure.training.diagnosis.counts import Count
 from perdure.training.diagnosis.exceptions import TRACEBACK
-from perdure.training.diagnosis.lines import is_low_level, is_progress
-from perdure.training.diagnosis.series import MARGINS, StepCounts
+from perdure.training.diagnosis.lines import is_low_level, is_progress, split_lines
+from perdure.training.diagnosis.series import MARGINS, StepCounts, find_stacks
+from perdure.training.diagnosis.stated_end import EndReason, StatedEnd
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
 
 _ROOT = "Root Cause (first observed failure)"
@@ -73,6 +75,15 @@ def find_first_failed(text: str) -> FailedRank | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
+def find_failed_ranks(text: str) -> frozenset[int]:
+    """List the ranks that torchrun's last summary names; those it leaves out exited with 0."""
+    place = text.rfind(_ROOT)
+    begin = max(0, text.rfind("Failures:", 0, place))
+    if place < 0:
+        return frozenset()
+    return frozenset(_read_entry(match).rank for match in _ENTRY.finditer(text, begin))
+
+
 def _read_entry(match: re.Match[str]) -> FailedRank:
     time, rank, local_rank, exit_code = match.groups()
     return FailedRank(time, int(rank), int(local_rank), int(exit_code))
@@ -113,6 +124,10 @@ def fault_of_command(fault: Fault) -> Fault:
 
 
 SHORT_CODE = "ENDED_SHORT"
+LIMIT_CODE = "ENDED_BY_LIMIT"
+NO_SAMPLE_CODE = "NO_SAMPLE"
+RANK_CODE = "RANK_ENDED"
+SHORT_CODES = frozenset({SHORT_CODE, LIMIT_CODE, NO_SAMPLE_CODE, RANK_CODE})
 # A stream that was last written so long before another stream of its process lacks the end.
 LAST_WITHIN_S = 10.0
 # The message of an exception may have further lines, and an interpreter that exits may warn.
@@ -130,12 +145,57 @@ _LEFTOVERS_WHY = (
 _LEFTOVERS_ACTION = (
     "Let the script wait for the training: start the launcher without `&`, or end with `wait`."
 )
+_SIGNAL_WHY = (
+    "The program says that it left for a signal, which Perdure did not send: the platform drained "
+    "or preempted the node, or a person asked the process to end."
+)
+_SHORT_WHY = "The command ended without an error before its target."
+_NO_SAMPLE_WHY = "The program ended before its target because it found no sample to train on."
+RANK_WHY = (
+    "A rank that leaves the training keeps the others waiting, and their errors about a missing "
+    "peer follow from it: no node and no network is to blame."
+)
+_LIMIT_WHY = "A limit of the program's own settings ended it before its target."
+_LIMIT_ACTION = (
+    "Start the run again to go on from the last checkpoint, or raise the limit that the line names."
+)
+# The second time: class, explanation, action.
+_REPEATED: Mapping[str, tuple[FaultClass, str, str]] = {
+    SHORT_CODE: (
+        FaultClass.USER_CODE_ERROR,
+        (
+            "The program has ended twice at the same step, before its target and without an error: "
+            "`steps` of the job is not what the command trains to, or it ends by itself."
+        ),
+        "Give the job the target that the command has, or correct the command.",
+    ),
+    NO_SAMPLE_CODE: (
+        FaultClass.LAUNCH_MISCONFIGURED,
+        (
+            "The program found no sample to train on for the second time: its data ends before its "
+            "target."
+        ),
+        (
+            "Give the training more data or further epochs, or lower its target to where the data "
+            "ends; check what it skips when it resumes."
+        ),
+    ),
+    RANK_CODE: (
+        FaultClass.USER_CODE_ERROR,
+        (
+            "The same rank has left the training for the second time at the same step with exit "
+            "code 0: its data ends before that of the other ranks, or its code returns early."
+        ),
+        (
+            "Give every rank the same number of batches, for example with `drop_last` or a "
+            "distributed sampler, and let no rank return before the others."
+        ),
+    ),
+}
 UNSEEN_NOTE = (
     "no training step was seen: the end of its output counts none, and no rank wrote a heartbeat"
 )
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PREFIX = re.compile(r"^(?:\[[\w.:,-]{1,24}\](?:<std\w{3}>)?:? ?)+")  # of a launcher, for a rank
 _DEATHS = re.compile(
     r"\bChildFailedError\b|Root Cause \(first observed failure\)"  # torchrun
     r"|\bexits with return code = -?[1-9]|sigkill_handler\] Killing subprocess"  # DeepSpeed
@@ -150,6 +210,13 @@ _DEATHS = re.compile(
 _NOT_FOUND = re.compile(r"^\S+: (?:(?:line )?\d+: )?\S{1,200}: (?:command )?not found$")
 _STEPS = frozenset(MARGINS) - {"done"}  # a script may print that it is done, whatever became of it
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')
+_LAUNCHER_FRAME = re.compile(
+    r"/torch/distributed/(?:launcher|elastic|run)\b|/bin/torchrun\b|\bin wrapper$"
+)
+_ABORT_WORDS = re.compile(
+    r"^terminate called |^Fatal Python error: |\bSignal \d+ \(SIG\w+\) received by PID"
+)
+_ANY_YEAR = 1970  # of a stack, whose time does not matter
 _CHAINED = re.compile(r"^(?:During handling of the above|The above exception was the direct cause)")
 # Lines before the traceback of an exception that does not end its program.
 _SURVIVED = re.compile(
@@ -165,14 +232,6 @@ _AT_EXIT = re.compile(
 # CPython 3.8 to 3.12 complains at exit about a segment that another process has removed already.
 _AT_EXIT_FRAME = re.compile(r"/multiprocessing/resource_tracker\.py$")
 _LOGGED = re.compile(r"\b(?:ERROR|FATAL|CRITICAL)\b|\[[EF]\d{0,4} |^[EF]\d{4} \d\d:\d\d:\d\d\.")
-# PyTorch logs a traceback with its prefix before every line: torch/_logging/_internal.py.
-_LOGGED_TRACEBACK = re.compile(
-    r"^[A-Z]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\] (?=Traceback \(|\s|During handling|The above exc)"
-)
-_COUNT = re.compile(r"\biteration\s{1,8}(\d{1,12})\s?/\s{0,8}(\d{1,12})\b")  # Megatron
-_OWN_WISH = re.compile(
-    r"\bexiting program (?:at|after)\b"
-)  # Megatron: --exit-interval and the like
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,12 +243,14 @@ class FalseSuccess:
         fault_class: None where the output of the worker explains it.
         why: replaces the meaning of its class, if not empty.
         action: replaces the action of its class, if not empty.
+        code: of the fault; None: it has none.
     """
 
     text: str
     fault_class: FaultClass | None = None
     why: str = ""
     action: str = ""
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,28 +265,6 @@ class Output:
     written_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Count:
-    """The progress of a program toward its target, by its own count.
-
-    Attributes:
-        step: the last step in the output.
-        target: the step where the program should end.
-        stride: steps between two counts in the output.
-        name: the program's word for a step.
-    """
-
-    step: int
-    target: int
-    stride: int
-    name: str = "step"
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the target was not reached, even if the next count to be shown is missing."""
-        return self.step + self.stride < self.target
-
-
 def explain_early_end(step: int, target: int) -> str | None:
     """Explain how a session program ended with 0 early; None where it was at its target."""
     if step >= target:
@@ -236,14 +275,43 @@ def explain_early_end(step: int, target: int) -> str | None:
     )
 
 
-def find_short_end(counts: Iterable[Count | None]) -> FalseSuccess | None:
-    """Find a program's end short of its target by its counts; None where it was there."""
-    for count in counts:
-        if count is not None and count.is_short:
-            return FalseSuccess(
-                f"exit code 0 at {count.name} {count.step} of {count.target}", FaultClass.UNKNOWN
-            )
-    return None
+def judge_short_end(
+    count: Count, stated: StatedEnd | None, *, has_stepped: bool
+) -> FalseSuccess | None:
+    """Judge an exit with 0 before the target; None: the program met a rule of its own.
+
+    Args:
+        count: how far the run came.
+        stated: the reason that the program stated.
+        has_stepped: whether this attempt has completed a step.
+    """
+    reason = stated.reason if stated is not None else None
+    line = f": {stated.line}" if stated is not None else ""
+    if reason is EndReason.GOAL:
+        return None
+    if reason is EndReason.SIGNAL:
+        return judge_signal(f"{count.text}{line}")
+    if reason is EndReason.NO_SAMPLE or not has_stepped:
+        without = "" if has_stepped else " without a step"
+        return judge_no_sample(f"{count.text}{without}{line or ' with exit code 0'}")
+    if reason is EndReason.LIMIT:
+        text = f"{count.text}{line}"
+        return FalseSuccess(
+            text, FaultClass.LAUNCH_MISCONFIGURED, _LIMIT_WHY, _LIMIT_ACTION, LIMIT_CODE
+        )
+    return FalseSuccess(
+        f"{count.text} with exit code 0", FaultClass.UNKNOWN, _SHORT_WHY, code=SHORT_CODE
+    )
+
+
+def judge_signal(text: str) -> FalseSuccess:
+    """Judge a program that says that it left for a signal, which Perdure did not send."""
+    return FalseSuccess(text, FaultClass.PREEMPTED, _SIGNAL_WHY)
+
+
+def judge_no_sample(text: str) -> FalseSuccess:
+    """Judge a program that found no sample to train on; it may be the reading that failed once."""
+    return FalseSuccess(text, FaultClass.UNKNOWN, _NO_SAMPLE_WHY, code=NO_SAMPLE_CODE)
 
 
 def judge_leftovers(processes: Sequence[str]) -> FalseSuccess:
@@ -265,6 +333,41 @@ def describe_leftovers(processes: Sequence[str]) -> str:
     return f"{_list_processes(processes)} was still running and has been ended with the container"
 
 
+def describe_late_fault(step: int, fault: Fault, *, logs: str, stacks: str) -> str:
+    """Describe, as a note, what happened once the last step was done and saved.
+
+    Args:
+        step: the last step.
+        fault: the diagnosis of what followed.
+        logs: the end of the output of the processes that ended.
+        stacks: the stacks of those that did not end.
+    """
+    text = fault.evidence
+    if stacks:
+        finding = find_stacks(stacks, year=_ANY_YEAR)
+        frame = finding.line.strip() if finding is not None else None
+    else:
+        frame = _last_frame(logs)
+    words = [line.strip() for line in split_lines(logs) if _ABORT_WORDS.search(line)]
+    details = [*words[-1:], *([frame] if frame is not None else [])]
+    more = f" ({'; '.join(details)})" if details else ""
+    where = f". {fault.explanation}" if stacks else ""
+    return (
+        f"all {step} steps are done and the checkpoint of step {step} is complete; after that, "
+        f"{fault.fault_class}: {text}{more}{where}"
+    )
+
+
+def _last_frame(text: str) -> str | None:
+    """Return the innermost frame of the last traceback that is not the launcher's."""
+    for traceback in reversed(text.split("Traceback (most recent call last)")[1:]):
+        frames = [line.strip() for line in traceback.splitlines() if _FRAME.search(line)]
+        frames = [frame for frame in frames if not _LAUNCHER_FRAME.search(frame)]
+        if frames and "runpy" not in frames[-1]:
+            return frames[-1]
+    return None
+
+
 def _list_processes(processes: Sequence[str]) -> str:
     more = f" (and {len(processes) - 1} more)" if len(processes) > 1 else ""
     return f"{processes[0]}{more}"
@@ -273,23 +376,24 @@ def _list_processes(processes: Sequence[str]) -> str:
 def shows_steps(text: str) -> bool:
     """Whether some output has a line of a training step, an epoch or a loss."""
     counts = StepCounts()
-    counts.read("\n".join(_split_lines(text)), 0)
+    counts.read("\n".join(split_lines(text)), 0)
     return counts.has_any
 
 
 def blame_repeated_end(fault: Fault, previous: Fault | None) -> Fault:
-    """Blame the program for its second end without an error at the same step."""
-    if fault.code != SHORT_CODE or previous is None:
+    """Blame the program, or its data, for the second end without an error at the same step."""
+    if previous is None or (previous.code, previous.evidence) != (fault.code, fault.evidence):
         return fault
-    if (previous.code, previous.evidence) != (fault.code, fault.evidence):
+    repeated = _REPEATED.get(fault.code or "")
+    if repeated is None or fault.fault_class is not FaultClass.UNKNOWN:
         return fault
-    traits = TRAITS[FaultClass.USER_CODE_ERROR]
+    fault_class, why, action = repeated
+    traits = TRAITS[fault_class]
     return replace(
         fault,
-        fault_class=FaultClass.USER_CODE_ERROR,
-        explanation="The program has ended twice at the same step, before its target and without "
-        "an error: `steps` of the job is not what the command trains to, or it ends by itself.",
-        action="Give the job the target that the command has, or correct the command.",
+        fault_class=fault_class,
+        explanation=why,
+        action=action,
         recoverable_by=traits.recoverable_by,
         user_fault=traits.user_fault,
     )
@@ -305,7 +409,7 @@ def find_crash(outputs: Sequence[Output]) -> str | None:
     newest_s = max(times, default=0.0)
     for output in outputs:
         if output.written_s is None or newest_s - output.written_s <= LAST_WITHIN_S:
-            line = _find_death(_split_lines(output.text))
+            line = _find_death(split_lines(output.text))
             if line is not None:
                 return line
     return None
@@ -318,30 +422,11 @@ def find_last_traceback(text: str) -> str | None:
     """
     if re.search(TRACEBACK, text) is None:
         return None
-    lines = _split_lines(text)
+    lines = split_lines(text)
     begin = _last_traceback(lines)
     if begin is None or _count_steps(lines).goes_on_after(begin):
         return None
     return _find_uncaught(lines, begin, limit=len(lines))
-
-
-def find_count(text: str) -> Count | None:
-    """Read the last iteration and the target in a program's output; None for an end by request.
-
-    Only counts of the whole training are read: a progress bar may be that of an epoch.
-    """
-    matches = list(_COUNT.finditer(text))
-    if not matches or _OWN_WISH.search(text, matches[-1].end()):
-        return None
-    step, target = int(matches[-1][1]), int(matches[-1][2])
-    earlier = next((int(match[1]) for match in reversed(matches) if int(match[1]) < step), 0)
-    return Count(step, target, step - earlier, "iteration")
-
-
-def _split_lines(text: str) -> list[str]:
-    parts = (_COLOURS.sub("", part) for part in re.split(r"[\r\n]+", text))
-    lines = (_PREFIX.sub("", part).rstrip() for part in parts if part.strip())
-    return [_LOGGED_TRACEBACK.sub("", line) for line in lines]
 
 
 def _find_death(lines: Sequence[str]) -> str | None:

@@ -56,6 +56,37 @@ class WorkerEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedRank:
+    """A rank of a command, or its launcher on a node, that exited with 0 before the others.
+
+    Attributes:
+        rank: None for a launcher, which has all the ranks of its node.
+        ended_s: None: at the same time as its launcher, which lists the ranks that failed.
+        step: the newest step when it ended; None: not known.
+        went_on: whether other ranks have completed further steps without it.
+    """
+
+    rank: int | None
+    node: str
+    device: int | None
+    ended_s: float | None
+    step: int | None = None
+    went_on: bool = False
+
+    @property
+    def line(self) -> str:
+        """The text of its evidence."""
+        place = f" after step {self.step}" if self.step is not None else ""
+        peers = "trained on" if self.went_on else "had not come to their end"
+        return f"{self.name} ended with exit code 0{place}, while the other ranks {peers}"
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"rank {self.rank}" if self.rank is not None else f"the command on {self.node}"
+
+
+@dataclass(frozen=True, slots=True)
 class SilentRank:
     """A rank without progress beyond its limit.
 
@@ -163,6 +194,7 @@ class Evidence:
         is_late_start: whether `refusal` is that nodes took too long to start their processes.
         given_up: the fault for which the coordinator ended all processes before any other order
             to end them; None where there was none.
+        ended_ranks: ranks of a command that left before the others.
         restart_codes: exit codes by which the program asks to be started again.
         obstacles: things that its output says to be taken.
     """
@@ -183,5 +215,6 @@ class Evidence:
     slow: SlowNode | None = None
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
+    ended_ranks: Sequence[EndedRank] = ()
     restart_codes: Collection[int] = ()
     obstacles: Sequence[Obstacle] = ()

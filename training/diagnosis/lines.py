@@ -105,6 +105,12 @@ PROGRESS = (
     r"\bloss(?: |=|: ?)-?\d+\.\d+.{0,120}\b(?:lr|step|tok|grad)",
 )
 _PROGRESS = re.compile("|".join(PROGRESS))
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_LAUNCHER = re.compile(r"^(?:\[[\w.:,-]{1,24}\](?:<std\w{3}>)?:? ?)+")  # its prefix for a rank
+# PyTorch logs a traceback with its prefix before every line: torch/_logging/_internal.py.
+_LOGGED_TRACEBACK = re.compile(
+    r"^[A-Z]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+\] (?=Traceback \(|\s|During handling|The above exc)"
+)
 FRAME = re.compile(r'File "([^"\n]{1,300})", line \d+')  # of a Python traceback
 
 
@@ -192,3 +198,10 @@ def _search_first(patterns: Sequence[re.Pattern[str]], line: str) -> str | None:
 def frames_of(context: str) -> list[str]:
     """List the last files of the traceback at the end of a text, innermost last."""
     return FRAME.findall(context[max(0, context.rfind("Traceback")) :])[-12:]
+
+
+def split_lines(text: str) -> list[str]:
+    """Split output into lines and redrawn bars, without colors and the prefixes of launchers."""
+    parts = (_COLOURS.sub("", part) for part in re.split(r"[\r\n]+", text))
+    lines = (_LAUNCHER.sub("", part).rstrip() for part in parts if part.strip())
+    return [_LOGGED_TRACEBACK.sub("", line) for line in lines]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from perdure.storage.proxies import users_environment
 from perdure.training.agent.preparation import platform_variables, rank_variables
 from perdure.training.commands.arguments import argument_variables, fill_in
 from perdure.training.config.job import Job
@@ -190,7 +191,7 @@ def _variables(
         data_manifest_key=None,
     )
     agent = platform_variables(config, order, folder, number) | rank_variables(config, order, 0, 0)
-    return {**os.environ, **job_variables, **agent, "PATH": worker_path()}
+    return {**users_environment(os.environ), **job_variables, **agent, "PATH": worker_path()}
 
 
 def _failed(finding: str, allowed: str) -> Check:

@@ -23,6 +23,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.storage.proxies import users_environment
 from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.agent.preparation import node_folder
@@ -270,7 +271,8 @@ class LocalEngine:
         )
 
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
+        users = users_environment(os.environ)
+        inherited = {k: v for k, v in users.items() if not k.startswith(_NOT_INHERITED)}
         number = int(container.node.rpartition("-")[2])
         devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
         node_env = {MARKER: container.folder, **devices}

@@ -102,7 +102,7 @@ class RunHistory:
     def saved_steps(self) -> frozenset[int]:
         """Steps with a checkpoint on record, without those that a command could not load."""
         unreadable = {view.unreadable_step for view in self.attempts}
-        return frozenset(saved.step for saved in self.checkpoints) - unreadable
+        return frozenset(saved.step for saved in self.checkpoints if saved.step not in unreadable)
 
     @property
     def placement(self) -> PlacementCreated | None:

@@ -173,7 +173,8 @@ class AttemptEnded(AttemptRecord):
         noticed_s: time of the notice of a fault that ended it; `fault.at_s` is its first symptom.
         stepped_s: time of the last step that the supervisor saw.
         lived_s: time of its last process's end; None where no agent has reported it.
-        notes: warnings for the user about the end of a command that exited with 0.
+        notes: warnings for the user about a good end.
+        shown_target: last step of the training, as the output of a command has it.
     """
 
     kind: Literal["attempt_ended"] = "attempt_ended"
@@ -187,6 +188,7 @@ class AttemptEnded(AttemptRecord):
     stepped_s: float | None = None
     lived_s: float | None = None
     notes: tuple[str, ...] = ()
+    shown_target: int | None = None
 
     @property
     def is_fault(self) -> bool:

@@ -7,6 +7,8 @@ Times are nanoseconds of CLOCK_MONOTONIC, which all processes of one host share.
 
 from __future__ import annotations
 
+import errno
+import logging
 import mmap
 import os
 import struct
@@ -20,6 +22,7 @@ from typing import Self
 from perdure.training.processes import read_rank
 from perdure.training.wire.agent_status import Pulse
 
+_log = logging.getLogger("perdure.heartbeat")
 _OPERATION_BYTES = 48
 _RECORD = struct.Struct(f"<QIIqqQQQQQQQ{_OPERATION_BYTES}s")
 _SEQUENCE = struct.Struct("<Q")
@@ -116,13 +119,7 @@ class HeartbeatWriter:
 
     def __init__(self, path: Path) -> None:
         path = path.with_name(path.name.replace(ANY_RANK, _rank_name()))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(descriptor, _SIZE)
-            self._map = mmap.mmap(descriptor, _SIZE)
-        finally:
-            os.close(descriptor)
+        self._map = _map_file(path)
         self._pid = os.getpid()
         self._sequence = 0
         self._phase = Phase.START
@@ -217,6 +214,24 @@ class HeartbeatWriter:
         )
         self._sequence += 2
         _SEQUENCE.pack_into(self._map, 0, self._sequence)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    """Map the file of a heartbeat, or memory that nobody reads where the disk has no room."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            # A page without a block would end this process by SIGBUS once the disk is full.
+            os.posix_fallocate(descriptor, 0, _SIZE)
+            return mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _log.warning(f"no heartbeat, so that no hang is found: {path}: {error.strerror}")
+        return mmap.mmap(-1, _SIZE)
 
 
 class HeartbeatReader:

@@ -34,6 +34,11 @@ from perdure.training.node_checks.host import (
     check_secrets,
     listening_ports,
 )
+from perdure.training.node_checks.limits import (
+    check_address,
+    check_open_files,
+    check_shared_memory,
+)
 from perdure.training.node_checks.versions import check_versions, read_installed
 from perdure.training.telemetry.device_addresses import check_rank_table, query_of
 from perdure.training.wire.node import CHECKS, Check, CheckOutcome, NodeTask, worst
@@ -88,6 +93,9 @@ def _check_host(job: Job, task: NodeTask) -> list[Check]:
             lambda: tuple(check_disks(job, disk if disk.is_dir() else folder, task.state_bytes))
         ),
         *_run_timed(lambda: [check_memory(job, task.slots, task.state_bytes)]),
+        check_open_files(job),
+        check_shared_memory(),
+        *_run_timed(lambda: [_check_address(job, task)]),
         check_logs(job, os.environ),
     ]
     if any(source.block is None for source in job.env_from.values()):
@@ -98,6 +106,11 @@ def _check_host(job: Job, task: NodeTask) -> list[Check]:
     if task.with_store:
         checks += _run_timed(lambda: [check_job_store(job)])
     return checks
+
+
+def _check_address(job: Job, task: NodeTask) -> Check:
+    is_here, limit_s = job.engine.on_this_machine, job.preflight.collective_s
+    return check_address(task.gang_host, on_this_machine=is_here, timeout_s=limit_s)
 
 
 def _run_timed(check: Callable[[], Sequence[Check]]) -> list[Check]:

@@ -8,6 +8,7 @@ processes is a note, not a problem: the ladder skips a rung that is not possible
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from perdure.training.engines.registry import make_engine
 from perdure.training.environment import check_environment, variables_of, worker_path
 from perdure.training.errors import EngineError, InputError
 from perdure.training.files import home_folder
+from perdure.training.node_checks.limits import explain_few_files, explain_small_memory
 from perdure.training.platforms.settings import format_value
 from perdure.training.preflight.program import check_recipe, script_notes
 from perdure.training.preflight.storage import MOUNTS, check_place, place_of
@@ -98,6 +100,7 @@ def check_without_store(job: Job) -> None:
     _check_platform(job)
     if job.engine.on_this_machine:
         _check_program(job)
+        _check_open_files(job)
     _check_place_of_store(job)
     if job.data is not None and not job.worker.is_command:
         _check_data(job)
@@ -264,6 +267,12 @@ def _check_program(job: Job) -> None:
     check_recipe(job.recipe, cwd)
 
 
+def _check_open_files(job: Job) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if problem := explain_few_files(job, hard_limit=hard):
+        raise InputError("", problem)
+
+
 def _check_names(field: str, command: Sequence[str], job: Job) -> None:
     inherited = os.environ.keys() - RESERVED_NAMES  # of this process, not of the job's
     defined = {*inherited, *variables_of(job), *job.env_from, *NAMES_IN_ARGUMENTS}
@@ -296,11 +305,13 @@ def _check_data(job: Job) -> None:
 
 def start_warnings(job: Job) -> list[str]:
     """Warn of oddities of a job's program or corpus, each in a line."""
-    if job.worker.command is None:
-        return corpus_notes(job)
     if not job.engine.on_this_machine:
-        return []  # its script is in the image
-    return script_notes(job.worker.command, Path(job.worker.cwd or "."))
+        return corpus_notes(job)  # the script of a command is in its image
+    small_memory = explain_small_memory()
+    machine = [small_memory] if small_memory is not None else []
+    if job.worker.command is None:
+        return [*machine, *corpus_notes(job)]
+    return [*machine, *script_notes(job.worker.command, Path(job.worker.cwd or "."))]
 
 
 def corpus_notes(job: Job) -> list[str]:

@@ -12,7 +12,7 @@ answer, ladder_rules.py the rules in words, chips.py the fault codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -103,10 +103,7 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    reasons_to_end = (
-        is_cancelled, is_oom_again, is_hang_again, is_store_full, is_the_users_again,
-    )  # fmt: skip
-    ends = _has_nowhere_to_go(case, capacity) or any(applies(case) for applies in reasons_to_end)
+    ends = _has_nowhere_to_go(case, capacity) or any(ends_run(case) for ends_run in _ENDS)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -160,11 +157,27 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
+def _hang_again_text(fault: Fault) -> str:
+    rank = f" of rank {fault.rank}" if fault.rank is not None else ""
+    place = f"at step {fault.step}{rank} in {fault.frame}"
+    return f" again {place} is for the user to fix: {fault.action}"
+
+
+# The cases in which no rung but `stop` can help, and the reason to give.
+_ENDS: Mapping[Callable[[LadderInput], bool], Callable[[Fault], str]] = {
+    is_cancelled: lambda _fault: ": the job was ended by a person, who may start it again",
+    is_oom_again: lambda fault: f" again at step {fault.step} is for the user to fix",
+    is_hang_again: _hang_again_text,
+    is_store_full: lambda _fault: ": the run's store is full; make room, then start the run again",
+    is_the_users_again: lambda _fault: " again, and its evidence is for the user to fix",
+}
+
+
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
-    why_it_ends = _why_it_ends(case)
-    if why_it_ends is not None:
-        return f"{fault.fault_class}{why_it_ends}"
+    end = next((text for ends_run, text in _ENDS.items() if ends_run(case)), None)
+    if end is not None:
+        return f"{fault.fault_class}{end(fault)}"
     if rung is Rung.STOP and fault.is_of_unwritable_node:
         why = "; ".join(f"{r}: {why}" for r, why in skipped if why != SWITCHED_OFF)
         where = f" ({why})" if why else ", and no other node is free"
@@ -174,24 +187,6 @@ def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) 
     passed = [f"{r}: {why}" for r, why in skipped if not (r in IN_PROCESS and why in SETTINGS)]
     why = f" ({'; '.join(passed)})" if passed else ""
     return f"{fault.fault_class} at {fault.where}: {rung}{why}"
-
-
-def _why_it_ends(case: LadderInput) -> str | None:
-    """Say why no rung but stop is tried, behind the name of the class; None: others may be."""
-    fault = case.fault
-    if is_cancelled(case):
-        return ": the job was ended by a person, who may start it again"
-    if is_oom_again(case):
-        return f" again at step {fault.step} is for the user to fix"
-    if is_hang_again(case):
-        rank = f" of rank {fault.rank}" if fault.rank is not None else ""
-        place = f"at step {fault.step}{rank} in {fault.frame}"
-        return f" again {place} is for the user to fix: {fault.action}"
-    if is_store_full(case):
-        return ": the run's store is full; make room, then start the run again"
-    if is_the_users_again(case):
-        return " again, and its evidence is for the user to fix"
-    return None
 
 
 def _spare_text(capacity: Capacity | None) -> str:

@@ -7,15 +7,15 @@ theirs, has everything stopped, and hands the evidence on. Times are seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from perdure.training.config.job import Job
+from perdure.training.diagnosis.counts import find_target
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.evidence import (
-    CoordinatorLost,
     Evidence,
     NodeOutput,
     SilentRank,
@@ -28,9 +28,19 @@ from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.liveness.hang_limits import START_FIELD
 from perdure.training.recovery.protocol import AttemptGivenUp
-from perdure.training.supervisor.evidence import newest_of, progress_of, silent_of, step_of
+from perdure.training.supervisor.evidence import (
+    log_path_of,
+    lost_coordinators,
+    newest_of,
+    progress_of,
+    silent_of,
+    starting_nodes,
+    step_of,
+    unfinished_nodes,
+)
 from perdure.training.supervisor.exit_zero import (
     CommandExitCheck,
+    RunSoFar,
     bad_end_of_session,
     is_done,
     was_stopped,
@@ -44,7 +54,7 @@ from perdure.training.supervisor.watch import (
     WatchResult,
 )
 from perdure.training.wire.agent import NodeLog
-from perdure.training.wire.agent_status import AgentState, AgentStatus
+from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.logs import WorkerLog
 
 LOG_TAIL_BYTES = 64 * 1024
@@ -53,6 +63,8 @@ DEVICE_LOG_TAIL_BYTES = 64 * 1024
 SETTLE_S = 1.0  # survivors saw a death over gloo within 34 ms
 HANG_GRACE_S = 3.0  # ModelArts ends what hangs by force, too; it only needs time to print
 STOP_MARGIN_S = 20.0
+# At the end of an allocation, there is no time for them.
+_WITHOUT_LOGS = frozenset({EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +81,28 @@ class _Failure:
     is_late_start: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptStart:
+    """The start of an attempt that is watched.
+
+    Attributes:
+        key: placement and attempt; an agent may still report an earlier attempt.
+        at_s: seconds since the epoch.
+        factor: times the limit of a start.
+    """
+
+    key: tuple[int, int]
+    at_s: float
+    factor: float = 1.0
+
+
 class AttemptWatch:
     """Watches the attempt that `fleet` is running.
 
     Args:
         fleet: where the attempt runs.
         job: its limits say how long processes get to start and to end.
-        key: placement and attempt; whatever an agent reports of an earlier attempt is left out.
-        started_s: when the attempt was started, seconds since the epoch.
-        start_factor: times the limit of a start.
+        start: its key and its time.
         stop_wanted: asked at every poll.
         on_progress: called at every poll with what is new, and once more at the end of the log.
         watchers: asked at every poll, in their order; the culprit of the first counts.
@@ -88,19 +113,16 @@ class AttemptWatch:
         self,
         fleet: Fleet,
         job: Job,
+        start: AttemptStart,
         *,
-        key: tuple[int, int],
-        started_s: float,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
-        start_factor: float = 1.0,
         watchers: Sequence[AttemptWatcher] = (),
         termination: Termination | None = None,
     ) -> None:
         self._fleet = fleet
-        self._key = key
-        self._started_s = started_s
-        self._start_timeout_s = start_factor * job.restart.start_timeout_s
+        self._start = start
+        self._start_timeout_s = start.factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
@@ -109,14 +131,24 @@ class AttemptWatch:
         self._stop_wanted = stop_wanted
         self._on_progress = on_progress
         self._termination = termination or Termination()
-        self._exit_check = CommandExitCheck(job.target_step) if job.worker.is_command else None
-        exit_watchers = (self._exit_check,) if self._exit_check is not None else ()
+        self._target, self._saved_step = job.target_step, 0
+        is_command = job.worker.is_command
+        setting = find_target(" ".join(job.worker.command or ()))
+        exits = CommandExitCheck(job.target_step, setting=setting) if is_command else None
+        self._exit_check = exits
+        exit_watchers = (exits,) if exits is not None else ()
         self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
         self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
         # While this process waited for the store.
         self._stop_ordered = self._ended_on_request = False
+
+    def know(self, so_far: RunSoFar) -> None:
+        """Take what earlier attempts of the run have shown; it is called before `run`."""
+        self._saved_step = so_far.saved_step
+        if self._exit_check is not None:
+            self._exit_check.earlier = so_far
 
     def stop_where_wanted(self) -> None:
         """Have the processes end on a request that comes while their end cannot be recorded."""
@@ -129,10 +161,10 @@ class AttemptWatch:
             self._stop_ordered = True
 
     def _follower(self) -> Follower:
-        return Follower(partial(self._fleet.metrics, of_attempt=self._key))
+        return Follower(partial(self._fleet.metrics, of_attempt=self._start.key))
 
     def _poll(self) -> Snapshot:
-        return self._fleet.poll().of_attempt(*self._key)
+        return self._fleet.poll().of_attempt(*self._start.key)
 
     def run(self) -> AttemptEnd:
         """Watch to the end; every process of the attempt is gone when this returns."""
@@ -174,7 +206,7 @@ class AttemptWatch:
             return self.wind_up()
         if _all_done(snapshot):
             return self._end(EndKind.COMPLETED, snapshot)
-        starting = [node for node in _starting(snapshot) if node not in answered]
+        starting = [node for node in starting_nodes(snapshot) if node not in answered]
         if starting and is_late:
             text = (
                 f"{', '.join(starting)} did not start within {self._start_timeout_s:g} s "
@@ -268,7 +300,7 @@ class AttemptWatch:
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
         if self.is_from_outside(final):
             return self.end_from_outside()
-        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *_not_over(final))))
+        lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *unfinished_nodes(final))))
         failure = _Failure(at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
@@ -301,6 +333,7 @@ class AttemptWatch:
         self._read_log()
         progress = self._progress
         progress.take_snapshot(self._poll(), at_s=time.time())
+        self._saved_step = max(self._saved_step, *progress.checkpoints, 0)
         for status in progress.snapshot.agents.values():
             self._proc_start_cnt[status.node] = status.proc_start_cnt
         if self._exit_check is not None:
@@ -311,6 +344,7 @@ class AttemptWatch:
     def _judge_exits(self, exits: CommandExitCheck, snapshot: Snapshot) -> None:
         """Judge whether commands that exited with 0 have ended well."""
         exits.note(snapshot)
+        exits.judge_early(snapshot, self._logs)
         unjudged = exits.unjudged(snapshot)
         if unjudged:
             exits.judge(unjudged, self._logs(), is_last=_all_done(snapshot))
@@ -323,6 +357,7 @@ class AttemptWatch:
             self._progress.begin_log()
         events, progress = self._log.read(), self._progress
         progress.take(events or ())
+        self._saved_step = max(self._saved_step, *progress.checkpoints, 0)
         return events is not None
 
     def _read_log_to_its_end(self) -> None:
@@ -336,11 +371,12 @@ class AttemptWatch:
     ) -> AttemptEnd:
         self._read_log_to_its_end()
         failure = failure or _Failure(time.time(), snapshot)
-        logs = self._logs() if kind is EndKind.FAILED else {}
+        logs = {} if kind in _WITHOUT_LOGS else self._logs()
+        exits = self._exit_check
         last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
         step = step_of(snapshot, last)
+        step = exits.printed_step(logs) if step is None and exits is not None else step
         statuses = list(snapshot.agents.values())
-        exits = self._exit_check
         evidence = Evidence(
             at_s=failure.at_s,
             step=step,
@@ -357,7 +393,8 @@ class AttemptWatch:
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,
             given_up=failure.given_up,
-            coordinator=next(_lost_coordinators(statuses), None),
+            coordinator=next(lost_coordinators(statuses), None),
+            ended_ranks=exits.early.ranks(step=step) if exits is not None else (),
             restart_codes=self._restart_codes,
             obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
         )
@@ -370,7 +407,15 @@ class AttemptWatch:
             failure.stacks,
             max((w.ended_s for s in statuses for w in s.workers if w.ended_s), default=None),
             tuple(exits.notes) if exits is not None and kind is EndKind.COMPLETED else (),
+            exits.target_shown(logs) if exits is not None else None,
+            self._done_step(logs),
         )
+
+    def _done_step(self, logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
+        """Return the target where it is reached and saved: nothing is left that a restart wins."""
+        exits = self._exit_check
+        target = exits.proven_target(logs) if exits is not None else self._target
+        return target if target is not None and self._saved_step >= target else None
 
     def _logs(self) -> dict[int, list[WorkerLog]]:
         """Fetch the ends of the output of the workers, by rank."""
@@ -383,7 +428,7 @@ class AttemptWatch:
         """Fetch the other texts of the nodes: device logs, reports of tools and platform."""
         # An earlier report of the platform is not about the end of this attempt.
         texts = self._fleet.texts(
-            DEVICE_LOG_TAIL_BYTES, since_s=self._started_s, of_attempt=self._key
+            DEVICE_LOG_TAIL_BYTES, since_s=self._start.at_s, of_attempt=self._start.key
         )
         for node, text in texts:
             yield NodeOutput(node, text.name, text.text, rank=text.rank, device=text.device)
@@ -402,18 +447,6 @@ def _all_done(snapshot: Snapshot) -> bool:
         status.is_over and status.workers and all(is_done(worker) for worker in status.workers)
         for status in snapshot.agents.values()
     )
-
-
-def _starting(snapshot: Snapshot) -> list[str]:
-    """List nodes that have not begun, so that `over` does not mean the end yet."""
-    waiting = (AgentState.IDLE, AgentState.STAGING)
-    return [status.node for status in snapshot.agents.values() if status.state in waiting]
-
-
-def _not_over(snapshot: Snapshot) -> list[str]:
-    """List nodes whose processes did not end when ordered: they count as lost."""
-    alive = [status.node for status in snapshot.agents.values() if not status.is_over]
-    return [*alive, *snapshot.unanswered]
 
 
 def _has_failure(snapshot: Snapshot, answered_nodes: Collection[str] = ()) -> bool:
@@ -458,23 +491,8 @@ def _worker_ends(
                 ended_s=worker.error_s or worker.ended_s,
                 error=worker.error,
                 log="".join(log.text for log in logs.get(worker.rank, [])),
-                log_path=_log_path(logs.get(worker.rank, [])),
+                log_path=log_path_of(logs.get(worker.rank, [])),
                 stopped=worker.stopped_by_agent,
                 bad_end=false_successes.get(worker.rank) or bad_end_of_session(worker),
                 is_command=status.is_command,
-            )
-
-
-def _log_path(logs: Sequence[WorkerLog]) -> str | None:
-    """Return where to read on: the first stream, unless nothing was printed there."""
-    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
-
-
-def _lost_coordinators(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
-    """List the coordinator where it has ended by itself."""
-    for status in statuses:
-        end = status.coordinator_end
-        if end is not None:
-            yield CoordinatorLost(
-                status.node, end.exit_code, end.ended_s, end.line, end.was_stopped
             )

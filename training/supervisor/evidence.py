@@ -5,13 +5,14 @@ Times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from perdure.training.diagnosis.evidence import SilentRank
+from perdure.training.diagnosis.evidence import CoordinatorLost, SilentRank
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import StepRecord
 from perdure.training.journal.time_account import SeenStep
-from perdure.training.wire.agent_status import AgentStatus, HangReport
+from perdure.training.wire.agent_status import AgentState, AgentStatus, HangReport
+from perdure.training.wire.logs import WorkerLog
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
 ENDED = "Z"  # the kernel's letter
@@ -74,3 +75,30 @@ def step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
         # A step that one rank has applied was voted, and every rank applies it.
         return max(beats)
     return last.step if last is not None else None
+
+
+def log_path_of(logs: Sequence[WorkerLog]) -> str | None:
+    """Return where to read on: the first stream, unless nothing was printed there."""
+    return next((log.path for log in sorted(logs, key=lambda log: not log.text)), None)
+
+
+def lost_coordinators(statuses: Iterable[AgentStatus]) -> Iterator[CoordinatorLost]:
+    """List the coordinator where it has ended by itself."""
+    for status in statuses:
+        end = status.coordinator_end
+        if end is not None:
+            yield CoordinatorLost(
+                status.node, end.exit_code, end.ended_s, end.line, end.was_stopped
+            )
+
+
+def starting_nodes(snapshot: Snapshot) -> list[str]:
+    """List nodes that have not begun, so that `over` does not mean the end yet."""
+    waiting = (AgentState.IDLE, AgentState.STAGING)
+    return [status.node for status in snapshot.agents.values() if status.state in waiting]
+
+
+def unfinished_nodes(snapshot: Snapshot) -> list[str]:
+    """List nodes whose processes did not end when ordered: they count as lost."""
+    alive = [status.node for status in snapshot.agents.values() if not status.is_over]
+    return [*alive, *snapshot.unanswered]

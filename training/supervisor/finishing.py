@@ -15,7 +15,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.ending import blame_repeated_end
+from perdure.training.diagnosis.ending import blame_repeated_end, describe_late_fault
 from perdure.training.diagnosis.hang import locate
 from perdure.training.diagnosis.loading import Resumed, judge_loading
 from perdure.training.diagnosis.obstacles import judge_obstacles
@@ -315,6 +315,7 @@ class AttemptFinisher:
         self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
     ) -> AttemptResult:
         """Diagnose, decide, put both on record, and heal where the answer is to stay."""
+        end = self._complete_if_done(view, end)
         diagnosis = self.record_end(view, end)
         if diagnosis is None:
             return AttemptResult(end.kind, *view.key, end.last_step, notes=end.notes)
@@ -337,6 +338,19 @@ class AttemptFinisher:
             view, end.kind.value, to_step=end.last_step, end=end, diagnosis=diagnosis
         )
         return diagnosis
+
+    def _complete_if_done(self, view: AttemptView, end: AttemptEnd) -> AttemptEnd:
+        """Turn a failure after the last step, whose checkpoint is complete, into a note."""
+        if end.kind is not EndKind.FAILED or end.done_step is None:
+            return end
+        diagnosis = diagnose(end.evidence)
+        if end.stacks:
+            diagnosis = self._with_stacks(view, end, diagnosis)
+        logs = "\n".join(worker.log for worker in end.evidence.workers)
+        stacks = "\n".join(text.text for _, text in end.stacks)
+        note = describe_late_fault(end.done_step, diagnosis.fault, logs=logs, stacks=stacks)
+        step = max(end.last_step or 0, end.done_step)
+        return replace(end, kind=EndKind.COMPLETED, last_step=step, notes=(*end.notes, note))
 
     def _diagnose(self, view: AttemptView, end: AttemptEnd) -> Diagnosis:
         diagnosis = diagnose(end.evidence)
@@ -361,7 +375,7 @@ class AttemptFinisher:
             has_stepped=current.first_step is not None,
             path=resume.path if resume is not None else None,
             step=step,
-            other_steps=history.saved_steps - {step},
+            other_steps=[other for other in history.saved_steps if other != step],
         )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:

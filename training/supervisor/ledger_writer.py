@@ -153,6 +153,7 @@ class LedgerWriter:
             stepped_s=end.stepped_s if end is not None else None,
             lived_s=end.lived_s if end is not None else None,
             notes=end.notes if end is not None else (),
+            shown_target=end.shown_target if end is not None else None,
         )
 
     def now(self, view: AttemptView) -> AttemptView:

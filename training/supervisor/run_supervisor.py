@@ -34,9 +34,10 @@ from perdure.training.journal.records import DataReady, RunCreated, RunEnded
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
-from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
 from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
 from perdure.training.supervisor.evidence import progress_of
+from perdure.training.supervisor.exit_zero import RunSoFar
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
     AttemptResult,
@@ -340,12 +341,10 @@ class RunSupervisor(RunHandle):
         recorder = _AttemptRecorder(
             writer, view, health, self.fleet, self.store, job.run_id, spares, on_progress
         )
-        return AttemptWatch(
+        watch = AttemptWatch(
             self.fleet,
             job,
-            key=view.key,
-            started_s=view.started.at_s,
-            start_factor=patience.factor,
+            AttemptStart(view.key, view.started.at_s, patience.factor),
             stop_wanted=stop_wanted,
             on_progress=recorder.record,
             watchers=(
@@ -357,6 +356,8 @@ class RunSupervisor(RunHandle):
             ),
             termination=self.termination,
         )
+        watch.know(RunSoFar.of(self.history))
+        return watch
 
     def end(self, outcome: str, message: str) -> None:
         """Put the end of the run on record and take its containers down.
@@ -414,8 +415,7 @@ class RunSupervisor(RunHandle):
         watch = AttemptWatch(
             self.fleet,
             self.job,
-            key=view.key,
-            started_s=view.started.at_s,
+            AttemptStart(view.key, view.started.at_s),
             stop_wanted=lambda: True,
             on_progress=lambda _progress: None,
         )

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from perdure.training.diagnosis.ending import SHORT_CODES
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError, RunConflict
 from perdure.training.journal.history import RunHistory
@@ -157,7 +158,9 @@ def _end_after(verdict: AttemptResult) -> RunEnd:
             return RunEnd("ended from outside", _text_from_outside(verdict.step))
         case EndKind.FAILED:
             reason = verdict.decision.reason if verdict.decision is not None else "failed"
-            return RunEnd("failed", reason)
+            fault = verdict.fault
+            is_short = fault is not None and fault.code in SHORT_CODES
+            return RunEnd("failed", f"{fault.evidence}; {reason}" if fault and is_short else reason)
 
 
 def _text_from_outside(step: int | None) -> str:

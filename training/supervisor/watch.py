@@ -40,6 +40,8 @@ class AttemptEnd:
         stacks: the stack of every thread of the workers, where a rank was silent.
         lived_s: when the last of its processes ended; None where no agent has reported it.
         notes: for the user, about a good end.
+        shown_target: last step of the training, as the output of a command has it.
+        done_step: target, where it was reached and its checkpoint is complete; else None.
     """
 
     kind: EndKind
@@ -50,6 +52,8 @@ class AttemptEnd:
     stacks: tuple[tuple[str, NodeLog], ...] = ()
     lived_s: float | None = None
     notes: tuple[str, ...] = ()
+    shown_target: int | None = None
+    done_step: int | None = None
 
 
 @dataclass(slots=True)

@@ -175,6 +175,20 @@ class LeftProcess(FrozenModel):
     trains: bool
 
 
+class FormerRank(FrozenModel):
+    """A rank of a command's launcher whose process is not there any more.
+
+    Attributes:
+        ended_s: when the launcher and other ranks lived on without it; None: it ended with them.
+        step: completed steps of the node by then; None: not known.
+    """
+
+    rank: int
+    local_rank: int | None
+    ended_s: float | None = None
+    step: int | None = None
+
+
 class ObstacleKind(StrEnum):
     """Kinds of things that only one process can have."""
 
@@ -224,6 +238,7 @@ class AgentStatus(FrozenModel):
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.
         left_running: by a command that exited with 0; it was ended with the attempt.
+        former_ranks: ranks of a launcher that have ended.
         obstacles: things that the output of a failed attempt says to be taken.
         unwritable: why the node's scratch folder takes no files, once a start or a process has
             failed; empty where it does.
@@ -247,6 +262,7 @@ class AgentStatus(FrozenModel):
     shown: ShownStep | None = None
     saved: tuple[SavedCheckpoint, ...] = ()
     left_running: tuple[LeftProcess, ...] = ()
+    former_ranks: tuple[FormerRank, ...] = ()
     obstacles: tuple[Obstacle, ...] = ()
     mended_retries: dict[int, int] = Field({}, description="of HCCL, by rank, where there are any")
     sample: NodeSample | None = None

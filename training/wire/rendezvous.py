@@ -12,6 +12,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from perdure.training.processes import await_address
+
 TIMEOUT_S = 300.0  # torch's own default
 
 
@@ -30,6 +32,7 @@ def serve_store(
         OSError: the address is none of this machine's, or the port is taken.
         RuntimeError: the store does not start.
     """
+    await_address(host)
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
     # The store closes the descriptor when it ends, with libuv and without (torch 2.13); one that

@@ -119,3 +119,32 @@ def test_a_batch_of_an_epoch_is_a_step_of_all():
 
 def test_a_line_of_many_characters_is_no_line_of_a_step():
     assert reader(r"step (?P<step>\d+)").read("x" * 5000 + " step 1") == {}
+
+
+def bar(step: int, total: int) -> str:
+    return f"{100 * step // total:3d}%|##   | {step}/{total} [00:10<00:50,  4.00it/s]"
+
+
+LOSS = "{'loss': '2.3', 'grad_norm': '1.0', 'learning_rate': '1e-05', 'epoch': '0.1'}"
+
+
+def trainer_steps() -> StepTracker:
+    kind = ProgressSpec(kind=ProgressKind.TRANSFORMERS)
+    return StepTracker(LineReader(kind).read, 1, 1, num_devices=1)
+
+
+def test_the_bar_of_an_evaluation_between_two_steps_is_no_step_of_the_training():
+    steps = trainer_steps()
+    take(steps, bar(500, 1000), LOSS)
+    take(steps, bar(1, 500), bar(500, 500))
+    assert (steps.step, steps.target) == (500, 1000)
+    take(steps, bar(501, 1000), bar(1000, 1000), LOSS)
+    take(steps, bar(40, 500))
+    assert (steps.step, steps.target) == (1000, 1000), "nor the one after the last step"
+
+
+def test_the_bar_of_an_evaluation_before_the_first_step_gives_way_to_the_training():
+    steps = trainer_steps()
+    take(steps, bar(1, 500), bar(500, 500))
+    take(steps, bar(1, 100), LOSS)
+    assert (steps.step, steps.target) == (1, 100)

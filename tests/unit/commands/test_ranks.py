@@ -74,6 +74,26 @@ def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(c
     assert text.text.startswith(f"process {helper.pid} is stopped")
 
 
+def test_a_rank_that_ends_while_its_launcher_lives_is_known_as_a_former_one(command):
+    assert command.former() == ()
+    (leader,) = [p for p in command.processes(age_s=0) if p.is_rank and p.rank == 5]
+    for process in [p for p in command.processes() if p.rank == 5]:
+        os.kill(process.pid, signal.SIGKILL)
+    wait_for(lambda: [p for p in command.processes(age_s=0) if p.pid == leader.pid] == [])
+    (former,) = command.former()
+    assert (former.rank, former.local_rank, former.ended_s is None) == (5, 1, False)
+
+
+def test_ranks_that_end_with_their_launcher_are_former_ones_without_a_time(tmp_path):
+    process = subprocess.Popen(["sh", "-c", LAUNCHER], start_new_session=True)
+    ranks = CommandRanks([process.pid], tmp_path)
+    wait_for(lambda: len(ranks.processes(age_s=0)) == 5)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    former = ranks.former(is_over=True)
+    assert [(rank.rank, rank.ended_s) for rank in former] == [(4, None), (5, None)]
+
+
 def test_the_step_of_a_rank_is_known_after_its_end_and_only_a_living_one_is_judged(tmp_path):
     with beat(tmp_path, 600, RANK="0") as living, beat(tmp_path, 0, RANK="1") as ended:
         ended.wait()

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.counts import Count
 from perdure.training.diagnosis.ending import (
     LAST_WITHIN_S,
+    LIMIT_CODE,
+    NO_SAMPLE_CODE,
+    RANK_CODE,
     SHORT_CODE,
-    Count,
     FalseSuccess,
     Output,
     blame_repeated_end,
+    describe_late_fault,
     explain_early_end,
-    find_count,
     find_crash,
-    find_short_end,
     judge_leftovers,
+    judge_short_end,
 )
-from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
+from perdure.training.diagnosis.evidence import EndedRank, Evidence, SilentRank, WorkerEnd
+from perdure.training.diagnosis.stated_end import EndReason, StatedEnd
 from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
+from tests.values import not_none
 
 STEPS = "".join(
     f" [2026-11-21] iteration {at:8d}/    6000 | lm loss: {9 / at:.3f} | grad norm: 1.0 |\n"
@@ -169,15 +177,6 @@ def test_the_stream_that_was_written_last_has_the_end():
     assert find_crash([early, Output(STEPS)]) == RAISED, "not known"
 
 
-def test_a_count_of_all_iterations_shows_how_far_a_program_came():
-    assert find_count(STEPS) == Count(150, 6000, 10, "iteration")
-    assert find_count(STEPS + "exiting program at iteration 150 datetime: x") is None
-    assert find_count("Epoch 3:  15%|#   | 150/1000 [00:10<00:50]") is None, (
-        "a bar may be an epoch's"
-    )
-    assert find_count("iter 150: loss 3.1") is None
-
-
 @pytest.mark.parametrize(
     ("count", "is_short"),
     [
@@ -221,20 +220,60 @@ def test_a_hidden_crash_has_the_fault_that_its_output_shows_and_the_way_to_show_
     assert (unknown.fault_class, unknown.evidence) == (FaultClass.UNKNOWN, "odd")
 
 
+def stated(reason: EndReason, line: str = "x") -> StatedEnd:
+    return StatedEnd(reason, line)
+
+
+def short_end(reason: EndReason | None, line: str = "x", *, has_stepped: bool = True) -> Fault:
+    """The fault of a program that ended at 150 of 6000."""
+    end_ = stated(reason, line) if reason is not None else None
+    count = Count(150, 6000, 10, "iteration")
+    return cause(TRACEBACK + STEPS, not_none(judge_short_end(count, end_, has_stepped=has_stepped)))
+
+
 def test_an_end_before_the_target_is_not_blamed_on_what_was_survived():
-    bad = find_short_end([None, Count(1, 9, 9), Count(150, 6000, 10, "iteration")])
-    assert bad is not None
-    fault = cause(TRACEBACK + STEPS, bad)
+    fault = short_end(None)
     assert (fault.fault_class, fault.code) == (FaultClass.UNKNOWN, SHORT_CODE)
-    assert fault.evidence == "exit code 0 at iteration 150 of 6000"
-    assert find_short_end([None, Count(6000, 6000, 1)]) is None
+    assert fault.evidence == "ended at iteration 150 of 6000 with exit code 0"
+
+
+def test_a_signal_makes_an_end_before_the_target_a_preemption():
+    fault = short_end(EndReason.SIGNAL, "[exiting program after receiving SIGTERM.]")
+    assert (fault.fault_class, fault.user_fault) == (FaultClass.PREEMPTED, False)
+    assert fault.evidence == (
+        "ended at iteration 150 of 6000: [exiting program after receiving SIGTERM.]"
+    )
+
+
+def test_a_limit_of_its_own_ends_the_run_short_of_the_target():
+    fault = short_end(EndReason.LIMIT, "[exiting program after 690 minutes]")
+    assert (fault.fault_class, fault.code) == (FaultClass.LAUNCH_MISCONFIGURED, LIMIT_CODE)
+    assert "150 of 6000" in fault.evidence
+    assert "go on from the last checkpoint" in fault.action
+
+
+def test_a_rule_of_the_program_is_no_failure():
+    count = Count(150, 6000, 10)
+    assert judge_short_end(count, stated(EndReason.GOAL), has_stepped=True) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "has_stepped"),
+    [(EndReason.NO_SAMPLE, False), (EndReason.NO_SAMPLE, True), (None, False)],
+)
+def test_the_second_end_without_a_sample_is_a_setting_to_correct(reason, has_stepped):
+    first = short_end(reason, "the stream is exhausted", has_stepped=has_stepped)
+    assert (first.fault_class, first.code) == (FaultClass.UNKNOWN, NO_SAMPLE_CODE)
+    assert ("without a step" in first.evidence) is not has_stepped
+    again = blame_repeated_end(first, first)
+    assert again.fault_class is FaultClass.LAUNCH_MISCONFIGURED
+    assert again.user_fault
+    assert "its data ends before its target" in again.explanation
 
 
 def test_who_ends_at_the_same_step_again_means_to():
     def fault(step: int) -> Fault:
-        bad = find_short_end([Count(step, 6000, 10)])
-        assert bad is not None
-        return cause("", bad)
+        return cause("", not_none(judge_short_end(Count(step, 6000, 10), None, has_stepped=True)))
 
     assert blame_repeated_end(fault(150), None).fault_class is FaultClass.UNKNOWN
     assert blame_repeated_end(fault(150), fault(140)).fault_class is FaultClass.UNKNOWN
@@ -243,6 +282,72 @@ def test_who_ends_at_the_same_step_again_means_to():
     assert repeated.user_fault
     crash = cause(TRACEBACK, FalseSuccess(RAISED))
     assert blame_repeated_end(crash, crash) == crash
+    signal = short_end(EndReason.SIGNAL)
+    assert blame_repeated_end(signal, signal) == signal, "it may come as often as it likes"
+
+
+MISSING_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:9\n"
+
+
+def ended_rank(**fields: Any) -> EndedRank:
+    return EndedRank(
+        **{"rank": 1, "node": "node-1", "device": 0, "ended_s": 9.0, "step": 30, **fields}
+    )
+
+
+def test_a_rank_that_left_is_the_first_cause_of_the_peers_that_miss_it():
+    peer = WorkerEnd(0, "node-0", 0, 1, 9.5, log=STEPS + FRAMES + MISSING_PEER)
+    evidence = Evidence(at_s=100.0, step=30, workers=[peer])
+    assert diagnose(evidence).fault.rank == 0
+    fault = diagnose(replace(evidence, ended_ranks=[ended_rank()])).fault
+    assert (fault.rank, fault.node, fault.code) == (1, None, RANK_CODE)
+    assert fault.evidence == (
+        "rank 1 ended with exit code 0 after step 30, while the other ranks had not come to "
+        "their end"
+    )
+    assert "no network is to blame" in fault.explanation
+    again = blame_repeated_end(fault, fault)
+    assert again.fault_class is FaultClass.USER_CODE_ERROR
+    assert "same number of batches" in again.action
+    late = replace(evidence, ended_ranks=[ended_rank(ended_s=60.0)])
+    assert diagnose(late).fault.rank == 0, "it left because the others had failed"
+
+
+def test_a_rank_that_left_explains_a_hang_but_no_stopped_process_and_no_error():
+    silent = SilentRank(0, "node-0", 70.0, 60.0, "step")
+    hang = Evidence(at_s=100.0, step=30, silent=[silent], ended_ranks=[ended_rank()])
+    assert diagnose(hang).fault.code == RANK_CODE
+    stopped = replace(hang, silent=[replace(silent, stopped=["python"])])
+    assert diagnose(stopped).fault.fault_class is FaultClass.HANG
+    raised = WorkerEnd(0, "node-0", 0, 1, 9.5, log=STEPS + TRACEBACK)
+    crash = Evidence(at_s=100.0, step=30, workers=[raised], ended_ranks=[ended_rank()])
+    assert diagnose(crash).fault.fault_class is FaultClass.USER_CODE_ERROR
+
+
+def test_a_rank_that_torchrun_lists_as_failed_did_not_leave_with_0():
+    log = STEPS + FRAMES + MISSING_PEER + summary(num_failed=2)
+    launcher = WorkerEnd(None, "node-0", None, 1, 9.5, log=log)
+    lists_it = Evidence(
+        at_s=100.0, step=30, workers=[launcher],
+        ended_ranks=[ended_rank(node="node-0", ended_s=None)],
+    )  # fmt: skip
+    assert diagnose(lists_it).fault.code != RANK_CODE
+    not_it = replace(launcher, log=STEPS + FRAMES + MISSING_PEER + summary())
+    assert diagnose(replace(lists_it, workers=[not_it])).fault.code == RANK_CODE
+
+
+def test_a_fault_after_the_last_step_is_a_note_with_its_stack():
+    raised = cause(STEPS + TRACEBACK, FalseSuccess(RAISED))
+    note = describe_late_fault(60, raised, logs=STEPS + TRACEBACK, stacks="")
+    assert note.startswith("all 60 steps are done and the checkpoint of step 60 is complete")
+    assert RAISED in note
+    assert 'File "/work/train.py", line 5' in note
+    words = "terminate called without an active exception\n"
+    abort = describe_late_fault(60, raised, logs=STEPS + words + summary(-6), stacks="")
+    assert words.strip() in abort or "SIGABRT" in abort
+    stack = 'Thread 7 (idle): "MainThread"\n    _shutdown (/x/tracker.py:1590)\n'
+    hang = describe_late_fault(60, raised, logs=STEPS, stacks=stack)
+    assert "_shutdown (/x/tracker.py:1590)" in hang
 
 
 def test_a_session_that_exits_before_its_target_is_the_programs_fault():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.storage.proxies import USERS_VARIABLES, bypass_proxies
 from perdure.training.agent.control import ADDRESS_FILE
 from perdure.training.engines import agent_calls
 from perdure.training.engines import fleet as fleet_module
@@ -140,3 +142,17 @@ def test_the_next_supervisor_finds_the_spare_and_the_end_of_the_run_ends_it(flee
     following.end()
     assert following.warm_spares() == {}
     assert fleet.leftovers() == []
+
+
+def test_a_node_has_the_proxy_variables_of_the_user(fleet, tmp_path, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY", USERS_VARIABLES):
+        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.delenv(name)
+    users = {"http_proxy": "http://127.0.0.1:9", "NO_PROXY": ".local"}
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    bypass_proxies(os.environ, ("http://127.0.0.1:4200/api",))
+    fleet.submit(plan(fleet.nodes(), 2, previous=None, avoid=()))
+    environment = process_of(addresses(tmp_path / "home")["p0001-m0-s1"]).environ()
+    names = {*users, "no_proxy", USERS_VARIABLES}
+    assert {name: environment[name] for name in names & environment.keys()} == users

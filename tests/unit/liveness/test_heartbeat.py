@@ -225,3 +225,27 @@ def test_ranks_that_inherit_one_name_write_to_a_file_each(tmp_path, monkeypatch,
     beat = not_none(HeartbeatReader(tmp_path / name).read())
     assert (beat.step, beat.pid) == (7, os.getpid())
     assert rank_of_file(tmp_path / name) == (int(name[-1]) if launched else None)
+
+
+FULL_DISK = """
+import logging, pathlib, sys
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
+logging.basicConfig(level="INFO")
+writer = HeartbeatWriter(pathlib.Path(sys.argv[1], "heartbeat-0"))
+writer.beat(phase=Phase.STEP, step=1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+@pytest.mark.parametrize("filler_bytes", [0, 61440, 65536])
+def test_a_full_disk_costs_the_heartbeat_and_not_the_process(tmp_path, filler_bytes):
+    script = (
+        f"mount -t tmpfs -o size=64k tmpfs {tmp_path}; "
+        f"head -c {filler_bytes} /dev/zero >{tmp_path}/filler; "
+        f"exec {sys.executable} -c '{FULL_DISK}' {tmp_path}"
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no heartbeat") == (filler_bytes == 65536), done.stderr

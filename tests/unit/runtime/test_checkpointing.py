@@ -32,6 +32,7 @@ from tests.unit.runtime.trainees import (
     train,
     train_and_fail,
     train_and_save_again,
+    train_without_room,
 )
 from tests.unit.storage.nodes import Cluster, Node, flip_bit
 
@@ -459,3 +460,10 @@ def test_a_disk_gives_up_both_saves_of_an_old_step(bench):
         disk = node.disk_tier()
         prune_disk(disk, keep_saves=2)
         assert set(disk.states()) == {5, 6}
+
+
+@pytest.mark.parametrize("refusals", [0, 1, 2])
+def test_saves_go_to_memory_again_once_there_is_room(bench, refusals):
+    results = bench.cluster.run(train_without_room, bench.place(), refusals, num_ranks=4)
+    assert results == [[save >= refusals for save in range(3)]] * 4
+    assert bench.checkpoints.steps() == [1, 2, 3]

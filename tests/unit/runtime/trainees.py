@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import StorageError
 from perdure.storage.local import LocalStore
+from perdure.storage.saving import TieredSaver
 from perdure.training.config.job import Job
 from perdure.training.runtime.context import WorkerContext
 from perdure.training.runtime.program import MicroBatch, Training
@@ -271,3 +272,26 @@ def train_and_save_again(rank: int, place: Place, step: int, between: str) -> tu
     checkpointer.settle(240)
     dist.barrier()
     return saved[0], saved[1]
+
+
+def train_without_room(rank: int, place: Place, refusals: int) -> list[bool]:
+    """Save three steps while rank 1 has no memory at first; which saves were behind."""
+    refuse = TieredSaver._refusal
+
+    def refusal(saver: TieredSaver, size_bytes: int) -> str | None:
+        nonlocal refusals
+        refusals -= 1
+        return "full" if rank == 1 and refusals >= 0 else refuse(saver, size_bytes)
+
+    TieredSaver._refusal = refusal  # type: ignore[method-assign]
+    trainee = Trainee(rank, sharded=place.sharded, seed=place.attempt)
+    checkpointer = place.checkpointer(trainee, rank, dist.get_world_size())
+    checkpointer.restore()
+    behind = []
+    for step in (1, 2, 3):
+        trainee.step()
+        checkpointer.save(step, data=trainee.data.state_dict())
+        behind.append(checkpointer.is_behind)
+    checkpointer.settle(240)
+    dist.barrier()
+    return behind

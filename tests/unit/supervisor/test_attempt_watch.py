@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.engines.base import Snapshot
-from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from perdure.training.wire.agent_status import (
     AgentState,
@@ -24,8 +24,7 @@ def stopped_watch(monkeypatch):
     watch = AttemptWatch(
         FakeFleet(Cluster(["done"]), lambda _call: None),  # type: ignore[arg-type]
         small_job(),
-        key=(1, 1),
-        started_s=0.0,
+        AttemptStart((1, 1), 0.0),
         stop_wanted=lambda: True,
         on_progress=lambda _progress: None,
     )
@@ -57,8 +56,7 @@ def test_nothing_of_the_attempt_before_is_taken_for_an_attempt_that_was_refused(
     watch = AttemptWatch(
         FleetOfTheAttemptBefore(Cluster(["done"]), lambda _call: None),  # type: ignore[arg-type]
         small_job(),
-        key=(1, 2),
-        started_s=0.0,
+        AttemptStart((1, 2), 0.0),
         stop_wanted=lambda: False,
         on_progress=progress.append,
     )
@@ -109,8 +107,7 @@ def test_a_request_that_comes_while_the_store_is_silent_ends_the_processes_once(
     watch = AttemptWatch(
         fleet,  # type: ignore[arg-type]
         small_job(),
-        key=(1, 1),
-        started_s=0.0,
+        AttemptStart((1, 1), 0.0),
         stop_wanted=lambda: is_wanted,
         on_progress=lambda _progress: None,
     )

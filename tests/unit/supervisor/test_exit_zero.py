@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from perdure.training.diagnosis.ending import UNSEEN_NOTE
+from perdure.training.diagnosis.ending import NO_SAMPLE_CODE, UNSEEN_NOTE
 from perdure.training.engines.base import Snapshot
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.exit_zero import (
+    NOTHING_SO_FAR,
     CommandExitCheck,
+    RunSoFar,
     bad_end_of_session,
     good_end_text,
     is_done,
@@ -72,7 +74,7 @@ def judged(
 def test_a_step_that_the_output_shows_counts_as_one_by_heartbeat():
     last = snapshot(worker())
     shown = {0: last.agents[0].model_copy(update={"shown": ShownStep(step=40, age_s=0.0)})}
-    text = {0: "exit code 0 at step 40 of 100"}
+    text = {0: "ended at 40 of 100 with exit code 0"}
     assert judged(Snapshot(shown), target=100) == text
     assert judged(Snapshot(shown), target=40) == {}
 
@@ -84,8 +86,9 @@ def ends_after(
     earlier: tuple[int, ...] = (),
     logs: dict[int, str] | None = None,
     is_last: bool = True,
+    so_far: RunSoFar = NOTHING_SO_FAR,
 ) -> CommandExitCheck:
-    ends = CommandExitCheck(target)
+    ends = CommandExitCheck(target, so_far)
     for step in earlier:
         ends.note(snapshot(worker(exit_code=None), steps=(step,), state=AgentState.RUNNING))
     ends.note(last)
@@ -118,7 +121,7 @@ def test_a_command_without_a_trace_of_failure_has_ended_well():
 )  # fmt: skip
 def test_heartbeats_show_that_a_command_is_short_of_the_target_of_its_job(earlier, last, short):
     texts = judged(snapshot(worker(), steps=(last, last - 1)), target=100, earlier=earlier)
-    assert texts == ({0: f"exit code 0 at step {last} of 100"} if short else {})
+    assert texts == ({0: f"ended at {last} of 100 with exit code 0"} if short else {})
 
 
 def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
@@ -126,7 +129,7 @@ def test_a_crash_counts_at_once_and_a_short_count_when_no_process_is_left():
     assert judged(two, logs={1: CRASH}, is_last=False) == {1: "TypeError: no"}
     counted = {0: "", 1: " iteration 10/ 60 | lm loss: 1.0"}
     assert judged(two, logs=counted, is_last=False) == {}
-    assert judged(two, logs=counted) == {1: "exit code 0 at iteration 10 of 60"}
+    assert judged(two, logs=counted) == {1: "ended at iteration 10 of 60 with exit code 0"}
     assert judged(two, logs={0: " iteration 60/ 60 |", 1: " iteration 10/ 60 |"}) == {}
 
 
@@ -183,6 +186,95 @@ def test_the_end_of_a_command_of_whose_training_nothing_was_seen_says_so(text, s
     assert ("no training step was seen" in said) is not is_seen
     other = ends_after(snapshot(worker(0), worker(1)), logs={1: text}, is_last=False)
     assert other.notes == [], "other nodes may still show it"
+
+
+def bar(step: int, total: int = 100) -> str:
+    return f"\r{step:3d}%|##  | {step}/{total} [00:10<00:50,  4.00it/s]"
+
+
+SIGNAL = "SIGTERM received: checkpoint saved, training stops\n"
+EMPTY = "There seems not to be a single sample in your epoch_iterator, stopping training\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault_class"),
+    [
+        (" iteration 58/ 600 |\n iteration 60/ 600 |\n[exiting program after receiving SIGTERM.]",
+         FaultClass.PREEMPTED),
+        (bar(59) + bar(60) + "\n" + SIGNAL, FaultClass.PREEMPTED),
+        ("the loss is 2.1\n" + SIGNAL, FaultClass.PREEMPTED),
+        (" iteration 599/ 600 |\n[exiting program after receiving SIGTERM.]", FaultClass.PREEMPTED),
+        (bar(39) + bar(40), FaultClass.UNKNOWN),
+        ("Epoch 3/10\nstep 100/100\n", FaultClass.UNKNOWN),
+        (" iteration 140/ 6000 |\n iteration 150/ 6000 |\n[exiting program after 690 minutes]",
+         FaultClass.LAUNCH_MISCONFIGURED),
+    ],
+    ids=["Megatron", "bar", "no count", "last step but one", "no word", "epochs", "its own limit"],
+)  # fmt: skip
+def test_an_exit_with_0_before_the_target_that_the_program_shows_is_no_success(text, fault_class):
+    (bad,) = ends_after(snapshot(worker()), logs={0: text}).false_successes.values()
+    assert bad.fault_class is fault_class
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        bar(99) + bar(100) + "\n" + SIGNAL,
+        " iteration 600/ 600 |\n[exiting program after receiving SIGTERM.]",
+        "the loss is 2.1\n[exiting program after 690 minutes]",
+        "the whole stream was read: no more data left\n",
+    ],
+    ids=["at the target", "at the target of Megatron", "no target", "a stream of no known length"],
+)
+def test_an_exit_with_0_at_the_target_or_without_one_is_a_success(text):
+    assert ends_after(snapshot(worker()), logs={0: text}).false_successes == {}
+
+
+@pytest.mark.parametrize(
+    "words", ["Epoch 00004: early stopping", "Target loss 2.0 reached", "patience of 3 exhausted"]
+)
+def test_a_program_that_stops_by_a_rule_of_its_own_is_done_and_its_words_are_a_note(words):
+    ends = ends_after(snapshot(worker()), logs={0: f"step 39/300\nstep 40/300\n{words}\n"})
+    assert ends.false_successes == {}
+    assert ends.notes == [f"ended at 40 of 300 by a rule of the program: {words}"]
+
+
+@pytest.mark.parametrize("text", [EMPTY, "", bar(20)], ids=["words", "silence", "a bar resumed"])
+@pytest.mark.parametrize("target", [None, 100], ids=["the target as shown", "the job's"])
+def test_a_resume_without_a_sample_falls_short_of_the_target_of_the_run(text, target):
+    so_far = RunSoFar(target=100, step=35)
+    ends = ends_after(snapshot(worker()), target=target, logs={0: text}, so_far=so_far)
+    (bad,) = ends.false_successes.values()
+    assert (bad.fault_class, bad.code) == (FaultClass.UNKNOWN, NO_SAMPLE_CODE)
+    assert " of 100 without a step" in bad.text
+
+
+def test_a_resume_after_the_last_step_has_nothing_left_to_do():
+    so_far = RunSoFar(target=100, step=100)
+    assert ends_after(snapshot(worker()), so_far=so_far).false_successes == {}
+    later = ends_after(snapshot(worker()), logs={0: bar(89) + bar(90)}, so_far=so_far)
+    assert later.false_successes[0].text == "ended at 90 of 100 with exit code 0", "it trained anew"
+
+
+def test_the_target_of_the_job_goes_before_the_one_that_the_program_shows():
+    counted = {0: " iteration 149/ 6000 |\n iteration 150/ 6000 |"}
+    assert ends_after(snapshot(worker()), target=150, logs=counted).false_successes == {}
+    (bad,) = ends_after(snapshot(worker()), target=300, logs=counted).false_successes.values()
+    assert bad.text == "ended at iteration 150 of 300 with exit code 0"
+    epoch = {0: bar(50, 50)}
+    assert ends_after(snapshot(worker()), target=300, logs=epoch).false_successes == {}, (
+        "an epoch's"
+    )
+
+
+def test_the_target_of_an_attempt_is_kept_for_those_after_it():
+    ends = CommandExitCheck()
+    logs = {0: [WorkerLog(rank=0, path="x", text=bar(35))]}
+    assert ends.target_shown(logs) == 100
+    assert ends.proven_target(logs) is None, "a bar may be one of an epoch"
+    megatron = {0: [WorkerLog(rank=0, path="x", text=" iteration 3/ 60 |")]}
+    assert ends.proven_target(megatron) == 60
+    assert CommandExitCheck(30).proven_target(logs) == 30
 
 
 def test_a_session_is_done_when_its_agent_has_nothing_to_say_against_it():

@@ -11,7 +11,7 @@ from perdure.training.engines.base import Snapshot, terminated
 from perdure.training.errors import AgentUnreachable
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor import termination as module
-from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
 from perdure.training.supervisor.termination import Termination, is_first_process
 from perdure.training.supervisor.watch import EndKind
 from perdure.training.wire.agent_status import (
@@ -85,7 +85,7 @@ def watched(fleet: Agents, *, since_s: float | None = None, owns: bool = False, 
     return AttemptWatch(
         fleet,  # type: ignore[arg-type]
         small_job(**job),
-        started_s=0.0,
+        AttemptStart((1, 1), 0.0),
         stop_wanted=lambda: False,
         on_progress=lambda _progress: None,
         termination=termination,

@@ -21,6 +21,7 @@ from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
+from perdure.storage.proxies import is_direct
 from perdure.training.engines.kubernetes.objects import Document
 from perdure.training.errors import EngineError, InputError
 
@@ -404,10 +405,17 @@ def connect(*, context: str | None, namespace: str | None) -> Api:
         if context is not None:
             raise InputError("engine.context", f"{context!r}: {error}") from error
         return _connect_from_pod(settings, namespace)
+    _bypass_proxy(settings)
     contexts, current = listing
     named = next((entry for entry in contexts if entry["name"] == context), current)
     place = namespace or named.get("context", {}).get("namespace") or "default"
     return Api(client.ApiClient(settings), place, in_cluster=False)
+
+
+def _bypass_proxy(settings: client.Configuration) -> None:
+    """Reach an API server of this network directly, unless the kubeconfig names a proxy."""
+    if settings.proxy == client.Configuration().proxy and is_direct(settings.host):
+        settings.proxy = None
 
 
 def _connect_from_pod(settings: client.Configuration, namespace: str | None) -> Api:
@@ -417,4 +425,5 @@ def _connect_from_pod(settings: client.Configuration, namespace: str | None) -> 
     except (ConfigException, OSError) as error:
         why = "no cluster is known: KUBECONFIG names none, and this process is in no pod"
         raise InputError("engine.kind", why) from error
+    _bypass_proxy(settings)
     return Api(client.ApiClient(settings), namespace or pod_namespace, in_cluster=True)

@@ -32,6 +32,7 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
+from perdure.storage.proxies import is_direct
 from perdure.training.engines.kubernetes.objects import Document
 
 _HUB = "docker.io"
@@ -272,7 +273,10 @@ def _ask(
 ) -> Answer:
     answer = Answer(Presence.NOT_ASKED, "")
     with httpx.Client(
-        timeout=REQUEST_TIMEOUT_S, follow_redirects=True, transport=transport
+        timeout=REQUEST_TIMEOUT_S,
+        follow_redirects=True,
+        transport=transport,
+        trust_env=not is_direct(base_url(image.registry)),
     ) as client:
         for credential in credentials or (None,):
             try:

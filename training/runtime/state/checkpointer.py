@@ -68,6 +68,7 @@ class Checkpointer:
         self._device = device
         self._hooks = hooks
         self._saver: Saver | None = None
+        self._is_refused = False  # by the checkpoint server, for lack of memory
         self._newest_saved: int | None = 0
         self._generation = 0
         self._copies = CopyPlan()  # of the generations before
@@ -81,9 +82,13 @@ class Checkpointer:
         saver = self._new_saver(plans)
         refusal = saver.prepare(lambda: self._full_state({})[0])
         if refusal is not None:
-            _log.warning(f"saves go to the store while training waits: {refusal}")
+            if not self._is_refused:
+                _log.warning(f"saves go to the store while training waits: {refusal}")
             saver.close()
             saver = self._new_saver(plans, is_direct=True)
+        elif self._is_refused:
+            _log.warning("saves go to memory again: there is room")
+        self._is_refused = refusal is not None
         saver.meet_partners(self._restorer.from_memory)
         self._restorer.from_memory = None  # once: later saves are copied themselves
         self._saver = saver
@@ -198,7 +203,7 @@ class Checkpointer:
         """
         if step == self._newest_saved:
             return False
-        if self._saver is None:
+        if self._saver is None or self._is_refused:  # there may be room in memory by now
             self.prepare()
         if self._is_committed(step):
             return False
