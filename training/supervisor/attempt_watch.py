@@ -109,7 +109,7 @@ class AttemptWatch:
         termination: SIGTERM to this process; None: it ends this process by itself.
     """
 
-    def __init__(  # noqa: PLR0913 all that a watch is made of
+    def __init__(
         self,
         fleet: Fleet,
         job: Job,
