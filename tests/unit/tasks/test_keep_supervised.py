@@ -46,6 +46,7 @@ def run(tmp_path, perdure_home) -> RunHandle:
         (f"host:{os.getpid()}", True),
         ("namespace:pretrain-x7k2p", True),
     ],
+    ids=["none", "dead", "dead of a host", "alive", "alive on a host", "pod"],
 )
 def test_a_pending_flow_run_begins_when_its_process_lives_or_its_container_may(started, may):
     flow_run = FlowRun(flow_id=uuid4(), infrastructure_pid=started)
