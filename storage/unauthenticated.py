@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LIMIT_BYTES = 64 << 10
 LIMIT_S = 10.0
-MAX_OPEN = 64
+MAX_OPEN = 256  # a busy server has many clients that it has not come to read
 
 
 class TooLongError(ConnectionError):

@@ -203,7 +203,9 @@ def new_container(tmp_path):
 def long_lived(tmp_path_factory):
     """An agent that was started by rank 7 of another program."""
     folder = tmp_path_factory.mktemp("agent") / "container"
-    container = start_container(folder, {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"})
+    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+    ranks = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"}
+    container = start_container(folder, {**ranks, **keys})
     yield container
     end_container(container)
 

@@ -33,7 +33,7 @@ from perdure.training.wire.agent import (
 from perdure.training.wire.logs import LogPiece, ReadLogsQuery
 from tests.jobs import small_job
 from tests.unit.agent.conftest import EPOCH, Container, agent_job
-from tests.waiting import BEYOND_A_TEST_S, wait_for
+from tests.waiting import BEYOND_A_TEST_S, PATIENCE_S, wait_for
 
 # A grandchild that left the session of its parent and does not listen to SIGTERM.
 STUBBORN = """
@@ -345,18 +345,21 @@ def test_step_records_are_handed_out_in_whole_lines(shared):
     assert shared.call(MetricsQuery(offset=8)).text == ""
 
 
-def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_one(shared, tmp_path):
-    key = "data/manifest.json"
-    pipe = tmp_path / "store" / key
-    pipe.parent.mkdir(parents=True)
-    os.mkfifo(pipe)  # reading it takes as long as we like
-    shared.start("true", job=agent_job(tmp_path), data_manifest_key=key)
-    shared.until("staging")
-    shared.call(StopOrder(grace_s=1))
-    assert shared.status().state == "ended"
-    shared.start("sleep", "600")
-    running = shared.until("running")
-    pipe.open("w").close()  # the data has come, and it is no manifest
+def test_a_start_that_was_stopped_while_its_data_came_does_not_touch_the_next_one(shared):
+    with socket.create_server(("127.0.0.1", 0)) as store:  # takes as long as the test likes
+        endpoint = f"http://127.0.0.1:{store.getsockname()[1]}"
+        job = agent_job(storage={"address": "s3://bucket", "endpoint": endpoint})
+        shared.start("true", job=job, data_manifest_key="data/manifest.json")
+        store.settimeout(PATIENCE_S)
+        connection, _ = store.accept()
+        assert connection.recv(1)
+        assert shared.status().state == "staging"
+        shared.call(StopOrder(grace_s=1))
+        assert shared.status().state == "ended"
+        shared.start("sleep", "600")
+        running = shared.until("running")
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        connection.close()
     with pytest.raises(AssertionError):
         wait_for(
             lambda: (now := shared.status()).state != "running" or now.workers != running.workers,

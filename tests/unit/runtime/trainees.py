@@ -283,7 +283,7 @@ def train_without_room(rank: int, place: Place, refusals: int) -> list[bool]:
         refusals -= 1
         return "full" if rank == 1 and refusals >= 0 else refuse(saver, size_bytes)
 
-    TieredSaver._refusal = refusal  # type: ignore[method-assign]
+    TieredSaver._refusal = refusal  # type: ignore[assignment,method-assign]
     trainee = Trainee(rank, sharded=place.sharded, seed=place.attempt)
     checkpointer = place.checkpointer(trainee, rank, dist.get_world_size())
     checkpointer.restore()

@@ -125,11 +125,11 @@ class Parts:
         )
         ask = CheckpointFinder(
             nodes,
-            Nodes(self.on_nodes),
+            Nodes(self.on_nodes),  # type: ignore[arg-type]
             self.store,
             RunHistory(),
             "/",
-            {},  # type: ignore[arg-type]
+            {},
         )
         checkpoint = ask.choose().saved
         return (checkpoint.step, checkpoint.saved_in) if checkpoint is not None else None

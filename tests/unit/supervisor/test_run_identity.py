@@ -156,7 +156,7 @@ def test_a_target_that_nobody_gave_a_command_stays_so_through_documents():
 
 def test_how_a_complete_run_goes_on_is_in_its_line():
     assert completed_before(session(), history(session(), saved(30))) == (
-        "run run was completed before, at step 30; a larger `steps` has it go on"
+        "run run was completed before, at step 30; a larger 'steps' has it go on"
     )
     line = completed_before(command(), history(command()))
     assert line == f"run run was completed before; `{REOPEN}` has it go on"

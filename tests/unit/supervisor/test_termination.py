@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +26,7 @@ from perdure.training.wire.agent_status import (
 from tests.jobs import small_job
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet, supervise
 
-COMMAND = {"worker": {"command": ["train"]}, "steps": 40}
+COMMAND: dict[str, Any] = {"worker": {"command": ["train"]}, "steps": 40}
 
 
 class Left(BaseException):
@@ -79,7 +82,7 @@ def leave() -> None:
     raise Left
 
 
-def watched(fleet: Agents, *, since_s: float | None = None, owns: bool = False, **job):
+def watched(fleet: Agents, *, since_s: float | None = None, owns: bool = False, **job: Any):
     asked_s = time.monotonic() if since_s is None else since_s
     termination = Termination(leave=leave, owns_machine=owns, since_s=asked_s)
     return AttemptWatch(
@@ -211,7 +214,7 @@ def test_a_lost_agent_that_left_its_mark_is_preempted_and_no_lost_node():
     ],
 )
 def test_the_first_process_of_a_container_is_known(pid, parent, first, is_first, monkeypatch):
-    monkeypatch.setattr(module.os, "getpid", lambda: pid)
-    monkeypatch.setattr(module.os, "getppid", lambda: parent)
-    monkeypatch.setattr(module.Path, "read_text", lambda _path, **_options: f"{first}\n")
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(Path, "read_text", lambda _path, **_options: f"{first}\n")
     assert is_first_process() is is_first

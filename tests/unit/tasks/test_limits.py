@@ -13,7 +13,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.reporting.action_items import NeedKind, attention
 
 
-class Server:
+class Pools:
     """The pools and queues of a server, and their limits."""
 
     def __init__(self, *, pool: int | None = None, queue: int | None = None) -> None:
@@ -28,6 +28,10 @@ class Server:
         return SimpleNamespace(concurrency_limit=self.queue)
 
 
+def server_with(**limits: int) -> Any:
+    return Pools(**limits)
+
+
 def deployment(limit: int | None = None, pool: str | None = "perdure") -> Any:
     held = SimpleNamespace(limit=limit, name="deployment:1") if limit is not None else None
     return SimpleNamespace(
@@ -38,10 +42,10 @@ def deployment(limit: int | None = None, pool: str | None = "perdure") -> Any:
 @pytest.mark.parametrize(
     ("server", "limit", "named", "removed_by"),
     [
-        (Server(), 1, "deployment 'local' of pretrain", "prefect gcl delete deployment:1"),
-        (Server(pool=1), None, "work pool 'perdure'", "clear-concurrency-limit perdure"),
-        (Server(queue=2), None, "work queue 'default'", "clear-concurrency-limit default"),
-        (Server(pool=0), None, "work pool 'perdure' has a concurrency limit of 0", "perdure"),
+        (server_with(), 1, "deployment 'local' of pretrain", "prefect gcl delete deployment:1"),
+        (server_with(pool=1), None, "work pool 'perdure'", "clear-concurrency-limit perdure"),
+        (server_with(queue=2), None, "work queue 'default'", "clear-concurrency-limit default"),
+        (server_with(pool=0), None, "work pool 'perdure' has a concurrency limit of 0", "perdure"),
     ],
 )
 def test_a_limit_is_named_with_what_removes_it(server, limit, named, removed_by):
@@ -51,12 +55,12 @@ def test_a_limit_is_named_with_what_removes_it(server, limit, named, removed_by)
 
 
 def test_without_limits_nothing_is_named():
-    assert limits_of(Server(), [deployment(), deployment(pool=None)]) == []
-    assert limits_of(Server(pool=1), [deployment(pool="gone")]) == []
+    assert limits_of(server_with(), [deployment(), deployment(pool=None)]) == []
+    assert limits_of(server_with(pool=1), [deployment(pool="gone")]) == []
 
 
 def test_a_limit_needs_a_person_as_long_as_the_run_lasts():
-    lines = limits_of(Server(pool=1), [deployment(3)])
+    lines = limits_of(server_with(pool=1), [deployment(3)])
     items = attention("run", RunHistory(), spares=None, limits=lines)
     assert [need.kind for need in items.needs] == [NeedKind.LIMIT] * 2
     assert "The training goes on" in items.body
