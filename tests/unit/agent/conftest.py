@@ -203,11 +203,12 @@ def new_container(tmp_path):
 def long_lived(tmp_path_factory):
     """An agent that was started by rank 7 of another program."""
     folder = tmp_path_factory.mktemp("agent") / "container"
-    keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
-    ranks = {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"}
-    container = start_container(folder, {**ranks, **keys})
-    yield container
-    end_container(container)
+    with pytest.MonkeyPatch.context() as environment:  # keys, also for stores that never answer
+        environment.setenv("AWS_ACCESS_KEY_ID", "id")
+        environment.setenv("AWS_SECRET_ACCESS_KEY", "key")
+        container = start_container(folder, {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "7"})
+        yield container
+        end_container(container)
 
 
 @pytest.fixture
