@@ -7,28 +7,24 @@ are counts of recoveries in a row without progress, where the policy has it so; 
 checkpoint committed after the recovery.
 
 Around it: rungs.py has the tables, the policy and the answer, guards.py why a rung does not
-answer, ladder_rules.py the rules in words, chips.py the fault codes.
+answer, ends.py when none but stop can help, ladder_rules.py the rules in words, chips.py the
+fault codes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from perdure.training.recovery.ends import ENDS, hung_before
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 from perdure.training.recovery.guards import (
     SETTINGS,
     SWITCHED_OFF,
     UNSUPPORTED,
     LadderInput,
-    hung_before,
     is_accepted,
-    is_cancelled,
-    is_hang_again,
-    is_oom_again,
-    is_store_full,
-    is_the_users_again,
     refusal,
     rungs_for,
     suspicion_of_node,
@@ -103,7 +99,7 @@ def _climb(case: LadderInput, supported: frozenset[Rung], capacity: Capacity | N
         reason = f"{fault.fault_class}: step {fault.step} is abnormal again, accepted and recorded"
         return Decision(Rung.STEP_RETRY, None, reason, accept_abnormal=True)
     skipped: list[tuple[Rung, str]] = []
-    ends = _has_nowhere_to_go(case, capacity) or any(ends_run(case) for ends_run in _ENDS)
+    ends = _has_nowhere_to_go(case, capacity) or any(ends_run(case) for ends_run in ENDS)
     for rung in (Rung.STOP,) if ends else rungs_for(case):
         is_supported = rung in supported or rung is Rung.STOP
         why_not = refusal(rung, case) if is_supported else UNSUPPORTED
@@ -157,25 +153,9 @@ def _without_cut_short(history: Sequence[Recovery]) -> Sequence[Recovery]:
     return [past for past in history if not past.cut_short]
 
 
-def _hang_again_text(fault: Fault) -> str:
-    rank = f" of rank {fault.rank}" if fault.rank is not None else ""
-    place = f"at step {fault.step}{rank} in {fault.frame}"
-    return f" again {place} is for the user to fix: {fault.action}"
-
-
-# The cases in which no rung but `stop` can help, and the reason to give.
-_ENDS: Mapping[Callable[[LadderInput], bool], Callable[[Fault], str]] = {
-    is_cancelled: lambda _fault: ": the job was ended by a person, who may start it again",
-    is_oom_again: lambda fault: f" again at step {fault.step} is for the user to fix",
-    is_hang_again: _hang_again_text,
-    is_store_full: lambda _fault: ": the run's store is full; make room, then start the run again",
-    is_the_users_again: lambda _fault: " again, and its evidence is for the user to fix",
-}
-
-
 def _reason(rung: Rung, case: LadderInput, skipped: Sequence[tuple[Rung, str]]) -> str:
     fault = case.fault
-    end = next((text for ends_run, text in _ENDS.items() if ends_run(case)), None)
+    end = next((text for ends_run, text in ENDS.items() if ends_run(case)), None)
     if end is not None:
         return f"{fault.fault_class}{end(fault)}"
     if rung is Rung.STOP and fault.is_of_unwritable_node:

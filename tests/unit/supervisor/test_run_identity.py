@@ -159,7 +159,7 @@ def test_how_a_complete_run_goes_on_is_in_its_line():
         "run run was completed before, at step 30; a larger 'steps' has it go on"
     )
     line = completed_before(command(), history(command()))
-    assert line == f"run run was completed before; `{REOPEN}` has it go on"
+    assert line == f"run run was completed before; '{REOPEN}' has it go on"
 
 
 def test_a_built_in_recipe_under_its_former_name_is_no_difference():
