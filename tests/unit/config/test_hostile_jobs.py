@@ -108,7 +108,6 @@ REFUSED = [
     ("engine: {orphan_timeout_s: 30, grace_s: 60}", "engine.orphan_timeout_s: 30 is less than"),
 ]  # fmt: skip
 REFUSED_SESSIONS = [
-    ("checkpoint: {every_steps: 301}", "checkpoint.every_steps: 301 is longer than the run"),
     ("optimizer: {warmup_steps: 301}", "optimizer.warmup_steps=301 must not exceed steps=300"),
     ("drill: {faults: [{kind: kill, rank: 9, step: 3}]}", "drill.faults.0.rank: 9 is none"),
     ("drill: {faults: [{kind: kill, rank: 0, step: 301}]}", "drill.faults.0.step: 301 is after"),
