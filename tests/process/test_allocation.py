@@ -69,10 +69,11 @@ def assert_free_of_charge(running: Running) -> None:
     assert history.recoveries() == []
 
 
-def test_three_allocations_train_as_one(bench, undisturbed_pair):
-    job = bench.pair("allocations", checkpoint={"every_steps": 1000})
+@pytest.mark.parametrize("ends", [(7,), pytest.param((7, 15), marks=pytest.mark.long)])
+def test_several_allocations_train_as_one(bench, undisturbed_pair, ends):
+    job = bench.pair(f"allocations-{len(ends)}", checkpoint={"every_steps": 1000})
     starts = []
-    for step in (7, 15):
+    for step in ends:
         running = bench.start(job)
         running.reach(step)
         end_allocation(running)
