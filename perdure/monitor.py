@@ -36,6 +36,7 @@ from perdure.training.reporting.rows import alert_rows, attempt_rows, program_no
 from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.checkpoints import node_tiers, program_saves, saves_are_known
 from perdure.training.supervisor.evidence import newest_of, step_of
+from perdure.training.supervisor.exit_zero import shown_target
 from perdure.training.supervisor.job_registry import job_path
 from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run_handle import RunHandle
@@ -114,6 +115,7 @@ class RunMonitor:
     ) -> RunStatus:
         """The facts from the ledger; of a command, those that heartbeats and output show."""
         run, job, pause = self._run, self._run.job, history.pause
+        target_step = job.target_step or shown_target(history, agents)
         last = records[max(records)] if records else None
         is_supervised = history.ended is None and run.ledger.is_supervised()
         return RunStatus(
@@ -123,8 +125,8 @@ class RunMonitor:
             supervised=is_supervised,
             step=_command_step(history, agents) if job.worker.is_command else _step(history, last),
             committed_step=history.committed_step if saves_are_known(job) else None,
-            target_step=job.target_step,
-            eta_s=_eta_s(history, records, job.target_step),
+            target_step=target_step,
+            eta_s=_eta_s(history, records, target_step),
             tokens_per_s=last.tokens_per_s if last is not None else None,
             loss=_finite(last.loss if last is not None else None),
             grad_norm=_finite(last.grad_norm if last is not None else None),
@@ -246,7 +248,7 @@ def _last_step_age_s(
 def _eta_s(history: RunHistory, records: dict[int, StepRecord], target: int | None) -> float | None:
     """The time to the target at the pace of the newest steps, saves included."""
     newest = list(records.values())[-_PACE_STEPS:]
-    if target is None or history.ended is not None or not newest:
+    if target is None or history.open_attempt is None or not newest:
         return None
     attempt = (newest[-1].placement, newest[-1].attempt)
     # The downtime before a restart is no part of the pace.

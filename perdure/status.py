@@ -278,7 +278,7 @@ def _notices(snapshot: RunSnapshot) -> list[str]:
     outage = status.ledger_unwritable
     if outage is not None:
         lines.append(f"{UNWRITABLE} since {outage.since}: {outage.why}")
-    if status.state is RunState.RUNNING and not status.supervised:
+    if status.state in (RunState.RUNNING, RunState.PAUSED) and not status.supervised:
         lines.append("no process supervises it; 'perdure run' with its job file adopts it")
     if status.sub_healthy:
         lines.append(

@@ -63,6 +63,7 @@ from perdure.training.reporting.rows import (
     story_rows,
 )
 from perdure.training.reporting.summary import attempts_table, attempts_title
+from perdure.training.supervisor.exit_zero import shown_target
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.waiting import wait_of
 from perdure.training.supervisor.watch import Progress
@@ -90,7 +91,7 @@ class RunReporter:
         run: the supervised run.
         reporter: sends artifacts and events to the server.
         logger: logger of the flow run.
-        target_step: the step the run ends at; None when the program decides.
+        target_step: the step the run ends at; None: the program decides, and may show it.
     """
 
     def __init__(
@@ -158,6 +159,8 @@ class RunReporter:
     def on_progress(self, progress: Progress) -> None:
         """Report what a watcher sees."""
         self._last = progress.last or self._last
+        if self._run.job.target_step is None:
+            self._target_step = shown_target(self._run.history, progress.snapshot)
         self._agents_wait = wait_of(self._run.history, progress.snapshot)
         interruption = activity_of(self._run.history)
         if interruption is not None:

@@ -89,6 +89,14 @@ class RunSoFar:
 NOTHING_SO_FAR = RunSoFar()
 
 
+def shown_target(history: RunHistory, snapshot: Snapshot | None) -> int | None:
+    """Return the last step of the training that a command shows, now or in an earlier attempt."""
+    agents = snapshot.agents.values() if snapshot is not None else ()
+    shown = [status.shown for status in agents if status.shown is not None]
+    targets = [step.target for step in shown if step.target is not None]
+    return max(targets) if targets else RunSoFar.of(history).target
+
+
 @dataclass(slots=True)
 class CommandExitCheck:
     """The check of commands that exit with 0: evidence that they have not ended well.

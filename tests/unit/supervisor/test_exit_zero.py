@@ -8,6 +8,7 @@ import pytest
 
 from perdure.training.diagnosis.ending import NO_SAMPLE_CODE, UNSEEN_NOTE
 from perdure.training.engines.base import Snapshot
+from perdure.training.journal.history import replay
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor.exit_zero import (
     NOTHING_SO_FAR,
@@ -16,6 +17,7 @@ from perdure.training.supervisor.exit_zero import (
     bad_end_of_session,
     good_end_text,
     is_done,
+    shown_target,
     was_stopped,
 )
 from perdure.training.wire.agent_status import (
@@ -27,6 +29,7 @@ from perdure.training.wire.agent_status import (
     WorkerStatus,
 )
 from perdure.training.wire.logs import WorkerLog
+from tests.unit.journal.histories import BEGINNING, over
 
 CRASH = 'Traceback (most recent call last):\n  File "train.py", line 1\nTypeError: no\n'
 
@@ -288,3 +291,14 @@ def test_a_session_is_done_when_its_agent_has_nothing_to_say_against_it():
     bad = bad_end_of_session(early)
     assert bad is not None
     assert (bad.text, bad.fault_class) == (early.error, FaultClass.USER_CODE_ERROR)
+
+
+def test_the_target_of_a_command_is_what_it_shows_now_or_showed_in_an_earlier_attempt():
+    history = replay([*BEGINNING, over(shown_target=300)])
+    silent = snapshot(worker())
+    assert shown_target(history, None) == shown_target(history, silent) == 300
+    status = silent.agents[0].model_copy(
+        update={"shown": ShownStep(step=40, age_s=0.0, target=500)}
+    )
+    assert shown_target(history, Snapshot({0: status})) == 500
+    assert shown_target(replay(BEGINNING), None) is None
