@@ -281,11 +281,21 @@ def start_server(*, port: int | None = None) -> ServerRecord:
         InputError: another process has that port.
         PerdureError: it ended, or did not answer in time.
     """
+    if port is not None:
+        if problem := _why_taken(port):
+            raise InputError("--port", problem)
+        return _launch(port)
+    while True:
+        with suppress(PortTakenError):  # by another server that started in the same moment
+            return _launch(_first_free())
+
+
+class PortTakenError(PerdureError):
+    """Another program listens on a port that was free a moment before."""
+
+
+def _launch(port: int) -> ServerRecord:
     folder = private_folder(_record_path().parent)  # its database holds the jobs of all flow runs
-    if port is None:
-        port = _first_free()
-    elif problem := _why_taken(port):
-        raise InputError("--port", problem)
     log_path = _log_path()
     settings = {
         **CLIENT_SETTINGS,
@@ -312,13 +322,27 @@ def start_server(*, port: int | None = None) -> ServerRecord:
     # Before it answers: a second command waits for this server instead of starting its own.
     write_whole(_record_path(), record.model_dump_json(), private=True)
     wait = _Wait()
-    while not _answers(record):
-        if process.poll() is not None or not wait.goes_on(record):
-            process.kill()
-            _record_path().unlink(missing_ok=True)
-            raise PerdureError(f"the Prefect server did not start; see {log_path}")
+    while not (answers := _answers(record)) and process.poll() is None and wait.goes_on(record):
         time.sleep(0.3)
-    return record
+    owner = owner_of(port)
+    if answers and _is_in_family(owner, process.pid):
+        return record
+    process.kill()
+    _record_path().unlink(missing_ok=True)
+    if owner is not None and not _is_in_family(owner, process.pid):
+        raise PortTakenError(owner_text(owner, port))
+    raise PerdureError(f"the Prefect server did not start; see {log_path}")
+
+
+def _is_in_family(owner: PortOwner | None, pid: int) -> bool:
+    """Whether the owner of a port is a process or its descendant, as far as this user sees it."""
+    if owner is None or owner.pid is None:
+        return True
+    try:
+        ancestors = [parent.pid for parent in psutil.Process(owner.pid).parents()]
+    except psutil.Error:
+        return False
+    return pid in (owner.pid, *ancestors)
 
 
 def _why_taken(port: int, *, advice: str = ANOTHER_PORT) -> str | None:

@@ -106,7 +106,10 @@ def _order(shown: dict[str, dict[str, Any]], name: str) -> Iterator[str]:
     """Both UIs list the artifacts of a flow run by their ids, the highest at the top (3.8.8)."""
     top = shown[f"{name}-needs-you"]
     for key, artifact in shown.items():
-        if artifact["flow_run_id"] == top["flow_run_id"] and artifact["latest_id"] > top["latest_id"]:
+        if (
+            artifact["flow_run_id"] == top["flow_run_id"]
+            and artifact["latest_id"] > top["latest_id"]
+        ):
             yield f"{key} stands above what needs a person"
 
 

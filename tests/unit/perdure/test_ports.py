@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
 
-from perdure.server import PortOwner, ServerRecord, owner_of, owner_text
+from perdure.server import (
+    PortOwner,
+    PortTakenError,
+    ServerRecord,
+    owner_of,
+    owner_text,
+    start_server,
+)
 from perdure.training.processes import free_port
 from tests.jobs import job_document
 from tests.unit.perdure.commands import error_line
@@ -95,3 +104,23 @@ def test_a_second_port_for_a_server_that_runs_is_refused(capsys, perdure_home, m
     monkeypatch.setattr("perdure.server._running_server", lambda: record)
     line = error_line(capsys, "server", "start", "--port", 4712)
     assert "already runs on port 4711" in line
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A Prefect server that another home has started."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_another_server_that_took_the_port_a_moment_before_is_not_taken_for_the_new_one(
+    perdure_home, monkeypatch
+):
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        monkeypatch.setattr("perdure.server._why_taken", lambda _port: None)  # it was still free
+        with pytest.raises(PortTakenError, match="is taken by"):
+            start_server(port=other.server_address[1])
+        other.shutdown()
+    assert not (perdure_home / "prefect" / "server.json").exists()
