@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 from perdure.training.agent.worker_process import SessionActivity, read_session_activity
 
@@ -34,5 +35,6 @@ def test_a_session_is_known_by_all_that_its_processes_did():
         process.stdin.close()
     assert first[process.pid].cpu_s >= 0.3
     assert first[process.pid].io_bytes > 200_000
-    assert second[process.pid] == first[process.pid], "it waits"
+    waited = first[process.pid].waited_s  # a busy machine lets it wait for a processor once more
+    assert replace(second[process.pid], waited_s=waited) == first[process.pid], "it waits"
     assert first[2**22 + 1] == SessionActivity(), "there is no such process"

@@ -181,7 +181,6 @@ def test_of_events_in_an_outage_the_newest_wait_and_the_others_are_counted(
 
 
 def test_closing_waits_for_a_server_that_is_down_for_a_bounded_time(monkeypatch, caplog):
-    monkeypatch.setattr(reporting, "CLOSE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(reporting, "LAST_RETRY_S", 0.01)
     reporter = Reporter("run", None, logging.getLogger("test"))
 
@@ -190,7 +189,7 @@ def test_closing_waits_for_a_server_that_is_down_for_a_bounded_time(monkeypatch,
 
     reporter.start()
     reporter.submit("attempts", send)
-    reporter.close()
+    reporter.close(0.2)
     reporter._thread.join(240)
     assert not reporter._thread.is_alive()
     assert "never sent: attempts" in caplog.text
