@@ -254,7 +254,8 @@ class _Wait:
 
 def stop_started() -> None:
     """Stop the server if this process has started it."""
-    if _started:
+    record = _alive_server()
+    if record is not None and record.pid in _started:
         stop_server()
 
 
@@ -372,9 +373,12 @@ def stop_server() -> bool:
     _record_path().unlink(missing_ok=True)
     if record is None:
         return False
-    process = psutil.Process(record.pid)
-    family = [process, *process.children(recursive=True)]
-    process.send_signal(signal.SIGTERM)
+    try:
+        process = psutil.Process(record.pid)
+        family = [process, *process.children(recursive=True)]
+        process.send_signal(signal.SIGTERM)
+    except psutil.NoSuchProcess:
+        return True  # the end of an allocation has reached it, too
     _, alive = psutil.wait_procs(family, timeout=STOP_TIMEOUT_S)
     for survivor in alive:
         survivor.kill()

@@ -184,6 +184,7 @@ class RunReporter:
 
     def attempt_ended(self) -> None:
         """Report that the newest attempt is over, and recoveries inside it that its end cut off."""
+        self._agents_wait = None
         view = self._run.history.attempts[-1]
         for recovery in view.recoveries:
             if recovery.ended is None and view.ended is not None:
@@ -234,6 +235,7 @@ class RunReporter:
     def end(self, outcome: str) -> None:
         """Show how the run ended: tables, the loss and the timeline, in the UI and the store."""
         self._run.refresh()
+        self._wait = self._agents_wait = None
         if self._last is None:  # this process has watched no attempt
             records = self._accountant.kept_steps()
             self._last = records[max(records)] if records else None

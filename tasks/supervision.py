@@ -212,7 +212,11 @@ class Supervision:
         self.retry_delay = RetryDelay(self.stop_wanted)
         self._lease = LeaseRenewal(self.run, logger, self.outage)
         self._requests = RequestPoller(self.flow_run_id, self.run) if self.flow_run_id else None
-        self._signal = TerminationSignals(self.run.termination, job.engine.grace_s)
+        self._signal = TerminationSignals(
+            self.run.termination,
+            job.engine.grace_s,
+            trains_elsewhere=not job.engine.on_this_machine,
+        )
 
     def __enter__(self) -> Self:
         history = self._take()
@@ -238,14 +242,17 @@ class Supervision:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.outage.give_up()  # first: the renewal of the lease may be waiting for the store
+        if self._requests is not None and self._requests.cancel_wanted:
+            self._signal.disarm()  # the processes of the run are to be ended first
+        self.outage.give_up()  # before all: the renewal of the lease may be waiting for the store
         self._end_threads()
         is_terminated = self.run.termination.is_wanted or kind is TerminationSignal
         # A flow's process is ended by no Exception (3.8.8): TerminationSignal, KeyboardInterrupt,
         # CancelledError, Abort.
         if kind is not None and not issubclass(kind, Exception):
             self._interrupted(kind)
-        self.story.close(TERMINATED_CLOSE_S if is_terminated else CLOSE_TIMEOUT_S)
+        is_in_haste = is_terminated and not self.has_cancelled
+        self.story.close(TERMINATED_CLOSE_S if is_in_haste else CLOSE_TIMEOUT_S)
         self._signal.restore()
         if kind is TerminationSignal:
             self._signal.hurry()

@@ -68,11 +68,15 @@ class TerminationSignals:
     Args:
         termination: notes the request.
         grace_s: grace period of the processes of an attempt.
+        trains_elsewhere: whether the nodes outlive the container of this process.
     """
 
-    def __init__(self, termination: Termination, grace_s: float) -> None:
+    def __init__(
+        self, termination: Termination, grace_s: float, *, trains_elsewhere: bool = False
+    ) -> None:
         self._termination = termination
         self._limit_s = limit_of(grace_s)
+        self._trains_elsewhere = trains_elsewhere
         self._previous: Any = None
 
     def install(self) -> None:
@@ -81,7 +85,7 @@ class TerminationSignals:
             return
         self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         self._termination.leave = self._leave
-        self._termination.owns_machine = is_first_process()
+        self._termination.owns_machine = is_first_process() and not self._trains_elsewhere
 
     def restore(self) -> None:
         """Give SIGTERM back to Prefect."""

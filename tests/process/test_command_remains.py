@@ -136,7 +136,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(home):
     assert fault_classes(outcome) == classes
     fault = not_none(not_none(outcome.history.attempts[1].ended).fault)
     assert f"{home}/damaged/checkpoint-20 of step 20" in fault.explanation
-    assert (home / "damaged" / "set-aside-checkpoint-20.perdure" / "model.bin").exists()
+    assert (home / "damaged" / "set-aside-checkpoint_20.perdure" / "model.bin").exists()
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -130,8 +131,9 @@ class Container:
         if not (at_once or is_seen or room.is_critical(low_percent)):
             self.sampler.hasten()
             return
-        logs = logs_of(self.folder, log_folder)
-        give_up_logs(logs, low_bytes=room.low_bytes(low_percent))
+        with suppress(OSError):  # of a folder that is out of reach
+            logs = logs_of(self.folder, log_folder)
+            give_up_logs(logs, low_bytes=room.low_bytes(low_percent))
 
     def note_refusal(self, error: Exception | None, log_folder: Path | None = None) -> None:
         """Find out whether the node takes files, after a start or a process has failed.

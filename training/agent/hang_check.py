@@ -217,6 +217,9 @@ class HangCheck:
         inactivity = self._done_detector.judge(_read_activity(group, self.marker, sample))
         if inactivity is None:
             return None
+        # Even use of a processor may be an export.
+        if ProcessorUse(inactivity.cores, inactivity.waited, available_cores()).is_busy:
+            return None
         return HangReport(
             rank=None,
             silent_s=inactivity.silent_s,

@@ -31,7 +31,8 @@ PERIOD_S = 3.0
 TAIL_BYTES = 64 << 10
 _THREAD = re.compile(r"^Thread \w+ .*$", re.MULTILINE)
 # The outermost functions of a program that is running.
-_INSIDE = ("<module> ", "_run_module_as_main ", "_run_code ")
+# The last one: of a process that a thread of its parent has forked.
+_INSIDE = ("<module> ", "_run_module_as_main ", "_run_code ", "_bootstrap ")
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class LastWordsCheck:
     _num_bytes: int = -1
     _words: dict[int, tuple[str, float]] = field(default_factory=dict)
     _proof: _Proof | None = None
+    _suspect: Worker | None = None  # a look at a process that runs may miss frames
 
     def check(self, group: WorkerGroup) -> None:
         """End the workers that live on after an exception has ended their program."""
@@ -61,9 +63,12 @@ class LastWordsCheck:
         if proof is not None and proof.is_under_way:
             self._proof = proof
         elif proof is not None and proof.has_left and proof.worker.rank in self._words:
-            _end(proof.worker, self._words[proof.worker.rank][0])
+            if proof.worker is self._suspect:
+                _end(proof.worker, self._words[proof.worker.rank][0])
+            else:
+                self._suspect, self._proof = proof.worker, _Proof.begin(proof.worker)
         else:
-            self._proof = self._next_proof(group, now_s)
+            self._suspect, self._proof = None, self._next_proof(group, now_s)
 
     def _read(self, group: WorkerGroup, now_s: float) -> None:
         """Read the last words of each worker, where any output is new."""

@@ -22,11 +22,16 @@ from perdure.training.wire.agent_status import Obstacle, ObstacleKind
 MAX_OBSTACLES = 4
 MAX_NAME_CHARS = 120
 _DEVICE_FILES = ("/dev/davinci{}", "/dev/nvidia{}", "/dev/accel{}")
-# Names that libraries choose anew for every process: no later process can ask for them.
-_OF_LIBRARY = re.compile(
-    r"psm_[0-9a-f]{8}|wnsm_[0-9a-f]{8}|sem\.(?:mp-|loky-)\S+|torch_\d+_\d+_\d+|nccl-\w+"
-    r"|__KMP_REGISTERED_LIB_\d+(?:_\d+)?|cuda\.shm\.\S+|loky-\d+-\S+|(?:vader|sm)_segment\.\S+"
+# Names that libraries choose at random: no later process can ask for them, and they name no owner.
+_RANDOM = re.compile(
+    r"psm_[0-9a-f]{8}|wnsm_[0-9a-f]{8}|sem\.(?:mp-|loky-)\S+|nccl-\w+|cuda\.shm\.\S+"
+    r"|(?:vader|sm)_segment\.\S+"
 )
+# Their inodes never change (linux/proc_ns.h).
+_FIRST_PIDS, _FIRST_IPC = "pid:[4026531836]", "ipc:[4026531839]"
+_NETWORK_DISKS = ("nfs", "lustre", "gpfs", "ceph", "cifs", "smb", "beegfs", "fuse.")
+_LOCAL_FUSE = "fuse.fuse-overlayfs"
+MAX_PID_FILE_BYTES = 32
 _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger("perdure.agent")
 
@@ -78,8 +83,10 @@ class SharedMemoryNames:
         """
         new = [name for name in self._list() if name not in self._before]
         for name in new:
-            is_own = _OF_LIBRARY.fullmatch(name) or _has_pid(name, new, pids)
-            if is_own and _why_not_the_runs(self._folder / name, 0.0) is None:
+            is_random = _RANDOM.fullmatch(name) is not None and _sees_all_holders()
+            if (is_random or _has_pid(name, new, pids)) and _why_not_the_runs(
+                self._folder / name, 0.0
+            ) is None:
                 _remove(self._folder / name)
 
     def _list(self) -> list[str]:
@@ -94,6 +101,15 @@ def _has_pid(name: str, names: Iterable[str], pids: Collection[int]) -> bool:
     form = _NUMBER.sub("#", name)
     alike = (other for other in names if _NUMBER.sub("#", other) == form)
     return all(any(int(n) in pids for n in _NUMBER.findall(other)) for other in alike)
+
+
+def _sees_all_holders() -> bool:
+    """Whether no process that this one cannot see may have the same /dev/shm."""
+    try:
+        pids, ipc = (str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("pid", "ipc"))
+    except OSError:
+        return False
+    return pids == _FIRST_PIDS or ipc != _FIRST_IPC
 
 
 def _remove(path: Path) -> None:
@@ -119,8 +135,27 @@ def _why_not_the_runs(path: Path, since_s: float) -> str | None:
         return f"it belongs to {_user_name(status.st_uid)}"
     if status.st_ctime < since_s:
         return "it was there before the run"
-    holder = next(_holders_of_file(path, status), None)
+    if _is_on_network(path):
+        return "other machines see it, too"
+    pid = _pid_in(path, status)
+    holder = next(_holders_of_file(path, status), None) or pid
     return f"it is held by {_name(holder)}" if holder is not None else None
+
+
+def _is_on_network(path: Path) -> bool:
+    """Whether a file is on a file system that processes of other machines may use."""
+    partitions = [p for p in psutil.disk_partitions(all=True) if path.is_relative_to(p.mountpoint)]
+    kind = max(partitions, key=lambda p: len(p.mountpoint)).fstype if partitions else ""
+    return kind.startswith(_NETWORK_DISKS) and kind != _LOCAL_FUSE
+
+
+def _pid_in(path: Path, status: os.stat_result) -> psutil.Process | None:
+    """Find the living process that a pid or lock file names: it need not be open."""
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_PID_FILE_BYTES:
+        return None
+    with suppress(OSError, ValueError, IndexError, psutil.Error):
+        return psutil.Process(int(path.read_text().split()[0]))
+    return None
 
 
 def _describe(kind: ObstacleKind, name: str, since_s: float) -> Obstacle:

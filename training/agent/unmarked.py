@@ -44,8 +44,9 @@ class UnmarkedRecord:
         self._pause_s = min(2 * self._pause_s, POLL_S)
         unmarked = tuple(_list_unmarked(self.marker))
         if unmarked != self._written:
-            write_whole(self.folder / RECORD, json.dumps(unmarked))
-            self._written = unmarked
+            with contextlib.suppress(OSError):  # of a full disk; it is tried again
+                write_whole(self.folder / RECORD, json.dumps(unmarked))
+                self._written = unmarked
 
 
 def read_unmarked(folder: Path) -> list[Recorded]:

@@ -161,7 +161,9 @@ def set_aside(path: Path) -> Path | None:
     """Rename a checkpoint so that no program finds it; None where another node has done so."""
     for number in range(1_000):
         more = f".{number}" if number else ""
-        new_path = path.with_name(f"{_SET_ASIDE}{path.name}{more}{_SET_ASIDE_SUFFIX}")
+        # Programs that search names look for `step-40` anywhere, such as torchtitan.
+        name = re.sub(r"[-=](?=\d)", "_", path.name)
+        new_path = path.with_name(f"{_SET_ASIDE}{name}{more}{_SET_ASIDE_SUFFIX}")
         if not new_path.exists():
             try:
                 return path.rename(new_path)
@@ -267,8 +269,14 @@ def _lightning(root: Path) -> Iterator[_Entry]:
     """List files, or folders of a sharded checkpoint, with the step in their names."""
     for path in root.rglob("*.ckpt"):
         step = _LIGHTNING_STEP.search(path.name)
-        if step is not None:
-            yield _Entry(int(step[1]), path, not path.is_dir() or (path / "meta.pt").exists())
+        if step is None:
+            continue
+        if not path.is_dir():
+            yield _Entry(int(step[1]), path, has_sign=True)
+        elif any(path.glob("*.distcp")) or (path / "meta.pt").exists():  # of FSDP
+            yield _Entry(int(step[1]), path, (path / "meta.pt").exists())
+        elif (path / "checkpoint").is_dir():  # of DeepSpeed
+            yield _Entry(int(step[1]), path, (path / "latest").is_file())
 
 
 def _nanogpt(root: Path) -> Iterator[_Entry]:

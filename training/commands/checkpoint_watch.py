@@ -337,7 +337,7 @@ def answer_saved_query(query: SavedQuery, node: str, member: int) -> AgentReply:
         torn = find_torn(query.spec, root, now_s=now_s, since_s=since_s) if is_over else []
         renamed = [saved for saved in torn if str(saved.path) in query.torn]
         renamed += [saved for saved in (*whole, *torn) if str(saved.path) in query.unreadable]
-        _set_aside(renamed, query.spec, root, whole)
+        _set_aside(renamed, query.spec, root)
     except (OSError, ValueError) as error:
         return AgentReply(error=f"worker.checkpoints: {error}")
     remains = (_to_message(saved).model_copy(update={"is_whole": False}) for saved in torn)
@@ -348,7 +348,6 @@ def _set_aside(
     renamed: Sequence[ProgramCheckpoint],
     spec: ProgramCheckpointsSpec,
     root: Path,
-    whole: Sequence[ProgramCheckpoint],
 ) -> None:
     """Rename checkpoints, and take the program's sign off them."""
     for saved in renamed:
@@ -358,7 +357,9 @@ def _set_aside(
     tracker = Tracker(root)
     is_signed = any(saved.step == tracker.step for saved in renamed)
     if spec.kind is CheckpointKind.MEGATRON and is_signed:
-        remaining = [saved.step for saved in whole if saved not in renamed]
+        # Those of an earlier run, too: without a sign the program would begin anew.
+        whole = find_checkpoints(spec, root, now_s=time.time(), is_over=True)
+        remaining = [saved.step for saved in whole]
         tracker.write(str(max(remaining)) if remaining else None)
 
 

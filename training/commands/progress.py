@@ -131,6 +131,7 @@ class StepTracker:
         num_devices: devices of all nodes together.
         step: the newest step, None before the first.
         stepped_s: when that step was shown.
+        alive_s: when another bar, such as an evaluation's, went on; 0: never.
         stride: steps from one that was shown to the next.
         target: last step, as the program prints it.
         num_shown: how many different steps were shown.
@@ -142,6 +143,7 @@ class StepTracker:
     num_devices: int
     step: int | None = None
     stepped_s: float = 0.0
+    alive_s: float = 0.0
     stride: int = 1
     target: int | None = None
     num_shown: int = 0
@@ -150,6 +152,7 @@ class StepTracker:
     _lacks_loss: bool = False
     _shows_loss: bool = False
     _printed_target: int | None = None
+    _other_step: int | None = None
 
     def take(self, lines: Iterable[str], *, since_s: float, at_s: float) -> list[StepRecord]:
         """Read new lines. Returns the records of new steps.
@@ -159,8 +162,11 @@ class StepTracker:
             since_s: when the last call was; steps of this call lie evenly between then and now.
             at_s: the time.
         """
-        shown_lines = (shown for line in lines if (shown := self.read(line)))
+        shown_lines = [shown for line in lines if (shown := self.read(line))]
         readings = [shown for shown in shown_lines if not self._is_of_other_bar(shown)]
+        other_steps = [_step(shown) for shown in shown_lines if self._is_of_other_bar(shown)]
+        if other_steps and other_steps[-1] != self._other_step:
+            self._other_step, self.alive_s = other_steps[-1], at_s
         self._shows_loss = self._shows_loss or any("loss" in shown for shown in readings)
         steps = [(s, reading) for reading in readings if (s := _step(reading)) is not None]
         # The order of lines with and without a step is not known: only the newest line without a
@@ -397,11 +403,14 @@ class StepFollower:
         if step is None or self.steps.num_shown < 2:
             return None
         is_done = target is not None and step >= target
-        age_ns = round(max(0.0, time.time() - self.steps.stepped_s) * 1e9)
-        at_ns = time.monotonic_ns() - age_ns
+        now_s, now_ns = time.time(), time.monotonic_ns()
+        at_ns, alive_ns = (
+            now_ns - round(max(0.0, now_s - at_s) * 1e9)
+            for at_s in (self.steps.stepped_s, max(self.steps.stepped_s, self.steps.alive_s))
+        )
         phase = Phase.DONE if is_done else Phase.STEP
         return Heartbeat(
-            0, phase, 0, step, 0, 0, beat_ns=at_ns, stepped_ns=at_ns, stride=self.steps.stride
+            0, phase, 0, step, 0, 0, beat_ns=alive_ns, stepped_ns=at_ns, stride=self.steps.stride
         )
 
     def _follow(self) -> None:

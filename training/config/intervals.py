@@ -24,8 +24,10 @@ def check_intervals(job: Job) -> None:
 def _contradictions(job: Job) -> Iterator[tuple[str, str]]:
     yield from _beyond_the_run(job)
     watch, saves = job.watch, job.checkpoint
+    # A default is none of the user's: no sample within it raises no alert.
+    low_for_s = watch.low_for_s if "low_for_s" in watch.model_fields_set else None
     pairs = (
-        ("watch.low_for_s", watch.low_for_s, "watch.sample_every_s", watch.sample_every_s,
+        ("watch.low_for_s", low_for_s, "watch.sample_every_s", watch.sample_every_s,
          "no sample is taken meanwhile"),
         ("watch.command_quiet_s", watch.command_quiet_s if job.worker.is_command else None,
          "watch.sample_every_s", watch.sample_every_s, "no sample is taken meanwhile"),

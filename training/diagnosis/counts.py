@@ -123,6 +123,8 @@ def _last_count(name: str, readings: Iterable[tuple[int, int]]) -> Count | None:
     if not steps or steps[-1][1] <= 0:
         return None
     step, target = steps[-1]
+    if name == STEP and len(steps) > 1 and {shown for shown, _ in steps} == {step}:
+        return None  # the first step of each epoch, and no other, is printed
     earlier = next((other for other, _ in reversed(steps) if other < step), 0)
     return Count(step, target, step - earlier, name)
 

@@ -415,7 +415,11 @@ class AttemptWatch:
         """Return the target where it is reached and saved: nothing is left that a restart wins."""
         exits = self._exit_check
         target = exits.proven_target(logs) if exits is not None else self._target
-        return target if target is not None and self._saved_step >= target else None
+        if target is None or self._saved_step < target:
+            return None
+        # A step beyond a target that the program alone shows: the target is that of an epoch.
+        is_ours = exits is None or exits.target is not None
+        return target if is_ours or self._saved_step == target else None
 
     def _logs(self) -> dict[int, list[WorkerLog]]:
         """Fetch the ends of the output of the workers, by rank."""

@@ -200,10 +200,18 @@ class CommandExitCheck:
         return max((count.step for count in self._printed(logs) if count.is_of_steps), default=None)
 
     def proven_target(self, logs: Mapping[int, Sequence[WorkerLog]]) -> int | None:
-        """Return the target of the whole training; a bar in output of any form may be another."""
-        printed = (count for count in self._printed(logs) if count.name == ITERATION)
-        shown = self._shown_target or next((count.target for count in printed), None)
-        return self.target or shown
+        """Return the target of the whole training; a bar in output of any form may be another.
+
+        A target that the program shows may be an epoch's: nothing that it counts is short of its
+        end then.
+        """
+        if self.target is not None:
+            return self.target
+        printed = self._printed(logs)
+        if any(count.is_short for count in printed):
+            return None
+        iterations = (count.target for count in printed if count.name == ITERATION)
+        return self._shown_target or next(iterations, None)
 
     def _judge_left(self, ranks: Collection[int], logs: Mapping[int, Sequence[WorkerLog]]) -> None:
         """Judge processes that outlive their script: harmless, unless training had not finished."""
@@ -222,7 +230,11 @@ class CommandExitCheck:
         counts = self._counts(logs)
         short = next((count for count in counts if count.is_short), None)
         stated = choose_stated_end(_texts(logs), is_short=short is not None)
-        is_there = any(count.is_of_steps and count.step >= count.target for count in counts)
+        # Megatron prints its last iteration; others may count from 0, or show every tenth step.
+        is_there = short is None and any(
+            count.is_of_steps and (count.name != ITERATION or count.step >= count.target)
+            for count in counts
+        )
         # A rank that a signal ended: the others may have come to the end without it.
         ranks = (
             (other, judge_early_rank(other, logs, name=name, went_on=False))

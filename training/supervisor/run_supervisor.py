@@ -281,6 +281,8 @@ class RunSupervisor(RunHandle):
 
         def stop() -> None:
             if threading.current_thread() is thread:
+                if self.termination.is_alone() and not self.termination.owns_machine:
+                    self.termination.leave_now()
                 watch.stop_where_wanted()
 
         self._outage.meanwhile = stop

@@ -106,6 +106,12 @@ def test_a_program_that_runs_as_a_module_is_inside_of_itself(module):
     assert not has_left_program(stacks, 7)
 
 
+def test_a_process_that_a_thread_has_forked_is_inside_of_the_program():
+    frames = "    fetch (loader.py:9)\n    _bootstrap (threading.py:1002)\n"
+    stacks = f'Thread 7 (active): "Thread-1"\n{frames}'
+    assert not has_left_program(stacks, 7)
+
+
 def test_stacks_that_cannot_be_read_prove_nothing():
     assert not has_left_program(None, 7)
     assert not has_left_program('Thread 8 (idle): "loader"\n    f (x.py:1)\n', 7)

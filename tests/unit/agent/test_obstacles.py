@@ -81,7 +81,7 @@ def test_the_holder_of_a_port_is_named():
 def test_names_of_a_killed_process_are_removed_and_data_for_later_lives_stays(tmp_path):
     (tmp_path / "psm_0a1b2c3d").write_text("of another program")
     names = SharedMemoryNames(tmp_path)
-    left = ("psm_1a2b3c4d", "sem.mp-x_y", "torch_41_7_0", "index-4711", "ring-4711-0")
+    left = ("psm_1a2b3c4d", "sem.mp-x_y", "torch_4711_7_0", "index-4711", "ring-4711-0")
     data = ("corpus.bin", "shard-0", "shard-1", "shard-4711", "cache-3f9a2b7c")
     for name in (*left, *data):
         (tmp_path / name).write_text("x")
@@ -95,3 +95,22 @@ def test_fifty_lives_leave_no_name_with_a_pid(tmp_path):
         (tmp_path / f"ring-{pid}").write_text("x")
         names.remove_new({pid})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_another_run_of_this_user_has_in_shared_memory_stays(tmp_path):
+    names = SharedMemoryNames(tmp_path)
+    others = ("torch_99_7_0", "loky-99-x", "__KMP_REGISTERED_LIB_99")
+    for name in others:
+        (tmp_path / name).write_text("x")
+    names.remove_new({4711})
+    assert {path.name for path in tmp_path.iterdir()} == set(others)
+
+
+def test_a_pid_file_of_a_living_process_stays_though_nobody_has_it_open(tmp_path):
+    pid_file = tmp_path / "daemon.pid"
+    pid_file.write_text(f"{os.getpid()}\n")
+    remove_leftovers([str(pid_file)], since_s=0.0)
+    assert pid_file.exists()
+    pid_file.write_text(f"{2**22 + 1}\n")
+    remove_leftovers([str(pid_file)], since_s=0.0)
+    assert not pid_file.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,17 @@ def test_a_save_without_its_sign_is_torn_once_the_program_has_ended(kind, name, 
     assert torn_steps(kind, tmp_path, since_s=NOW_S) == [], "it is of an earlier run"
 
 
+def test_a_lightning_checkpoint_of_deepspeed_has_its_own_sign_and_an_unknown_folder_is_left_alone(
+    tmp_path,
+):
+    for step in (10, 20):
+        write(tmp_path / f"epoch=0-step={step}.ckpt" / "checkpoint" / "states.txt")
+    write(tmp_path / "epoch=0-step=10.ckpt" / "latest", b"checkpoint")
+    write(tmp_path / "epoch=0-step=30.ckpt" / "of-a-plugin", b"x")
+    assert steps_at_end("lightning", tmp_path) == [10]
+    assert torn_steps("lightning", tmp_path) == [20]
+
+
 def test_a_folder_in_which_nothing_was_written_yet_is_torn(tmp_path):
     trainer_folder(tmp_path, 20)
     (tmp_path / "checkpoint-40").mkdir()
@@ -270,6 +282,7 @@ def test_what_is_set_aside_is_kept_and_found_no_more(tmp_path, kind, name, patte
         write(tmp_path / name / "part", b"half")
         kept = not_none(set_aside(tmp_path / name))
         assert (kept / "part").read_bytes() == b"half"
+        assert re.search(r"(step|checkpoint)[-=]\d", kept.name) is None, "programs search names"
         assert torn_steps(kind, tmp_path / pattern) == []
         assert steps_at_end(kind, tmp_path / pattern) == []
         assert len(list(tmp_path.iterdir())) == number + 1

@@ -49,9 +49,10 @@ def test_the_last_count_of_each_kind_is_read_with_its_target(text, counts):
         bar(2, 5),
         "step 3/0\n",
         "downloaded 3/4 files; see http://host/step/3\n",
+        "Step [0/90] loss 2.1\nStep [0/90] loss 1.9\n",
     ],
     ids=["nothing", "no target", "eval", "validation", "bar of an evaluation", "bar of an epoch",
-         "bar of a data set", "a short bar", "no length", "a path"],
+         "bar of a data set", "a short bar", "no length", "a path", "the first of each epoch"],
 )  # fmt: skip
 def test_what_does_not_count_the_training_is_no_count(text):
     assert find_counts(text) == []

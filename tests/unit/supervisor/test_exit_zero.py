@@ -270,13 +270,22 @@ def test_the_target_of_the_job_goes_before_the_one_that_the_program_shows():
     )
 
 
+def printed(text: str) -> dict[int, list[WorkerLog]]:
+    return {0: [WorkerLog(rank=0, path="x", text=text)]}
+
+
+def test_a_program_that_counts_from_0_or_shows_every_tenth_step_is_done_whoever_got_a_signal():
+    for text in (bar(98) + bar(99), "step 800/938\nstep 900/938\n"):
+        assert ends_after(snapshot(worker()), logs={0: text + SIGNAL}).false_successes == {}
+
+
 def test_the_target_of_an_attempt_is_kept_for_those_after_it():
     ends = CommandExitCheck()
     logs = {0: [WorkerLog(rank=0, path="x", text=bar(35))]}
     assert ends.target_shown(logs) == 100
     assert ends.proven_target(logs) is None, "a bar may be one of an epoch"
-    megatron = {0: [WorkerLog(rank=0, path="x", text=" iteration 3/ 60 |")]}
-    assert ends.proven_target(megatron) == 60
+    assert ends.proven_target(printed(" iteration 60/ 60 |")) == 60
+    assert ends.proven_target(printed(" iteration 3/ 60 |")) is None, "it may be that of an epoch"
     assert CommandExitCheck(30).proven_target(logs) == 30
 
 
