@@ -286,7 +286,9 @@ def gather_json_to_first(
     padded = _padded(data, max(sizes), device)
     is_first = dist.get_rank(group) == 0
     gathered = [torch.zeros_like(padded) for _ in sizes] if is_first else None
-    dist.gather(padded, gathered, group=group, group_dst=0)
+    # torch_npu's gather takes no group_dst (2.10).
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.gather(padded, gathered, dst=first, group=group)
     if gathered is None:
         return None
     return [_json_of(*rank_data) for rank_data in zip(gathered, sizes, strict=True)]
