@@ -286,7 +286,7 @@ def gather_json_to_first(
     padded = _padded(data, max(sizes), device)
     is_first = dist.get_rank(group) == 0
     gathered = [torch.zeros_like(padded) for _ in sizes] if is_first else None
-    # torch_npu's gather takes no group_dst (2.10).
+    # torch_npu's gather takes no group_dst (2.13.0).
     first = 0 if group is None else dist.get_global_rank(group, 0)
     dist.gather(padded, gathered, dst=first, group=group)
     if gathered is None:
