@@ -23,7 +23,7 @@ from perdure.training.diagnosis.exceptions import TRACEBACK
 from perdure.training.diagnosis.lines import is_low_level, is_progress, split_lines
 from perdure.training.diagnosis.series import MARGINS, StepCounts, find_stacks
 from perdure.training.diagnosis.stated_end import EndReason, StatedEnd
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
 
 _ROOT = "Root Cause (first observed failure)"
 _ENTRY = re.compile(
@@ -388,15 +388,7 @@ def blame_repeated_end(fault: Fault, previous: Fault | None) -> Fault:
     if repeated is None or fault.fault_class is not FaultClass.UNKNOWN:
         return fault
     fault_class, why, action = repeated
-    traits = TRAITS[fault_class]
-    return replace(
-        fault,
-        fault_class=fault_class,
-        explanation=why,
-        action=action,
-        recoverable_by=traits.recoverable_by,
-        user_fault=traits.user_fault,
-    )
+    return replace(fault.of_class(fault_class), explanation=why, action=action)
 
 
 def find_crash(outputs: Sequence[Output]) -> str | None:

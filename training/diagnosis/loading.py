@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from perdure.training.diagnosis.ending import fault_of_command
 from perdure.training.diagnosis.exceptions import TRACEBACK
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
 
 # Classes that an exception gets by its type alone.
 _BY_TYPE = frozenset(
@@ -143,15 +143,7 @@ def _names_data(text: str) -> bool:
 def _as_corrupt(fault: Fault, path: str | None) -> Fault:
     """Give a fault the class of a damaged checkpoint, with the path that its output names."""
     if fault.fault_class is not FaultClass.CHECKPOINT_CORRUPT:
-        traits = TRAITS[FaultClass.CHECKPOINT_CORRUPT]
-        fault = replace(
-            fault,
-            fault_class=FaultClass.CHECKPOINT_CORRUPT,
-            explanation=traits.meaning,
-            action=traits.action,
-            recoverable_by=traits.recoverable_by,
-            user_fault=False,
-        )
+        fault = fault.of_class(FaultClass.CHECKPOINT_CORRUPT)
     if path is None or path in fault.explanation:
         return fault
     return replace(fault, explanation=f"The checkpoint is {path}. {fault.explanation}".strip())

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.wire.agent_status import Obstacle, ObstacleKind
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 the kernel's name
@@ -95,15 +95,7 @@ def judge_obstacles(fault: Fault, obstacles: Iterable[Obstacle], *, is_first: bo
         return fault
     is_left = any(o.kind is not ObstacleKind.DEVICE for o in named)
     if is_left and not is_first and fault.fault_class in _BY_WORDS:
-        traits = TRAITS[FaultClass.LEFTOVER]
-        fault = replace(
-            fault,
-            fault_class=FaultClass.LEFTOVER,
-            explanation=traits.meaning,
-            action=traits.action,
-            recoverable_by=traits.recoverable_by,
-            user_fault=traits.user_fault,
-        )
+        fault = fault.of_class(FaultClass.LEFTOVER)
     # The next start reads the paths from the evidence.
     unnamed = [o.name for o in named if o.is_of_run and o.name not in find_files(fault.evidence)]
     if unnamed and fault.fault_class is FaultClass.LEFTOVER:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
@@ -251,6 +251,18 @@ class Fault:
     severity: Annotated[int, Field(ge=0, le=3)] | None = None
     num_other_nodes: Annotated[int, Field(ge=0)] = 0
     frame: str | None = None
+
+    def of_class(self, fault_class: FaultClass) -> Fault:
+        """Return the fault as one of another class, with the meaning and advice of that class."""
+        traits = TRAITS[fault_class]
+        return replace(
+            self,
+            fault_class=fault_class,
+            explanation=traits.meaning,
+            action=traits.action,
+            recoverable_by=traits.recoverable_by,
+            user_fault=traits.user_fault,
+        )
 
     @property
     def chip_code(self) -> str | None:

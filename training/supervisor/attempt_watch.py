@@ -48,6 +48,7 @@ from perdure.training.supervisor.exit_zero import (
 from perdure.training.supervisor.termination import MARGIN_S, Termination
 from perdure.training.supervisor.watch import (
     AttemptEnd,
+    AttemptStart,
     AttemptWatcher,
     EndKind,
     Progress,
@@ -79,21 +80,6 @@ class _Failure:
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
     is_late_start: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptStart:
-    """The start of an attempt that is watched.
-
-    Attributes:
-        key: placement and attempt; an agent may still report an earlier attempt.
-        at_s: seconds since the epoch.
-        factor: times the limit of a start.
-    """
-
-    key: tuple[int, int]
-    at_s: float
-    factor: float = 1.0
 
 
 class AttemptWatch:

@@ -34,7 +34,7 @@ from perdure.training.journal.records import DataReady, RunCreated, RunEnded
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
-from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
+from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
 from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.exit_zero import RunSoFar
@@ -60,6 +60,7 @@ from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
 from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import (
+    AttemptStart,
     EndKind,
     Progress,
 )

@@ -32,6 +32,21 @@ class EndKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptStart:
+    """The start of an attempt that is watched.
+
+    Attributes:
+        key: placement and attempt; an agent may still report an earlier attempt.
+        at_s: seconds since the epoch.
+        factor: times the limit of a start.
+    """
+
+    key: tuple[int, int]
+    at_s: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptEnd:
     """The end of an attempt, with what a diagnosis needs.
 

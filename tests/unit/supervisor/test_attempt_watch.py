@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.engines.base import Snapshot
-from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
-from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
+from perdure.training.supervisor.attempt_watch import AttemptWatch
+from perdure.training.supervisor.watch import AttemptStart, EndKind, Progress, WatchResult
 from perdure.training.wire.agent_status import (
     AgentState,
     AgentStatus,

@@ -14,9 +14,9 @@ from perdure.training.engines.base import Snapshot, terminated
 from perdure.training.errors import AgentUnreachable
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.supervisor import termination as module
-from perdure.training.supervisor.attempt_watch import AttemptStart, AttemptWatch
+from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.termination import Termination, is_first_process
-from perdure.training.supervisor.watch import EndKind
+from perdure.training.supervisor.watch import AttemptStart, EndKind
 from perdure.training.wire.agent_status import (
     AgentState,
     AgentStatus,
