@@ -51,7 +51,8 @@ def save(step):
 
 def load():
     found = {int(re.search(r"(\\\\d+)(?:.bin)?$", path.name)[1]): path for path in out.glob("c*-*")}
-    path = pathlib.Path(resume[0]) if resume else found[max(found)] if found else None
+    is_told = resume and deed != "shared-memory"
+    path = pathlib.Path(resume[0]) if is_told else found[max(found)] if found else None
     if path is None:
         return 0
     if not path.is_dir():

@@ -85,7 +85,7 @@ def assert_same(run: OrderRun, undisturbed: OrderRun) -> None:
         "lightning --stream --workers 1 --accumulate 2",
         "trainer --workers 2 --accumulate 3",
         "trainer --workers 1 --persistent --drop_last",
-        "trainer --stream --workers 2 --accumulate 2",
+        "trainer --stream --workers 2 --accumulate 2 --max_steps 12",
         "accelerate --workers 2 --persistent --accumulate 3",
         "accelerate --workers 1 --drop_last",
         "accelerate --stream --workers 2 --accumulate 2",

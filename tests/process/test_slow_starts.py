@@ -106,3 +106,15 @@ def test_an_evaluation_of_one_rank_that_hangs_twice_stops_the_run_with_the_advic
 def test_an_evaluation_of_one_rank_in_its_phase_is_no_hang(home):
     played = play_session(home, "in-phase", EVALUATE_S="8", IN_PHASE="1")
     assert (played.ended, len(played.history.attempts)) == ("completed", 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_in_an_evaluation_is_replaced_and_all_evaluate_again(home, rank):
+    death = home / f"death-{rank}"
+    environment = {"EVALUATE_S": "5", "IN_PHASE": "1", "DYING_RANK": str(rank)}
+    played = play_session(home, f"dies-{rank}", DEATH=str(death), **environment)
+    assert death.exists()
+    assert played.ended == "completed"
+    (attempt,) = played.history.attempts
+    assert [recovery.fault.rank for recovery in attempt.recoveries] == [rank]

@@ -1,18 +1,21 @@
 """A session in which rank 0 evaluates by itself before step `EVALUATE_BEFORE`, for `EVALUATE_S`.
 
 The others go on to the step and wait for it there. With `IN_PHASE` all ranks say so to the session.
-Times are seconds.
+With `DYING_RANK` that rank is killed meanwhile, once, when the file `DEATH` is not there yet. Times
+are seconds.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,6 +57,13 @@ def evaluate() -> None:
         time.sleep(0.05)
 
 
+def die_soon() -> None:
+    death = Path(os.environ["DEATH"])
+    if not death.exists():
+        death.touch()
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
 def main(job: Any) -> None:
     torch.manual_seed(job.seed)
     session = perdure.join()
@@ -63,10 +73,10 @@ def main(job: Any) -> None:
     for step in session.steps(until=job.steps):
         if step.number == int(os.environ["EVALUATE_BEFORE"]):
             with session.evaluation() if "IN_PHASE" in os.environ else nullcontext():
+                if str(session.rank) == os.environ.get("DYING_RANK"):
+                    die_soon()
                 if session.rank == 0:
                     evaluate()
-                if "IN_PHASE" in os.environ:
-                    dist.barrier()
         with step:
             for x in step.micro_batches():
                 step.backward(model(x).square().mean())

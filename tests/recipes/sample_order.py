@@ -145,6 +145,8 @@ def train_with_trainer(args: argparse.Namespace, order: Order) -> None:
         dataloader_drop_last=args.drop_last,
         remove_unused_columns=False,
         learning_rate=1e-3,
+        max_steps=args.max_steps,
+        accelerator_config={"dispatch_batches": False},
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -194,6 +196,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--max_steps", type=int, default=-1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--persistent", action="store_true")
     parser.add_argument("--drop_last", action="store_true")

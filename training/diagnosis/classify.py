@@ -31,27 +31,23 @@ from perdure.training.diagnosis.ending import (
     FalseSuccess,
     find_exit_codes,
     find_first_failed,
-    shows_steps,
 )
 from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.diagnosis.exits import (
-    KILLED_ACTION,
-    KILLED_WHY,
     ExitMeaning,
     describe_exit,
     explain_exit,
     signal_name,
     signal_of,
 )
-from perdure.training.diagnosis.hang import advise, late_start
+from perdure.training.diagnosis.hang import blame_silence
 from perdure.training.diagnosis.lines import is_progress
 from perdure.training.diagnosis.peers import compare_sources
+from perdure.training.diagnosis.plain_fault import MAX_EVIDENCE_CHARS, build_plain_fault
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import scan_text
 from perdure.training.diagnosis.worker_finding import choose_finding
-from perdure.training.liveness.culprit import find_standstill
-from perdure.training.liveness.hang_limits import OUTPUT_FIELD
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
     SLOW_START,
@@ -60,8 +56,6 @@ from perdure.training.recovery.faults import (
     FaultClass,
     RecoverableBy,
 )
-
-MAX_EVIDENCE_CHARS = 500
 
 
 class _Tier(IntEnum):
@@ -96,7 +90,6 @@ def _tier_of(finding: Finding) -> _Tier:
 # Faults in the output of ranks whose peer has ended.
 _PEER_FAULTS = frozenset({FaultClass.COLLECTIVE_TIMEOUT, FaultClass.LINK_DOWN})
 
-_FROM_OUTSIDE = frozenset({FaultClass.NODE_LOST, FaultClass.FAIL_SLOW})
 _BY_OUTPUT_ALONE = frozenset({FaultClass.USER_CODE_ERROR, FaultClass.UNKNOWN})
 
 
@@ -113,7 +106,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_unwritable_nodes(evidence),
         *_blame_staging(evidence),
         *_blame_workers(evidence),
-        *_blame_silent_ranks(evidence),
+        *(_Cause(_Tier.ROOT, fault) for fault in blame_silence(evidence)),
         *_blame_outputs(evidence),
         *_blame_fault_given_up(evidence),
         *_blame_coordinator(evidence),
@@ -121,7 +114,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_slow_node(evidence),
     ]
     if not causes:
-        return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
+        return Diagnosis(build_plain_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes = _demote_receipts(causes)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
     left = blame_ended_rank(evidence, causes[0].fault)
@@ -156,42 +149,11 @@ def _count_other_nodes(causes: Sequence[_Cause]) -> int:
     return len(nodes - {first.fault.node, None})
 
 
-def _build_fault(
-    fault_class: FaultClass,
-    evidence: Evidence,
-    line: str,
-    *,
-    node: str | None = None,
-    rank: int | None = None,
-    code: str | None = None,
-    why: str = "",
-) -> Fault:
-    """Build a fault that no line of output names, with the traits of its class."""
-    traits = TRAITS[fault_class]
-    is_killed = fault_class is FaultClass.NATIVE_CRASH and code == signal.SIGKILL.name
-    return Fault(
-        fault_class,
-        evidence.at_s,
-        line[:MAX_EVIDENCE_CHARS],
-        node=node,
-        rank=rank,
-        code=code,
-        step=evidence.step,
-        explanation=why or (KILLED_WHY if is_killed else traits.meaning),
-        action=KILLED_ACTION if is_killed else traits.action,
-        recoverable_by=traits.recoverable_by,
-        user_fault=traits.user_fault,
-        # Silence and slowness alone show no broken machine: the network, the platform or a person
-        # may be behind them.
-        hardware_fault=traits.hardware_fault and fault_class not in _FROM_OUTSIDE,
-    )
-
-
 def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
     explained = {loss.node for loss in evidence.losses}
     for loss in evidence.losses:
         line = f"{loss.node}: {loss.line}"
-        fault = _build_fault(
+        fault = build_plain_fault(
             loss.fault_class, evidence, line, node=loss.node, code=loss.code, why=loss.why
         )
         yield _Cause(_Tier.NODE, fault)
@@ -203,7 +165,7 @@ def _blame_lost_nodes(evidence: Evidence) -> Iterator[_Cause]:
             "the container was taken away."
         )
         line = f"the agent of {node} is gone"
-        fault = _build_fault(
+        fault = build_plain_fault(
             FaultClass.NODE_LOST, evidence, line, node=node, code="NODE_LOST", why=why
         )
         yield _Cause(_Tier.NODE, fault)
@@ -214,7 +176,7 @@ def _blame_unwritable_nodes(evidence: Evidence) -> Iterator[_Cause]:
     for node, why_not in (evidence.unwritable or {}).items():
         is_refused = evidence.refusal is not None or node in (evidence.staging_errors or {})
         why = "The scratch folder of the node takes no files, so no processes can start there."
-        fault = _build_fault(
+        fault = build_plain_fault(
             FaultClass.STORAGE_ERROR,
             evidence,
             f"{node} takes no files: {why_not}",
@@ -233,7 +195,7 @@ def _blame_staging(evidence: Evidence) -> Iterator[_Cause]:
             "The processes could not be started: the token shards or a secret of env_from could "
             "not be read, or the node's folders could not be written."
         )
-        fault = _build_fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
+        fault = build_plain_fault(FaultClass.STORAGE_ERROR, evidence, error, node=node, why=why)
         yield _Cause(_Tier.ROOT, fault)
 
 
@@ -247,7 +209,7 @@ def _blame_fault_given_up(evidence: Evidence) -> Iterator[_Cause]:
     why = (
         f"{TRAITS[known_fault.fault_class].meaning} Recovery inside the processes: {given_up.why}."
     )
-    fault = _build_fault(known_fault.fault_class, evidence, known_fault.evidence, why=why)
+    fault = build_plain_fault(known_fault.fault_class, evidence, known_fault.evidence, why=why)
     placed = replace(
         fault,
         at_s=known_fault.at_s,
@@ -274,7 +236,7 @@ def _blame_coordinator(evidence: Evidence) -> Iterator[_Cause]:
     how = f"was ended: {lost.line}" if lost.was_stopped else f"ended {how}"
     line = f"the coordinator of the attempt on {lost.node} {how}"
     why = f"{TRAITS[fault_class].meaning} Without their coordinator all ranks end."
-    fault = _build_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
+    fault = build_plain_fault(fault_class, evidence, line, node=lost.node, code=code, why=why)
     is_explained = fault_class is FaultClass.UNKNOWN and lost.node in (evidence.unwritable or {})
     tier = _Tier.UNEXPLAINED if is_explained else _Tier.ROOT
     yield _Cause(tier, replace(fault, at_s=lost.ended_s))
@@ -284,51 +246,19 @@ def _blame_refusal(evidence: Evidence) -> Iterator[_Cause]:
     if evidence.refusal is not None:
         why = "The engine could not start the processes."
         code = SLOW_START if evidence.is_late_start else None
-        fault = _build_fault(FaultClass.UNKNOWN, evidence, evidence.refusal, code=code, why=why)
+        fault = build_plain_fault(
+            FaultClass.UNKNOWN, evidence, evidence.refusal, code=code, why=why
+        )
         yield _Cause(_Tier.UNEXPLAINED, fault)
 
 
 def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
     slow = evidence.slow
     if slow is not None:
-        fault = _build_fault(
+        fault = build_plain_fault(
             FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank
         )
         yield _Cause(_Tier.NODE, replace(fault, device=slow.device))
-
-
-def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:
-    code = late_start(evidence.silent, evidence.rank_progress)
-    is_by_output = any(silent.field == OUTPUT_FIELD for silent in evidence.silent)
-    if is_by_output and any(shows_steps(end.log) for end in evidence.workers):
-        code = None
-    standstill = find_standstill(evidence.rank_progress) if evidence.silent else None
-    if standstill is not None and standstill.missing:
-        first, silent = standstill.missing[0], evidence.silent[0]
-        why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
-        use = f": {silent.why}" if silent.is_slow_start and silent.why else ""
-        line = f"{standstill.line}; {silent.limit}{use}" if silent.field else standstill.line
-        fault = _build_fault(
-            FaultClass.HANG, evidence, line, node=first.node, rank=first.rank, code=code, why=why
-        )
-        only = first if len(standstill.missing) == 1 else None
-        fault = replace(fault, action=advise(silent, only, is_start=code is not None))
-        # The step of a whole command may be known while that of this rank is not.
-        step = first.step if first.step >= 0 else evidence.step
-        yield _Cause(_Tier.ROOT, replace(fault, device=first.device, step=step))
-        return
-    # A rank whose process a signal has stopped holds the others up.
-    for rank in sorted(evidence.silent, key=lambda rank: not rank.stopped):
-        why = "The processes live but none of their heartbeats advances."
-        if rank.rank is None:
-            why = "The program shows no sign of life."
-        if standstill is not None:
-            why = f"The processes live but make no progress. {standstill.line}."
-        fault = _build_fault(
-            FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, code=code, why=why
-        )
-        action = advise(rank, None, is_start=code is not None)
-        yield _Cause(_Tier.ROOT, replace(fault, action=action))
 
 
 def _blame_outputs(evidence: Evidence) -> Iterator[_Cause]:
@@ -478,7 +408,7 @@ def _cause_of_end(
     code: str | None = None,
     why: str = "",
 ) -> _Cause:
-    fault = _build_fault(fault_class, evidence, line, code=code, why=why)
+    fault = build_plain_fault(fault_class, evidence, line, code=code, why=why)
     return _Cause(tier, _place_fault(fault, end))
 
 

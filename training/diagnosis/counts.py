@@ -1,7 +1,8 @@
 """How far a program came toward its target, by its own count: iterations, steps, a bar, epochs.
 
 The end of its output is read. A bar may be one of an evaluation or of a download: the bar of the
-training never begins anew while the others come and go. Pure; steps are completed optimizer steps.
+training shows losses, or it never begins anew while the others come and go. Pure; steps are
+completed optimizer steps.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _OTHER = re.compile(
     r"(?i)\b(?:eval|valid|test|predict|infer|generation|generating|load|download|warm.?up"
     r"|sanity|save|saving|upload|map\b)"
 )
+_LOSS = re.compile(r"(?i)(?<!val )(?<!test )\bloss\b")
 _MIN_BAR = 10  # shorter bars load files and the like
 
 
@@ -132,14 +134,21 @@ def _last_count(name: str, readings: Iterable[tuple[int, int]]) -> Count | None:
 def _last_bar(lines: Iterable[str]) -> Count | None:
     """Choose the bar of the training among those without another name."""
     bars: dict[int, list[int]] = {}  # in the order in which they were drawn last
+    with_losses: set[int] = set()
+    total = 0
     for line in lines:
         match = _BAR.search(line)
-        if match is None or int(match[3]) < _MIN_BAR or not _TRAINING.search(match[1]):
+        if match is not None:
+            total = int(match[3]) if _TRAINING.search(match[1]) else 0
+        if total < _MIN_BAR:
             continue
-        total = int(match[3])
-        bars[total] = [*bars.pop(total, ()), int(match[2])]
+        if match is not None:
+            bars[total] = [*bars.pop(total, ()), int(match[2])]
+        if _LOSS.search(line) and not _OTHER.search(line):
+            with_losses.add(total)
     whole = {total: steps for total, steps in bars.items() if not _begins_anew(steps)}
-    chosen = _unfinished(whole) or whole or bars
+    trained = {total: steps for total, steps in whole.items() if total in with_losses}
+    chosen = trained or _unfinished(whole) or whole or bars
     if not chosen:
         return None
     total = list(chosen)[-1]

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from perdure.training.diagnosis.ending import shows_steps
 from perdure.training.diagnosis.evidence import Evidence, SilentRank
-from perdure.training.liveness.culprit import STOPPED
+from perdure.training.diagnosis.plain_fault import build_plain_fault
+from perdure.training.liveness.culprit import STOPPED, find_standstill
+from perdure.training.liveness.hang_limits import OUTPUT_FIELD
 from perdure.training.recovery.faults import IDLE_START, SLOW_START, TRAITS, Fault, FaultClass
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
@@ -31,6 +34,41 @@ _WORK_BESIDE_STEPS = re.compile(
     r"eval|valid|predict|generate|infer|save|checkpoint|export|upload", re.IGNORECASE
 )
 _UNINTERRUPTIBLE = "D"  # the kernel's letter: storage or a device, not the program
+
+
+def blame_silence(evidence: Evidence) -> Iterator[Fault]:
+    """Blame ranks that were silent beyond their limit, or the one that they wait for."""
+    code = late_start(evidence.silent, evidence.rank_progress)
+    is_by_output = any(silent.field == OUTPUT_FIELD for silent in evidence.silent)
+    if is_by_output and any(shows_steps(end.log) for end in evidence.workers):
+        code = None
+    standstill = find_standstill(evidence.rank_progress) if evidence.silent else None
+    if standstill is not None and standstill.missing:
+        first, silent = standstill.missing[0], evidence.silent[0]
+        why = f"The processes live but make no progress. {'; '.join(standstill.ranks)}."
+        use = f": {silent.why}" if silent.is_slow_start and silent.why else ""
+        line = f"{standstill.line}; {silent.limit}{use}" if silent.field else standstill.line
+        fault = build_plain_fault(
+            FaultClass.HANG, evidence, line, node=first.node, rank=first.rank, code=code, why=why
+        )
+        only = first if len(standstill.missing) == 1 else None
+        fault = replace(fault, action=advise(silent, only, is_start=code is not None))
+        # The step of a whole command may be known while that of this rank is not.
+        step = first.step if first.step >= 0 else evidence.step
+        yield replace(fault, device=first.device, step=step)
+        return
+    # A rank whose process a signal has stopped holds the others up.
+    for rank in sorted(evidence.silent, key=lambda rank: not rank.stopped):
+        why = "The processes live but none of their heartbeats advances."
+        if rank.rank is None:
+            why = "The program shows no sign of life."
+        if standstill is not None:
+            why = f"The processes live but make no progress. {standstill.line}."
+        fault = build_plain_fault(
+            FaultClass.HANG, evidence, rank.line, node=rank.node, rank=rank.rank, code=code, why=why
+        )
+        action = advise(rank, None, is_start=code is not None)
+        yield replace(fault, action=action)
 
 
 def late_start(silent: Sequence[SilentRank], ranks: Iterable[RankSnapshot]) -> str | None:
@@ -55,10 +93,7 @@ def advise(silent: SilentRank, missing: RankSnapshot | None, *, is_start: bool) 
     alone = ""
     if missing is not None and not missing.is_waiting:
         where = f"If rank {missing.rank} evaluates, saves or loads there while the others wait, "
-        put = (
-            "put that inside `with session.evaluation():` on every rank, with a dist.barrier() at "
-            "its end, where the others wait. "
-        )
+        put = "put that inside `with session.evaluation():` on every rank: the others wait there. "
         beat = "write Phase.EVALUATE into the heartbeats of all ranks before it. "
         alone = where + (put if missing.counts_collectives else beat)
     if is_start:

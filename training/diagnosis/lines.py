@@ -48,7 +48,7 @@ _DEVICES: Sequence[re.Pattern[str]] = (
     re.compile(r"\bchipId:\s?(\d+)"),
     re.compile(r"\b(?:NPU|GPU) (\d+)\b"),
     re.compile(r"\b(?:npu|cuda):(\d+)\b"),
-    re.compile(r"\blocal_rank[=: ]{1,2}(\d+)\b"),
+    re.compile(r"\blocal_rank[=: ]{1,2}(\d+)\b(?!\)| \(pid)"),  # not of torchrun's own reports
     re.compile(r"^[\w.-]+:\d+:\d+ \[(\d+)\]"),  # NCCL: host:pid:tid [device]
 )
 

@@ -52,6 +52,7 @@ _STEP = re.compile(
 )
 _EPOCH = re.compile(r"\b[eE]poch['\"]?\s?[=:#]?\s?\[?\s?(\d{1,7}(?:\.\d+)?)")
 _BAR = re.compile(r"\b(\d{1,12})/(\d{1,12}) \[\d[\d:]*<")
+_NAMED_BAR = re.compile(r"^\W*(?i:train(?:ing)?|(?:global.)?steps?|iter\w*)\b[^|%]{0,20}\d%\|")
 _SHOWS_LOSS = re.compile(
     r"(?:\b(?:loss|ppl|perplexity|acc)|\u635f\u5931)\w*['\"]?\s?[:=\uff1a]?\s?\d"
 )
@@ -295,7 +296,7 @@ def _read_count(line: str) -> tuple[str, float] | None:
     if match := _STEP.search(line):
         return "step", float(next(group for group in match.groups() if group))
     if (match := _BAR.search(line)) and int(match[2]) >= _MIN_BAR:
-        return "bar", float(match[1])
+        return "step" if _NAMED_BAR.search(line) else "bar", float(match[1])
     if match := _EPOCH.search(line):
         return "epoch", float(match[1])
     return None

@@ -22,6 +22,7 @@ from perdure.training.wire.transport import FanOut, TimedLine
 
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 POLL_TIMEOUT_S = 2.0  # for all members together; a later answer counts in the next poll
+MAX_UNASKED_S = 5.0  # between two polls: a supervisor that was busy for longer has asked nobody
 
 K = TypeVar("K")
 Answer = AgentReply | AgentUnreachable | EngineError
@@ -106,14 +107,15 @@ class MemberAgents:
         self._polls: dict[
             tuple[str, int], Future[TimedLine]
         ] = {}  # polls without an answer, by address
-        self._answered_s: dict[int, float] = {}
+        self._silence_s: dict[int, float] = {}  # since the newest answer, by member
+        self._polled_s = time.monotonic()
         self._silent: set[int] = set()  # members that count as lost
 
     def restart_silence(self, members: Collection[int]) -> None:
         """Count the silence of these members from now on, since their containers are new."""
         self.forget_polls()
         self._silent.difference_update(members)
-        self._answered_s.update(dict.fromkeys(members, time.monotonic()))
+        self._silence_s.update(dict.fromkeys(members, 0.0))
 
     def restart_all_silence(self) -> None:
         """Count the silence of all members from now on, except of those that are lost already.
@@ -155,12 +157,14 @@ class MemberAgents:
         agents: dict[int, AgentStatus] = {}
         lost: list[str] = []
         unanswered: list[str] = []
+        since_s, self._polled_s = self._polled_s, time.monotonic()
+        unheard_s = min(self._polled_s - since_s, MAX_UNASKED_S)
         for index, contact in contacts.items():
             status = self._status(index, contact)
             if status is not None:
                 agents[index] = status
                 self._silent.discard(index)
-            elif contact.address is None or self._is_silent(index):
+            elif contact.address is None or self._is_silent(index, unheard_s):
                 lost.append(contact.node)
                 self._silent.add(index)
             else:
@@ -176,14 +180,15 @@ class MemberAgents:
             reply = self._calls.receive(contact, StatusQuery(), poll)
         except AgentUnreachable:
             return None
-        # When the answer came, not when it is read: the supervisor may have been busy in between.
-        self._answered_s[index] = time.monotonic() - (time.time() - poll.result().answered_s)
+        self._silence_s[index] = 0.0
         return reply.status
 
-    def _is_silent(self, index: int) -> bool:
+    def _is_silent(self, index: int, unheard_s: float) -> bool:
+        """Whether a member without an answer is lost, `unheard_s` after the poll before."""
         if not self._engine.sees_agents:
-            self._answered_s[index] = time.monotonic()  # nobody could have heard it
-        return time.monotonic() - self._answered_s.get(index, 0.0) > SILENT_AGENT_S
+            unheard_s = 0.0  # nobody could have heard it
+        self._silence_s[index] = self._silence_s.get(index, 0.0) + unheard_s
+        return self._silence_s[index] > SILENT_AGENT_S
 
     def reachable(self, contacts: Mapping[int, AgentEndpoint]) -> dict[int, AgentEndpoint]:
         """The members that have an agent and are not lost."""

@@ -273,11 +273,15 @@ class RunHistory:
         )
 
     def _went_on(self, index: int) -> bool:
-        """Whether a program that had asked to be started again came further the next time."""
+        """Whether a program that had left to be started again came further the next time.
+
+        Of a platform that took the machine, checkpoints show the progress, where they are known.
+        """
         ended = self.attempts[index].ended
         if ended is None or ended.fault is None or ended.to_step is None:
             return False
-        if ended.fault.fault_class is not FaultClass.RESTART_REQUESTED:
+        is_by_platform = ended.fault.fault_class is FaultClass.PREEMPTED and not self.checkpoints
+        if not is_by_platform and ended.fault.fault_class is not FaultClass.RESTART_REQUESTED:
             return False
         later = (view.ended for view in self.attempts[index + 1 :])
         return any(end is not None and (end.to_step or 0) > ended.to_step for end in later)

@@ -69,6 +69,9 @@ def _line(ranks: Sequence[RankSnapshot], missing: Sequence[RankSnapshot]) -> str
     if not missing:
         inside = [rank for rank in ranks if rank.is_waiting]
         if len(inside) == len(ranks):
+            if len({rank.operation for rank in inside}) > 1:
+                groups = "; ".join(_grouped(inside))
+                return f"all {len(ranks)} ranks wait, but not in the same collective: {groups}"
             operation = inside[0].operation or "a collective"
             return f"all {len(ranks)} ranks wait in {operation}: a link or a device between them"
         phases = ", ".join(sorted({rank.phase for rank in ranks if rank.phase}))

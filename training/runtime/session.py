@@ -28,6 +28,7 @@ from typing import IO, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
@@ -47,7 +48,8 @@ from perdure.training.runtime.context import (
     compare_layouts,
     fitting_layout,
 )
-from perdure.training.runtime.process_group.attempt_groups import RankMembership
+from perdure.training.runtime.errors import WorkerError
+from perdure.training.runtime.process_group.attempt_groups import RankMembership, meet
 from perdure.training.runtime.program import Loader, Scheduler, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.live import Snapshots, damage
@@ -59,6 +61,8 @@ from perdure.training.runtime.step_loop.step import Limits, Step
 from perdure.training.runtime.step_loop.step_records import StepRecords
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
 from perdure.training.wire.store_wait import StoreWaitNote
+
+MEETING = "session.evaluation(), which all ranks must enter"  # of 48 characters at most
 
 
 class Session:
@@ -209,12 +213,26 @@ class Session:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Give an evaluation between two steps its own time limit.
+        """Give an evaluation between two steps its own time limit; collective.
 
-        Inside the loop and outside of `with step:`, on every rank alike.
+        Inside the loop and outside of `with step:`, on every rank alike, also where only some of
+        them evaluate: at its end each rank waits for the others.
         """
         with self.during(Phase.EVALUATE):
             yield
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        if self._groups is None:
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 there is no public way
+            meet(PrefixStore("meetings", store), self.world_size)
+            return
+        try:
+            self._groups.wait_for_all(self.world_size, place=MEETING)
+        except (RuntimeError, WorkerError) as error:
+            # The next step runs into the same fault, and all ranks recover from there.
+            if self._loop is None or not self._loop.is_recoverable(error):
+                raise
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -68,6 +68,32 @@ def test_the_bar_of_the_training_is_the_one_that_evaluations_interrupt():
     assert [(count.step, count.target) for count in find_counts(every_epoch)] == [(20, 50)]
 
 
+LOSS = "\n{'loss': '2.1', 'grad_norm': '1.0', 'epoch': '0.1'}\n"
+
+
+def bar_with_loss(step: int, total: int) -> str:
+    return f"\r 10%|##   | {step}/{total} [00:10<00:50,  4.00it/s, loss=2.1]"
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        (bar(990, 1000) + bar_with_loss(49, 50) + bar_with_loss(50, 50), (50, 50)),
+        (bar(60, 100) + LOSS + bar(49, 50) + LOSS + bar(50, 50), (50, 50)),
+        (bar(990, 1000) + bar(19, 50) + LOSS + bar(20, 50), (20, 50)),
+        (bar(19, 74) + LOSS + bar(20, 74) + bar(1, 50) + bar(50, 50), (20, 74)),
+        (bar(20, 74) + LOSS + bar(50, 50) + "\n{'eval_loss': 2.0, 'loss': 2.1}\n", (20, 74)),
+        (bar(20, 74) + LOSS + bar(50, 50) + "\nval loss 2.0\n", (20, 74)),
+    ],
+    ids=[
+        "an estimate", "two trainings", "the second is short", "an evaluation at the end",
+        "an evaluation and its loss", "a validation and its loss",
+    ],
+)  # fmt: skip
+def test_the_bar_of_the_training_is_the_one_with_losses(text, end):
+    assert [(count.step, count.target) for count in find_counts(text)] == [end]
+
+
 @pytest.mark.parametrize(
     ("text", "target"),
     [

@@ -334,6 +334,16 @@ def test_steps_are_counted_before_and_after_each_finding():
     assert result == [(False, True), (True, False)]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_after_steps"),
+    [("Train: ", True), ("Steps: ", True), ("Training epoch 3: ", True), ("", False),
+     ("Downloading: ", False), ("Loading checkpoint shards: ", False)],
+)  # fmt: skip
+def test_a_bar_shows_steps_if_its_name_says_so(name, is_after_steps):
+    bar = f"{name} 97%|####| 72/74 [31:17<00:52, 26.10s/it]\n"
+    assert [f.is_after_steps for f in read(f"{bar}{DEVICE_OOM}\n").findings] == [is_after_steps]
+
+
 def test_changes_of_the_loss_scale_are_no_progress():
     result = read(f"{TYPE_ERROR}\n" + "reducing loss scale to 1024, loss_scale: 1024\n" * 30)
     assert [f.is_survived for f in result.findings] == [False]

@@ -214,6 +214,19 @@ def test_a_member_that_has_not_answered_is_not_asked_again_and_is_lost_after_a_w
     assert len(fleet._agents._polls) == 1
 
 
+def test_a_busy_supervisor_does_not_take_its_own_delay_for_the_silence_of_an_agent(
+    fleet, containers, agents, monkeypatch
+):
+    containers.now = {0: containers.now[0]}
+    fleet.poll()
+    fleet._agents._polled_s -= 10 * agent_calls.SILENT_AGENT_S
+    monkeypatch.setattr(agent_calls, "POLL_TIMEOUT_S", 0.0)
+    agents.looks.clear()
+    snapshot = fleet.poll()
+    agents.looks.set()
+    assert (snapshot.unanswered, snapshot.lost) == (("node-0",), ())
+
+
 def test_a_lost_member_keeps_no_recovery_waiting_for_its_logs(fleet, containers, monkeypatch):
     containers.now = {0: containers.now[0], BLACK_HOLE: containers.now[BLACK_HOLE]}
     fleet.poll()

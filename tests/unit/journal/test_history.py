@@ -118,9 +118,11 @@ def test_a_recovery_that_another_fault_cut_short_is_kept_apart_from_one_that_fai
     assert [recovery.cut_short for recovery in history.recoveries()] == [True, False, False]
 
 
-def asked(attempt: int, to_step: int | None, code: int = 85) -> list[AnyRecord]:
-    """The end of an attempt whose program asked with an exit code to be started again."""
-    fault = Fault(FaultClass.RESTART_REQUESTED, 1.0, f"asked with exit code {code}", node="node-0")
+def asked(
+    attempt: int, to_step: int | None, fault_class: FaultClass = FaultClass.RESTART_REQUESTED
+) -> list[AnyRecord]:
+    """The end of an attempt whose program, or its platform, had it started again."""
+    fault = Fault(fault_class, 1.0, "asked with exit code 85", node="node-0")
     return [over(attempt, fault=fault, to_step=to_step), decided(attempt)]
 
 
@@ -140,6 +142,32 @@ def test_a_start_that_the_program_asked_for_is_free_once_the_next_one_comes_furt
     for attempt, to_step in enumerate(steps, start=1):
         records += [*([started(attempt)] if attempt > 1 else []), *asked(attempt, to_step)]
     assert progress(*records) == progressed
+
+
+@pytest.mark.parametrize(
+    ("steps", "progressed"),
+    [
+        ((60, 120, 180), [True, True, False]),
+        ((60, 60, 60), [False, False, False]),
+        ((60, 30, 40), [False, True, False]),
+        ((None, None, None), [False, False, False]),
+    ],
+    ids=["goes on", "stays there", "begins anew each time", "no step is known"],
+)
+def test_a_preemption_is_free_once_a_program_of_unknown_checkpoints_comes_further(
+    steps, progressed
+):
+    records: list[AnyRecord] = []
+    for attempt, to_step in enumerate(steps, start=1):
+        begun = [started(attempt)] if attempt > 1 else []
+        records += [*begun, *asked(attempt, to_step, FaultClass.PREEMPTED)]
+    assert progress(*records) == progressed
+
+
+def test_where_checkpoints_are_known_they_show_the_progress_after_a_preemption():
+    preempted = FaultClass.PREEMPTED
+    records = [*asked(1, 60, preempted), started(2), *asked(2, 120, preempted)]
+    assert progress(committed(20), *records) == [False, False]
 
 
 def test_a_start_that_the_program_asked_for_is_no_fault_and_no_failure_between_saves():

@@ -63,6 +63,15 @@ def test_a_rank_that_holds_the_others_up_is_missing(changes, ranks):
     assert missing(*(rank_at(rank, **change) for rank, change in enumerate(changes))) == ranks
 
 
+def test_ranks_that_wait_for_each_other_in_different_places_are_told_with_their_places():
+    place = "session.evaluation(), which all ranks must enter"
+    standstill = not_none(find_standstill([rank_at(0, operation=place), rank_at(1), rank_at(2)]))
+    assert standstill.missing == ()
+    assert standstill.line.startswith("all 3 ranks wait, but not in the same collective: rank 0:")
+    assert f"waiting in {place}" in standstill.line
+    assert f"ranks 1 to 2: waiting in {ALLREDUCE}" in standstill.line
+
+
 def test_when_all_wait_in_the_same_collective_none_is_named():
     standstill = not_none(find_standstill([rank_at(rank) for rank in range(4)]))
     assert standstill.missing == ()

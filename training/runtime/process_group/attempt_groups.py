@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from perdure.training.device import healing_of
 from perdure.training.liveness.heartbeat import HeartbeatWriter
@@ -22,6 +24,8 @@ from perdure.training.runtime.process_group.replay import (
     ReplayableProcessGroup,
 )
 from perdure.training.wire.coordinator import CoordinatorAddress
+
+MAX_WAIT = dt.timedelta(days=30)  # a rank that does not come is for the limits of silence
 
 
 class RankMembership:
@@ -93,6 +97,28 @@ class RankMembership:
         install(self.generations, world_size=context.world_size, new_group=new_group)
         return connections
 
+    def wait_for_all(self, size: int, *, place: str) -> None:
+        """Wait until every rank has come to a place in the program; collective.
+
+        Args:
+            size: number of ranks.
+            place: for the heartbeats.
+
+        Raises:
+            Interrupted: a newer generation is announced.
+            RuntimeError: the rendezvous store is lost.
+        """
+        generations = self.generations
+        if generations.is_alone or size == 1:
+            return
+        generations.check()
+        generations.on_collective(place)
+        try:
+            meet(generations.open_prefix("meetings"), size)
+        finally:
+            generations.check()
+        generations.on_collective_end()
+
     def end_step(self) -> None:
         """Drop the operations of a step that all ranks have completed."""
         if self.connections is not None:
@@ -121,6 +147,20 @@ class RankMembership:
         self.client.send(
             Reconnected(generation=generation, connection=number, operations=count, problem=problem)
         )
+
+
+def meet(store: Store, size: int) -> None:
+    """Wait for all ranks, for as long as it takes: a library's barrier ends after its limit.
+
+    Args:
+        store: common to the ranks, which may meet in it again and again.
+        size: number of ranks.
+    """
+    arrivals = store.add("arrivals", 1)
+    meeting = (arrivals - 1) // size
+    if arrivals % size == 0:
+        store.set(f"all-{meeting}", "")
+    store.wait([f"all-{meeting}"], MAX_WAIT)
 
 
 def _moved(address: CoordinatorAddress) -> None:

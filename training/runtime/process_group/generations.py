@@ -463,19 +463,23 @@ class Generations:
         """
         self.check()
         with self._lock:
-            connection, client = self._connections.get(membership.name), self._client
+            connection = self._connections.get(membership.name)
             if connection is None:
                 connection = GroupConnection(self.backend, self.device)
                 self._connections[membership.name] = connection
         if connection.group is not None:
             return connection
-        assert client is not None  # noqa: S101 enter() comes first
-        store = PrefixStore(f"g{self.current}/{membership.name}", client.store)
+        store = self.open_prefix(membership.name)
         connection.connect(store, membership, timeout_s=self.op_timeout_s)
         if self.announced > self.current:
             connection.abort()
         self.check()
         return connection
+
+    def open_prefix(self, name: str) -> Store:
+        """Return a part of the rendezvous store that only this generation has."""
+        assert self._client is not None  # noqa: S101 enter() comes first
+        return PrefixStore(f"g{self.current}/{name}", self._client.store)
 
     def replace(self, name: str, connection: GroupConnection) -> None:
         """Give a group another connection, which is aborted with the others."""
