@@ -117,4 +117,4 @@ def test_a_rank_that_dies_in_an_evaluation_is_replaced_and_all_evaluate_again(ho
     assert death.exists()
     assert played.ended == "completed"
     (attempt,) = played.history.attempts
-    assert [recovery.fault.rank for recovery in attempt.recoveries] == [rank]
+    assert [recovery.began.fault.rank for recovery in attempt.recoveries] == [rank]

@@ -64,8 +64,7 @@ def read_unmarked(folder: Path) -> list[Recorded]:
 
 def _list_unmarked(marker: str) -> Iterator[Recorded]:
     for process in list_descendants(psutil.Process()):
-        environment = environment_of(process.pid)
-        # It is empty between fork and exec, and where it cannot be read.
-        if environment and environment.get(MARKER) != marker:
+        # Without any, it may be in the middle of an exec, which the next look shows.
+        if environment_of(process.pid).get(MARKER) != marker:
             with contextlib.suppress(psutil.NoSuchProcess):
                 yield process.pid, process.create_time()

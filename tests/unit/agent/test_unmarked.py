@@ -5,14 +5,16 @@ from __future__ import annotations
 import subprocess
 
 import psutil
+import pytest
 
 from perdure.training.agent.unmarked import UnmarkedRecord, read_unmarked
 from perdure.training.processes import MARKER, kill_container
 
 
-def test_a_process_with_an_empty_environment_is_on_record_and_ended(tmp_path):
+@pytest.mark.parametrize("variables", [["A=b"], []], ids=["others", "none at all"])
+def test_a_process_without_the_mark_is_on_record_and_ended(tmp_path, variables):
     marker = str(tmp_path)
-    command = ["env", "-i", "A=b", "sleep", "600"]
+    command = ["env", "-i", *variables, "sleep", "600"]
     with subprocess.Popen(command, start_new_session=True) as process:
         record = UnmarkedRecord(tmp_path, marker)
         while not any(pid == process.pid for pid, _ in read_unmarked(tmp_path)):

@@ -136,7 +136,6 @@ def test_anything_that_resembles_a_time_is_read_or_left_alone(line):
         ("local_rank: 1 failed to open its device", "device", 1),
         ("failed (exitcode: -6) local_rank: 1 (pid: 4711) of binary: python", "device", None),
         ("  rank      : 9 (local_rank: 1)", "device", None),
-        ("  rank      : 9 (local_rank: 1)", "rank", 9),
         ("no device named", "device", None),
         ("node-1:5776:5902 [0] NCCL WARN x", "node", "node-1"),
         ("Aug  1 08:38:31 host3 kernel: x", "node", "host3"),

@@ -164,6 +164,18 @@ def test_a_preemption_is_free_once_a_program_of_unknown_checkpoints_comes_furthe
     assert progress(*records) == progressed
 
 
+def test_cancels_pauses_and_preemptions_with_a_save_between_use_up_no_budget():
+    records: list[AnyRecord] = []
+    number = 1
+    for step in range(20, 140, 20):
+        preempted = asked(number, step, FaultClass.PREEMPTED)
+        stopped = over(number + 1, "stopped", to_step=step + 10)
+        records += [committed(step, number), *preempted, started(number + 1, from_step=step)]
+        records += [committed(step + 10, number + 1), stopped, started(number + 2, step + 10)]
+        number += 2
+    assert progress(*records) == [True] * 6
+
+
 def test_where_checkpoints_are_known_they_show_the_progress_after_a_preemption():
     preempted = FaultClass.PREEMPTED
     records = [*asked(1, 60, preempted), started(2), *asked(2, 120, preempted)]
