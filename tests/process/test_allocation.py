@@ -15,7 +15,9 @@ import pytest
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
 from perdure.tasks.termination import EXIT_BY_PLATFORM
+from perdure.training.supervisor.checkpoints import program_saves
 from tests.process.harness import Running, Workbench
+from tests.values import not_none
 from tests.waiting import wait_for
 from tests.workplace import kill_leftovers
 
@@ -195,6 +197,53 @@ while not os.path.exists(state + ".go"):
         sys.exit(0)
 note("ends")
 """
+
+
+STEPPING = """
+import os, signal, sys, time
+out = sys.argv[1]
+wanted, step = [], 0
+signal.signal(signal.SIGTERM, lambda *_: wanted.append(1))
+while not wanted:
+    step += 1
+    print(f"step {step}/100000 loss 2.0", flush=True)
+    time.sleep(0.1)
+with open(f"{out}/ckpt-{step}.bin", "w") as file:
+    file.write("weights" * 1000)
+"""
+
+
+@pytest.mark.long
+def test_ctrl_c_puts_the_last_save_of_a_program_on_record(bench, tmp_path):
+    script = tmp_path / "stepping.py"
+    script.write_text(STEPPING)
+    job = {
+        "run_id": "interrupted",
+        "storage": {"address": f"file://{bench.home}/store"},
+        "worker": {
+            "command": [sys.executable, str(script), str(tmp_path)],
+            "progress": {"patterns": [r"^step (?P<step>\d+)/(?P<target>\d+)"]},
+            "checkpoints": {"kind": "glob", "path": f"{tmp_path}/ckpt-*.bin"},
+        },
+        "engine": {"nodes": 1, "slots_per_node": 1, "spares": 0, "grace_s": 10},
+        "preflight": {"nodes": False},
+    }
+    running = bench.start(job)
+    logs = bench.home / "runs" / "interrupted" / "nodes"
+    wait_for(
+        lambda: any("step 5/" in path.read_text() for path in logs.rglob("command-*stdout*")),
+        what="its fifth step",
+    )
+    running.process.send_signal(signal.SIGINT)
+    assert running.finish(hurry=False) == 1
+    assert "cancelled" in running.out
+    (save,) = tmp_path.glob("ckpt-*.bin")
+    step = int(save.stem.removeprefix("ckpt-"))
+    (view,) = running.history.attempts
+    end = not_none(view.ended)
+    assert (end.outcome, end.to_step) == ("stopped", step)
+    assert [save.step for save in program_saves(running.history)] == [step]
+    running.leave_nothing()
 
 
 def test_sigterm_before_the_first_attempt_leaves_no_agent_behind(bench):

@@ -48,6 +48,7 @@ from perdure.training.supervisor.health_watch import AttemptHealth, PeriodicRest
 from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
+from perdure.training.supervisor.observing import placement_of
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import (
@@ -370,7 +371,7 @@ class RunSupervisor(RunHandle):
             EngineError: the containers cannot be taken down; its text begins with `message`.
         """
         self.ledger.renew()  # fails where another has the run, before its containers are touched
-        self._keep_fault()
+        self._end_open_attempt()
         try:
             self._await_logs()
             self.fleet.cancel(self.job.engine.grace_s)
@@ -410,20 +411,15 @@ class RunSupervisor(RunHandle):
         with suppress(EngineError, AgentUnreachable):  # the next supervisor takes them over
             self._fleet.cancel(0.0)
 
-    def _keep_fault(self) -> None:
-        """Record the fault of an attempt that has failed already, and was not concluded yet."""
-        view = self.refresh().open_attempt
-        if view is None:
+    def _end_open_attempt(self) -> None:
+        """Record the end of an attempt: its fault, or the last save that a request leaves it."""
+        view, placement = self.refresh().open_attempt, placement_of(self.history)
+        if view is None or placement is None:
             return
-        watch = AttemptWatch(
-            self.fleet,
-            self.job,
-            AttemptStart(view.key, view.started.at_s),
-            stop_wanted=lambda: True,
-            on_progress=lambda _progress: None,
-        )
+        starter = self._starter(view, placement, None)
+        watch = self._watch(starter, lambda: True, lambda _progress: None)
         try:
-            end = watch.end_of_failure()
+            end = watch.run() if starter.has_started() else watch.end_of_failure()
             if end is not None:
                 self._finisher.record_end(view, end)
         except (EngineError, AgentUnreachable):

@@ -32,15 +32,16 @@ def begin(pool: ThreadPoolExecutor, client: StoreClient) -> Future[None]:
     return pool.submit(meet, PrefixStore("g1/meetings", client.store), SIZE)
 
 
+def await_arrivals(server: TCPStore, number: int) -> None:
+    wait_for(lambda: server.add("g1/meetings/arrivals", 0) == number, what=f"{number} arrivals")
+
+
 def test_ranks_meet_again_and_again_and_none_leaves_before_the_last_has_come(server, pool):
     clients = [StoreClient(HOST, server.port) for _ in range(SIZE)]
     for first in range(SIZE):
         *early, last = clients[first:] + clients[:first]
         waiting = [begin(pool, client) for client in early]
-        wait_for(
-            lambda first=first: server.add("g1/meetings/arrivals", 0) == SIZE * (first + 1) - 1,
-            what="all but one",
-        )
+        await_arrivals(server, SIZE * (first + 1) - 1)
         assert not any(meeting.done() for meeting in waiting)
         for meeting in [*waiting, begin(pool, last)]:
             meeting.result(60)
@@ -49,7 +50,7 @@ def test_ranks_meet_again_and_again_and_none_leaves_before_the_last_has_come(ser
 def test_a_rank_that_waits_is_set_free_where_its_generation_ends(server, pool):
     client = StoreClient(HOST, server.port)
     waiting = begin(pool, client)
-    wait_for(lambda: server.add("g1/meetings/arrivals", 0) == 1, what="its arrival")
+    await_arrivals(server, 1)
     client.abort()
     error = waiting.exception(60)
     assert error is not None
