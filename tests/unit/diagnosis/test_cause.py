@@ -342,3 +342,17 @@ PLACED = "[ERROR] 2026-03-21-02:00:01 (PID:77, Device:3, RankID:5) ERR02200 DIST
 def test_a_cause_without_a_place_has_the_one_that_the_lines_around_it_name(before, rank, device):
     fault = not_none(choose_cause([source(before + traceback(UCE))], at_s=0.0)).fault
     assert (fault.evidence, fault.rank, fault.device) == (UCE, rank, device)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "socket.gaierror: [Errno -2] Name or service not known",
+        "socket.gaierror: [Errno -3] Temporary failure in name resolution",
+        "The IPv6 network addresses of (trainer-0, 29500) cannot be retrieved (gai error: -2)",
+    ],
+)
+def test_a_name_without_an_address_is_tried_again_and_no_node_is_blamed(line):
+    fault = cause(traceback(line))
+    assert fault.recoverable_by is RecoverableBy.RETRY
+    assert (fault.node, fault.hardware_fault, fault.user_fault) == (None, False, False)
