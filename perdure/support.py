@@ -41,12 +41,12 @@ class SupportFile:
     """One file of the archive.
 
     Attributes:
-        what: what it is, for the table of contents.
+        meaning: of the file, for the table of contents.
         read: returns its content, before masking.
     """
 
     name: str
-    what: str
+    meaning: str
     read: Callable[[], bytes]
 
 
@@ -85,7 +85,7 @@ def write_archive(run: RunHandle, target: Path, *, now_s: float) -> int:
         with tarfile.open(temporary, "w:gz") as archive:
             for file in _files(run):
                 content = b"".join(mask_stream([file.read()], secrets))
-                rows.append(f"| `{file.name}` | {decimal(len(content))} | {file.what} |")
+                rows.append(f"| `{file.name}` | {decimal(len(content))} | {file.meaning} |")
                 _add(archive, f"{folder}/{file.name}", content, now_s)
             contents = _contents(run, rows, now_s).encode()
             _add(archive, f"{folder}/{CONTENTS}", contents, now_s)
@@ -146,10 +146,10 @@ def _log_file(run: RunHandle, row: LogRow) -> SupportFile:
     node = row.node or "all"
     name = f"logs/p{row.placement:04}-a{row.attempt:04}/{node}/{row.file}"
     cut = f", without its first {decimal(row.cut_bytes)}" if row.cut_bytes else ""
-    what = f"log of {node}, attempt {row.placement}.{row.attempt}{cut}"
+    meaning = f"log of {node}, attempt {row.placement}.{row.attempt}{cut}"
     if row.is_living:
-        return SupportFile(name, what, lambda: "".join(living_text(run, row)).encode())
-    return SupportFile(name, what, lambda: content_of(run.store, row))
+        return SupportFile(name, meaning, lambda: "".join(living_text(run, row)).encode())
+    return SupportFile(name, meaning, lambda: content_of(run.store, row))
 
 
 def _status(run: RunHandle) -> bytes:

@@ -72,20 +72,22 @@ def test_a_command_without_addresses_is_one_gang_of_all_nodes(home, command, req
 @pytest.mark.parametrize(
     ("command", "size"),
     [
-        ((*TORCHRUN, "--standalone", f"--nproc_per_node={SLOTS}"), 2),
+        pytest.param(
+            (*TORCHRUN, "--standalone", f"--nproc_per_node={SLOTS}"), 2, marks=pytest.mark.long
+        ),
         pytest.param((*TORCHRUN, "--nnodes=1"), 2, marks=pytest.mark.long),
         pytest.param(
             (*ACCELERATE, "--num_processes=1", "--no_python", "sh", "-c", STEPS),
             1,
             marks=pytest.mark.long,
         ),
-        pytest.param(("sh", "-c", MPIRUN), 2, marks=pytest.mark.long),
+        (("sh", "-c", MPIRUN), 2),
     ],
     ids=["standalone", "nnodes", "accelerate", "mpirun"],
 )
 def test_nodes_that_train_separately_are_stopped_with_the_numbers(home, command, size, request):
     outcome = RunDriver(home).run(boot_job(home, run_name(request), *command, steps=100_000))
-    assert outcome.ended == "failed"
+    assert outcome.ended == "launch_misconfigured is for the user to fix"
     (attempt,) = outcome.history.attempts
     fault = not_none(not_none(attempt.ended).fault)
     assert fault.fault_class is FaultClass.LAUNCH_MISCONFIGURED
@@ -104,6 +106,6 @@ def test_a_training_in_two_worlds_that_has_come_to_its_end_is_not_completed(home
     command = [*TORCHRUN, "--standalone", "--nproc_per_node=1", str(program)]
     job = boot_job(home, "ended", *command, steps=1, worker={"command": command})
     outcome = RunDriver(home).run(job)
-    assert outcome.ended == "failed"
+    assert outcome.ended == "launch_misconfigured is for the user to fix"
     fault = not_none(not_none(outcome.history.attempts[0].ended).fault)
     assert (fault.fault_class, fault.code) == (FaultClass.LAUNCH_MISCONFIGURED, "SMALL_WORLD")

@@ -24,7 +24,8 @@ WAITED = (
 HEALTHY = "step 12 loss 3.4\n"
 KEYS = {
     "path", "fault_class", "key_line", "file", "node", "rank", "device", "code", "user_fault",
-    "name", "name_zh", "title", "hardware_fault", "recoverable_by", "explanation", "action", "rung", "runners_up",
+    "name", "name_zh", "title", "hardware_fault", "recoverable_by", "explanation", "action", "rung",
+    "runners_up",
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def test_activations_are_what_torch_keeps(model, precision):
     job = small_job(model=model, precision=precision)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     kept = kept_bytes(job.model, dtype, job.batch.micro_batch_size)
-    assert not_none(sum_memory(job)).activations == pytest.approx(kept, rel=0.1)
+    assert not_none(sum_memory(job)).activations == pytest.approx(kept, rel=0.15)
 
 
 def test_the_shipped_job_fits_its_devices_with_the_sum_shown():
