@@ -275,10 +275,17 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
         yield path, value
         return
     for key, inner in value.items():
-        is_frame = str(key) in {CHECKLIST, "metadata", "spec", "config", *_METADATA}
-        yield from _leaves(
-            inner, path if is_frame and isinstance(inner, dict) else (*path, str(key))
-        )
+        content = _named_values(inner)
+        is_frame = str(key) in _FRAMES and isinstance(content, dict)
+        yield from _leaves(content, path if is_frame else (*path, str(key)))
+
+
+def _named_values(value: Any) -> Any:
+    """Turn the list form of variables, [{name: ..., value: ...}], into a mapping."""
+    parts = value if isinstance(value, list) else []
+    if parts and all(isinstance(part, dict) and {"name", "value"} <= part.keys() for part in parts):
+        return {part["name"]: part["value"] for part in parts}
+    return value
 
 
 def _entry_text(value: Any) -> str:
