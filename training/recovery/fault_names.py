@@ -46,7 +46,8 @@ def name_fault(fault: Fault) -> FaultName:
 def _title_of(code: str | None) -> str:
     fact = chip_fact(code) if code is not None else None
     chinese = _tables()["chinese_titles"].get(code or "", "")
-    english = fact.cause if fact is not None else ""
+    cause = fact.cause if fact is not None else ""
+    english = cause or _tables()["english_titles"].get(code or "", "")
     return f"{english} ({chinese})" if english and chinese else english or chinese
 
 

@@ -26,6 +26,7 @@ def test_every_class_has_a_name_in_english_and_chinese(fault_class):
         ("80E01801", "HBM: multi-bit ECC error"),
         ("80E21007", "\u4e3b\u7535\u6e90\u8fc7\u6d41\u544a\u8b66"),
         ("80FB8000", "TSCPU"),
+        ("EI0006", "link setup timed out (\u5efa\u94fe\u8d85\u65f6)"),
     ],
 )
 def test_a_code_has_the_title_of_its_code_book(code, part):
@@ -34,6 +35,6 @@ def test_a_code_has_the_title_of_its_code_book(code, part):
     assert name.text.endswith(f": {name.title}")
 
 
-@pytest.mark.parametrize("code", ["SIGKILL", "EI0002", "00000000"])
+@pytest.mark.parametrize("code", ["SIGKILL", "EZ9999", "00000000"])
 def test_a_code_of_no_code_book_has_no_title(code):
     assert name_fault(fault(FaultClass.HANG, code)).title == ""
