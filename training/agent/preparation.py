@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from perdure.training.commands.arguments import NNODES, NODE_RANK
+from perdure.training.commands.arguments import NNODES, NODE_RANK, read_script
 from perdure.training.environment import interface_variables
 from perdure.training.node_checks.runner import NodeProgram
 from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
@@ -23,6 +23,7 @@ _ALONE = re.compile(
     r"(?<![\w-])--(standalone(?![\w-])|nnodes[= ]1(:1)?(?![\d:])"
     r"|rdzv[-_]endpoint[= ](localhost|127\.))"
 )
+_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#.*$")
 
 
 def platform_variables(
@@ -96,7 +97,7 @@ def _torchrun_variables(config: AgentConfig, order: StartOrder) -> dict[str, str
     address: torchrun chooses a free port there, also for a second launcher beside it.
     """
     values = {"PET_NPROC_PER_NODE": str(order.slots_per_node)}
-    if order.num_nodes > 1 and _ALONE.search(" ".join(order.command)) is None:
+    if order.num_nodes > 1 and not _stands_alone(order):
         values |= {
             "PET_NNODES": str(order.num_nodes),
             "PET_NODE_RANK": str(config.member),
@@ -104,6 +105,13 @@ def _torchrun_variables(config: AgentConfig, order: StartOrder) -> dict[str, str
             "PET_MASTER_PORT": str(order.master_port),
         }
     return {name: value for name, value in values.items() if name not in order.variables}
+
+
+def _stands_alone(order: StartOrder) -> bool:
+    """Whether the command, or a script that it names, has torchrun meet on each node alone."""
+    scripts = (read_script(part, Path(order.cwd)) for part in order.command)
+    texts = (" ".join(order.command), *(text for text in scripts if text is not None))
+    return any(_ALONE.search(_COMMENT.sub("", text)) for text in texts)
 
 
 def node_folder(base: Path, created_s: float) -> Path:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
+MAX_SCRIPT_BYTES = 1 << 20
 _WITH_VALUE = frozenset({"-o", "+o", "-O", "+O"})
 # Names in other launchers' scripts; a command itself must not take itself for a rank.
 WORLD_SIZE = "WORLD_SIZE"
@@ -70,6 +71,17 @@ def argument_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Add to a process's variables those that only its arguments may name."""
     ranks = int(variables["MA_NUM_HOSTS"]) * int(variables["MA_NUM_GPUS"])
     return {WORLD_SIZE: str(ranks), **variables}
+
+
+def read_script(argument: str, cwd: Path) -> str | None:
+    """Read the shell script that an argument of a command names; None: it names none."""
+    if not argument.endswith(".sh") or "$" in argument:
+        return None
+    try:
+        with (cwd / argument).open("rb") as file:
+            return file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
 
 
 def _is_script(arguments: Sequence[str]) -> bool:

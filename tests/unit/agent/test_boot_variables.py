@@ -67,6 +67,21 @@ def test_a_launcher_that_stands_alone_does_not_wait_for_other_nodes(command):
     assert torchrun_variables(*command) == {"PET_NPROC_PER_NODE": "8"}
 
 
+@pytest.mark.parametrize(
+    ("text", "is_alone"),
+    [
+        ("exec torchrun --standalone train.py", True),
+        ("torchrun \\\n  --nnodes=1 \\\n  train.py", True),
+        ("# not torchrun --standalone\ntorchrun --nproc_per_node=8 train.py", False),
+        ("torchrun --nnodes=$MA_NUM_HOSTS train.py", False),
+    ],
+)
+def test_the_script_that_a_command_names_is_read_for_it(tmp_path, text, is_alone):
+    (tmp_path / "train.sh").write_text(text)
+    variables = torchrun_variables("bash", str(tmp_path / "train.sh"))
+    assert ("PET_NNODES" not in variables) is is_alone
+
+
 def test_a_single_node_keeps_the_free_port_that_torchrun_chooses():
     assert torchrun_variables("torchrun", "t.py", num_nodes=1) == {"PET_NPROC_PER_NODE": "8"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -27,15 +28,11 @@ def put_steps(tmp_path, perdure_home):
             StepRecord(step, 2.0, 1.0 + step % 10 / 10, 1e-3, 1.0, None, 1.0, 0.5, 8, 0, 1, 1)
             for step in range(1, num_steps + 1)
         ]
-        lines = "".join(json.dumps(step_document(step)) + "\n" for step in steps)
+        lines = "".join(json.dumps(asdict(step)) + "\n" for step in steps)
         key = f"{metrics_prefix('small', 1, 1)}{1:08d}-{num_steps:08d}.jsonl"
         open_store(job.storage).put(key, lines.encode())
 
     return put
-
-
-def step_document(step: StepRecord) -> dict[str, object]:
-    return {name: getattr(step, name) for name in StepRecord.__dataclass_fields__}
 
 
 def test_the_proposal_names_field_value_and_picture(put_steps, perdure_home):
