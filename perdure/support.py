@@ -15,6 +15,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -124,7 +125,7 @@ def _files(run: RunHandle) -> Iterator[SupportFile]:
     history = run.history
     for report in fault_reports(history, place, recent=len(history.attempts)):
         body = f"# {report.title}\n\n{report.body}".encode()
-        yield SupportFile(f"faults/{report.name}.md", report.title, lambda body=body: body)
+        yield SupportFile(f"faults/{report.name}.md", report.title, partial(bytes, body))
     yield SupportFile("status.json", "`perdure status --json`", lambda: _status(run))
     yield SupportFile(
         "job.json", "the job, with its defaults", lambda: run.job.model_dump_json(indent=1).encode()
@@ -133,7 +134,7 @@ def _files(run: RunHandle) -> Iterator[SupportFile]:
     ledger = f"runs/{run_id}/ledger/"
     for info in run.store.list(ledger):
         name = f"ledger/{info.key.removeprefix(ledger)}"
-        yield SupportFile(name, "record of the ledger", lambda key=info.key: run.store.get(key))
+        yield SupportFile(name, "record of the ledger", partial(run.store.get, info.key))
     index = read_index(run.store, run_id)
     stored = {(row.placement, row.attempt, row.node, row.file) for row in index.rows}
     for row in (*index.rows, *living_rows(run)):

@@ -17,6 +17,7 @@ from perdure.training.wire.logs import Collected, logs_prefix
 from tests.jobs import small_job
 from tests.unit.journal.histories import BEGINNING, over, started
 from tests.unit.perdure.commands import append, error_line, perdure
+from tests.values import not_none
 
 KEY = "hunter2hunter2"
 
@@ -45,7 +46,7 @@ def run(job, perdure_home):
 def contents(path: Path) -> dict[str, str]:
     with tarfile.open(path) as archive:
         return {
-            name.partition("/")[2]: archive.extractfile(name).read().decode()
+            name.partition("/")[2]: not_none(archive.extractfile(name)).read().decode()
             for name in archive.getnames()
         }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from perdure.training.diagnosis.evidence import SmallWorld
 from perdure.training.engines.base import Snapshot
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from perdure.training.supervisor.world_check import WorldCheck
@@ -50,6 +51,7 @@ def check(*nodes: AgentStatus, slots: int = 2, output: str = "") -> WatchResult 
 def test_ranks_that_are_too_few_end_the_attempt_once_they_train(nodes, slots, size, separate):
     result = not_none(check(*nodes, slots=slots))
     assert result.end is EndKind.FAILED
+    assert isinstance(result.culprit, SmallWorld)
     assert (result.culprit.size, result.culprit.separate_nodes) == (size, separate)
 
 
