@@ -178,7 +178,8 @@ class PreflightSpec(SettingsModel):
     )
     device_memory_gib: float | None = Field(
         None, gt=0, le=4096, description="memory of one device in GiB, against which preflight "
-        "holds the needs of the built-in trainer; default: that of this machine's NPUs"
+        "holds the needs of the built-in trainer; default: that of this machine's NPUs, 64 for "
+        "pods with huawei.com/Ascend910"
     )  # fmt: skip
     timeout_s: float = Field(
         180.0, ge=10, le=3600, description="seconds for all checks of a node, burn-in not "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.config.model import ModelSpec, ParallelKind, Precision
 from perdure.training.telemetry import vendor_tools
@@ -21,6 +22,8 @@ NAME = "device_memory"
 FIELD = "preflight.device_memory_gib"
 GIB = 1 << 30
 MIB = 1 << 20
+# Of the chips of Atlas A2 and A3 training servers.
+ASSUMED_OF, ASSUMED_BYTES = "huawei.com/Ascend910", 64 * GIB
 RESERVE_BYTES = 4 * GIB  # of a device with 64 GiB, CANN and the driver hold about 3 GiB
 _FP32 = 4
 _HALF = 2
@@ -133,7 +136,10 @@ def check_device_memory(job: Job) -> Check | None:
         is_certain = needed.state > size_bytes
         outcome = CheckOutcome.FAILED if is_certain else CheckOutcome.WARNING
         advice = f"; {_advise(job, needed)}"
-    allowed = f"{size_bytes / GIB:.1f} GiB, {RESERVE_BYTES / GIB:.0f} of them in reserve"
+    is_assumed = job.preflight.device_memory_gib is None and not job.engine.on_this_machine
+    source = f" (assumed for {ASSUMED_OF}, else set {FIELD})" if is_assumed else ""
+    reserve = f"{RESERVE_BYTES / GIB:.0f} of them in reserve"
+    allowed = f"{size_bytes / GIB:.1f} GiB, {reserve}{source}"
     return Check(name=NAME, outcome=outcome, seen=f"{layout}{advice}", allowed=allowed)
 
 
@@ -146,10 +152,13 @@ def _advise(job: Job, needed: MemorySum) -> str:
 
 
 def _device_bytes(job: Job) -> int | None:
-    """Return the memory of a device: the job's word, or that of this machine's chips."""
+    """Return the memory of a device: the job's word, this machine's chips, or an assumption."""
     if job.preflight.device_memory_gib is not None:
         return int(job.preflight.device_memory_gib * GIB)
-    if not job.engine.on_this_machine or vendor_tools.find_tool(NPU_SMI) is None:
+    if isinstance(job.engine, KubernetesEngineSpec):
+        is_npu = any(name.startswith(ASSUMED_OF) for name in job.engine.resources)
+        return ASSUMED_BYTES if is_npu else None
+    if vendor_tools.find_tool(NPU_SMI) is None:
         return None
     try:
         chips = parse_table(vendor_tools.run_tool((NPU_SMI, "info")))

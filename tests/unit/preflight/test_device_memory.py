@@ -66,6 +66,16 @@ def test_the_shipped_job_fits_its_devices_with_the_sum_shown():
     assert check.seen.endswith("GiB per rank")
 
 
+def test_the_chips_of_a_cluster_are_assumed_and_said_to_be():
+    job = load_job(SHIPPED, ["preflight={}", "parallelism={kind: ddp}"])
+    check = not_none(check_device_memory(job))
+    assert check.outcome is CheckOutcome.FAILED
+    assert "weights 24.0 + gradients 24.0 + optimizer 48.1" in check.seen
+    assert "assumed for huawei.com/Ascend910" in check.allowed
+    other = load_job(SHIPPED, ["preflight={}", "engine.resources={cpu: '4'}"])
+    assert not_none(check_device_memory(other)).outcome is CheckOutcome.SKIPPED
+
+
 def outcome_of(device_memory_gib: float = 64, **sections: Any) -> tuple[CheckOutcome, str]:
     job = small_job(
         preflight={"device_memory_gib": device_memory_gib},
