@@ -460,9 +460,8 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the gang of a launcher's ranks; 0: not known."""
-        command = self._command if self.order.is_launcher else None
-        return command.world_size if command is not None else 0
+        """Number of ranks in the largest gang that a command has started; 0: not known."""
+        return self._command.world_size if self._command is not None else 0
 
     def former_ranks(self) -> tuple[FormerRank, ...]:
         """List the ranks of a launcher that have ended, once they are known."""

@@ -120,10 +120,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_coordinator(evidence),
         *_blame_refusal(evidence),
         *_blame_slow_node(evidence),
+        *(_Cause(_Tier.NODE, fault) for fault in blame_small_world(evidence)),
     ]
-    small = blame_small_world(evidence)
-    if small is not None:
-        causes.append(_Cause(_Tier.NODE, small))
     if not causes:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
     causes = _demote_receipts(causes)

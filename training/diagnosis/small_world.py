@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from perdure.training.diagnosis.evidence import Evidence
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 
@@ -18,13 +20,13 @@ _ACTION = (
 )
 
 
-def blame_small_world(evidence: Evidence) -> Fault | None:
-    """Blame the start of a command whose ranks are too few; None: they are not."""
+def blame_small_world(evidence: Evidence) -> Iterator[Fault]:
+    """Blame the start of a command whose ranks are too few, if they are."""
     small = evidence.small_world
     if small is None:
-        return None
+        return
     traits = TRAITS[FaultClass.LAUNCH_MISCONFIGURED]
-    return Fault(
+    yield Fault(
         FaultClass.LAUNCH_MISCONFIGURED,
         evidence.at_s,
         small.line,
