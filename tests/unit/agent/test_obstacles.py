@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,7 +111,7 @@ def test_what_another_run_of_this_user_has_in_shared_memory_stays(tmp_path):
 
 def test_a_semaphore_of_a_living_process_stays():
     before = SharedMemoryNames()
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
     name = Path(SHARED_MEMORY) / f"sem.{semaphore._semlock.name.removeprefix('/')}"
     assert name.exists()
     before.remove_new(pids=())
