@@ -47,6 +47,7 @@ from perdure.training.diagnosis.plain_fault import MAX_EVIDENCE_CHARS, build_pla
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import scan_text
+from perdure.training.diagnosis.small_world import blame_small_world
 from perdure.training.diagnosis.worker_finding import choose_finding
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
@@ -112,6 +113,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_coordinator(evidence),
         *_blame_refusal(evidence),
         *_blame_slow_node(evidence),
+        *(_Cause(_Tier.NODE, fault) for fault in blame_small_world(evidence)),
     ]
     if not causes:
         return Diagnosis(build_plain_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
