@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -16,6 +14,7 @@ import yaml
 
 from perdure.training.processes import free_port
 from tests.process.harness import Workbench
+from tests.process.offices import denying_proxy, proxy_variables
 from tests.waiting import wait_for
 from tests.workplace import kill_leftovers
 
@@ -40,19 +39,13 @@ def perdure(environment, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-# A port that refuses: a request to a proxy fails at once.
-OFFICE = {
-    name: "http://127.0.0.1:9"
-    for lower in ("http_proxy", "https_proxy", "all_proxy")
-    for name in (lower, lower.upper())
-}
-
-
 @pytest.mark.parametrize(
     "proxies",
     [
-        pytest.param(OFFICE, id="proxies"),
-        pytest.param({**OFFICE, "no_proxy": ".local"}, id="no_proxy", marks=pytest.mark.long),
+        pytest.param(proxy_variables(), id="proxies"),
+        pytest.param(
+            {**proxy_variables(), "no_proxy": ".local"}, id="no_proxy", marks=pytest.mark.long
+        ),
         pytest.param({}, id="plain", marks=pytest.mark.long),
     ],
 )
@@ -141,31 +134,19 @@ def answers(url: str) -> bool:
         return False
 
 
-class Deny(BaseHTTPRequestHandler):
-    """A proxy that answers 503 to all requests, as a firewall does."""
-
-    def do_GET(self) -> None:
-        self.send_response(503)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 def test_a_proxy_that_refuses_a_remote_server_is_named_on_one_line(bench, bare):
     home, environment = bare
     job = Workbench(home, "", bench.corpus).pair("denied", steps=4)
     path = home / "job.yaml"
     path.write_text(yaml.safe_dump(job))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Deny) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{proxy.server_address[1]}"
-        remote = {"http_proxy": url, "PREFECT_API_URL": "http://prefect.corp.example:4200/api"}
+    with denying_proxy() as proxy:
+        remote = {
+            "http_proxy": proxy.url,
+            "PREFECT_API_URL": "http://prefect.corp.example:4200/api",
+        }
         done = perdure({**environment, **remote}, "run", str(path))
-        proxy.shutdown()
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"http_proxy={url}: it answers 503" in done.stderr.splitlines()[-1]
+    assert f"http_proxy={proxy.url}: it answers 503" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["run", pytest.param("preflight", marks=pytest.mark.long)])

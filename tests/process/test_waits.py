@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import boto3
@@ -13,6 +11,7 @@ import pytest
 from perdure.training.recovery.faults import NODE_UNWRITABLE, FaultClass
 from perdure.training.supervisor.store_outage import read_outage
 from tests.process.harness import Workbench
+from tests.process.small_disk import fill, small_disk
 from tests.s3.proxy import FaultProxy, LostRequest
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY, Moto
 from tests.values import not_none
@@ -75,12 +74,10 @@ def test_a_run_whose_store_is_silent_says_so_and_is_cancelled_soon(bench: Workbe
 def scratch(bench: Workbench) -> Iterator[Path]:
     """A small file system for the scratch folders of a run."""
     folder = bench.home / "runs" / "full-scratch"
-    folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
-        pytest.skip("file systems cannot be mounted here: not root, or without the right")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(folder, size="24m") as is_mounted:
+        if not is_mounted:
+            pytest.skip("file systems cannot be mounted here: not root, or without the right")
+        yield folder
 
 
 def test_a_full_scratch_disk_ends_the_run_with_what_a_person_must_do(bench: Workbench, scratch):
@@ -88,9 +85,7 @@ def test_a_full_scratch_disk_ends_the_run_with_what_a_person_must_do(bench: Work
     document["engine"]["spares"] = 0
     running = bench.start(document)
     running.reach(12)
-    with (scratch / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
+    fill(scratch)
     for rank in (0, 1):
         running.local.kill_rank(rank)
     assert running.finish() == 1, running.out
