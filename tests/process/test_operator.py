@@ -128,11 +128,12 @@ class Night:
         self.drills.append("node")
 
     def disk(self) -> None:
-        """A node's scratch disk is full when its rank has to start again; then there is room."""
+        """A node's scratch disk is full when all ranks have to start again; then there is room."""
         node = self.running.history.placements[-1].members[-1].node
         before = self._unwritable()
         fill(self._disks[node])
-        assert self.running.local.kill_rank(1)
+        for rank in (0, 1):  # a single one would be replaced, with the state of the other
+            assert self.running.local.kill_rank(rank)
         wait_for(
             lambda: len(self._unwritable()) > len(before),
             timeout_s=BACK_S, what="a fault that names the disk",
