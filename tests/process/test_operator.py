@@ -129,7 +129,7 @@ class Night:
 
     def disk(self) -> None:
         """A node's scratch disk is full when all ranks have to start again; then there is room."""
-        node = self.running.history.placements[-1].members[-1].node
+        node = self._nodes()[-1]
         before = self._unwritable()
         fill(self._disks[node])
         for rank in (0, 1):  # a single one would be replaced, with the state of the other
@@ -140,13 +140,16 @@ class Night:
         )  # fmt: skip
         assert self._unwritable()[-1] == node
         wait_for(
-            lambda: node not in self.running.history.placements[-1].nodes,
+            lambda: node not in self._nodes(),
             timeout_s=BACK_S, what="a placement without the full disk",
         )  # fmt: skip
         make_room(self._disks[node])
         if node in self.running.history.isolated:
             self.running.bench.perdure("nodes", self.running.job.run_id, "--release", node)
         self.drills.append("disk")
+
+    def _nodes(self) -> list[str]:
+        return [member.node for member in self.running.history.placements[-1].members]
 
     def _unwritable(self) -> list[str | None]:
         """The nodes of the faults that named a disk that takes no files."""
