@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FILLER = "filler"
+NOT_HERE = "file systems cannot be mounted here: not root, or a container without the right"
 
 
 @contextmanager
@@ -24,10 +26,11 @@ def small_disk(folder: Path, *, size: str) -> Iterator[bool]:
 
 
 def fill(folder: Path) -> None:
-    """Take all room of the disk of a folder."""
+    """Leave no room on the disk of a folder."""
     with (folder / FILLER).open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
             pass
+    assert shutil.disk_usage(folder).free < 4096
 
 
 def make_room(folder: Path) -> None:

@@ -75,6 +75,16 @@ def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwa
 
 
 @pytest.mark.long
+def test_in_an_office_the_demo_recovers_and_asks_no_proxy(bare):
+    _, environment = bare
+    with denying_proxy() as proxy:
+        done = perdure({**environment, **proxy_variables(proxy.url)}, "demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("injected: kill of") == 2
+    assert proxy.requested == []
+
+
+@pytest.mark.long
 def test_cancel_stops_a_run_by_its_name(bench):
     job = bench.pair("by-name", steps=2000, env={"PACE_S": "0.2"})
     running = bench.start(job)
@@ -147,6 +157,23 @@ def test_a_proxy_that_refuses_a_remote_server_is_named_on_one_line(bench, bare):
         done = perdure({**environment, **remote}, "run", str(path))
     assert done.returncode == 2, done.stdout + done.stderr
     assert f"http_proxy={proxy.url}: it answers 503" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command", ["run", *(pytest.param(name, marks=pytest.mark.long) for name in ("demo", "notify"))]
+)
+def test_a_configured_server_that_is_not_there_ends_a_command_on_one_line(bench, bare, command):
+    home, environment = bare
+    path = home / "job.yaml"
+    path.write_text(yaml.safe_dump(Workbench(home, "", bench.corpus).pair("dead", steps=4)))
+    url = f"http://127.0.0.1:{free_port()}/api"
+    arguments = {"run": [str(path)], "demo": [], "notify": ["slack-webhook/team"]}
+    done = perdure({**environment, "PREFECT_API_URL": url}, command, *arguments[command])
+    assert done.returncode == 2, done.stdout + done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"perdure: PREFECT_API_URL: the Prefect server at {url} cannot be used")
+    assert "'unset PREFECT_API_URL'" in line
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["run", pytest.param("preflight", marks=pytest.mark.long)])

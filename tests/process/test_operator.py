@@ -37,7 +37,7 @@ from tests.process.deployment import (
 from tests.process.harness import Running, Workbench
 from tests.process.offices import DenyingProxy, denying_proxy, proxy_variables
 from tests.process.rest import Api, ask
-from tests.process.small_disk import fill, make_room, small_disk
+from tests.process.small_disk import NOT_HERE, fill, make_room, small_disk
 from tests.process.truth import TERMINAL, assert_true
 from tests.waiting import wait_for
 
@@ -76,7 +76,7 @@ def small_disks(bench: Workbench) -> Iterator[Mapping[str, Path]]:
     folders = {f"node-{n}": bench.home / "runs" / "night" / "nodes" / f"node-{n}" for n in range(3)}
     with ExitStack() as stack:
         if not all(stack.enter_context(small_disk(f, size="64m")) for f in folders.values()):
-            pytest.skip("file systems cannot be mounted here: not root, or without the right")
+            pytest.skip(NOT_HERE)
         yield folders
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import boto3
 import pytest
 
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
 from perdure.training.recovery.faults import NODE_UNWRITABLE, FaultClass
 from perdure.training.supervisor.store_outage import read_outage
 from tests.process.harness import Workbench
-from tests.process.small_disk import fill, small_disk
+from tests.process.small_disk import NOT_HERE, fill, small_disk
 from tests.s3.proxy import FaultProxy, LostRequest
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY, Moto
 from tests.values import not_none
@@ -47,6 +49,7 @@ def test_a_run_whose_store_is_silent_says_so_and_is_cancelled_soon(bench: Workbe
     }
     running = bench.start(bench.pair("silent", storage=storage))
     running.reach(12)
+    wait_for(lambda: running.history.committed_step >= 10, what="the first commit")
     proxy.inject(LostRequest(), method="", times=10**6)
     noted = wait_for(lambda: read_outage(bench.home, "silent"), what="the supervisor to notice")
     wait_for(
@@ -66,7 +69,9 @@ def test_a_run_whose_store_is_silent_says_so_and_is_cancelled_soon(bench: Workbe
     assert running.finish() == 1, running.out
     assert not_none(running.history.ended).outcome == "cancelled"
     assert running.rungs() == []
-    assert running.history.committed_step >= stopped_at - stopped_at % 10, "saved in memory"
+    saved = CheckpointStore(open_store(running.job.storage), "silent").latest()
+    assert saved >= stopped_at - stopped_at % 10, "what was in memory is committed"
+    assert running.history.committed_step == saved
     running.leave_nothing()
 
 
@@ -76,7 +81,7 @@ def scratch(bench: Workbench) -> Iterator[Path]:
     folder = bench.home / "runs" / "full-scratch"
     with small_disk(folder, size="24m") as is_mounted:
         if not is_mounted:
-            pytest.skip("file systems cannot be mounted here: not root, or without the right")
+            pytest.skip(NOT_HERE)
         yield folder
 
 

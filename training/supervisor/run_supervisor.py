@@ -376,8 +376,9 @@ class RunSupervisor(RunHandle):
             text = f"{message}; the containers cannot be taken down: {error}"
             raise EngineError(text) from error
         view = self.refresh().open_attempt
+        if self.history.attempts:  # saves in memory may be committed until the containers end
+            self._writer.missed_checkpoints(self.history.attempts[-1])
         if view is not None:
-            self._writer.missed_checkpoints(view)
             self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
         clear_requests(self.checkpoints.store, self.job.run_id)

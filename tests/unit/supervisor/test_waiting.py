@@ -24,6 +24,7 @@ from perdure.training.wire.requests import request_cancel
 from perdure.training.wire.store_wait import (
     StoreWaitNote,
     Wait,
+    Waiter,
     WaitKind,
     read_store_wait,
     read_wait,
@@ -108,6 +109,30 @@ def test_a_wait_of_the_supervisor_is_read_on_its_machine(tmp_path):
     write_wait(tmp_path, None)
     write_wait(tmp_path, None)
     assert read_wait(tmp_path) is None
+
+
+def test_a_wait_before_a_run_is_taken_is_apart_from_its_supervisors(tmp_path):
+    wait = Wait(kind=WaitKind.SERVER, since_s=7.0, why="http://127.0.0.1:4200 does not answer yet")
+    write_wait(tmp_path, wait, by=Waiter.STARTER)
+    assert read_wait(tmp_path) is None
+    assert read_wait(tmp_path, by=Waiter.STARTER) == wait
+    write_wait(tmp_path, None)
+    assert read_wait(tmp_path, by=Waiter.STARTER) == wait
+
+
+def test_what_a_process_that_was_killed_waited_for_is_no_wait_any_more(tmp_path):
+    child = os.fork()
+    if child == 0:
+        write_wait(tmp_path, Wait(kind=WaitKind.NODE, since_s=7.0, why="1 is free"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert list(tmp_path.iterdir())
+    assert read_wait(tmp_path) is None
+
+
+def test_a_wait_of_a_run_that_this_machine_does_not_know_yet_costs_nothing(tmp_path):
+    write_wait(tmp_path / "new", Wait(kind=WaitKind.SERVER, since_s=7.0, why="no answer"))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.fixture
