@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from perdure.training.recovery.faults import NODE_UNWRITABLE, FaultClass
 from perdure.training.supervisor.store_outage import read_outage
 from tests.process.harness import Workbench
 from tests.process.small_disk import NOT_HERE, fill, small_disk
-from tests.s3.proxy import FaultProxy, LostRequest
+from tests.s3.proxy import Answer, FaultProxy, LostRequest
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY, Moto
 from tests.values import not_none
 from tests.waiting import wait_for
@@ -73,6 +75,34 @@ def test_a_run_whose_store_is_silent_says_so_and_is_cancelled_soon(bench: Workbe
     assert saved >= stopped_at - stopped_at % 10, "what was in memory is committed"
     assert running.history.committed_step == saved
     running.leave_nothing()
+
+
+@pytest.mark.long
+def test_a_store_that_answers_slow_down_costs_time_and_nothing_else(
+    bench: Workbench, proxy, undisturbed_pair
+):
+    storage = {
+        "address": "s3://pretrain/team",
+        "endpoint": f"http://127.0.0.1:{proxy.server_port}",
+        "region": "us-east-1",
+    }
+    running = bench.start(bench.pair("slow-down", storage=storage))
+    running.reach(12)
+    proxy.inject(Answer(503, "SlowDown"), method="", times=10**6)
+    wait_for(
+        lambda: "waiting for the store since" in running.out, what="the line to have it as phase"
+    )
+    time.sleep(float(os.environ.get("PERDURE_SLOW_DOWN_S", "0")))
+    asked = bench.python("-m", "perdure", "status", "slow-down")
+    assert "SlowDown" in asked.stderr
+    assert running.local.rank(0)
+    assert running.local.rank(1)
+    proxy.reset()
+    running.complete(undisturbed_pair)
+    history = running.history
+    assert (len(history.attempts), running.rungs()) == (1, [])
+    saved = CheckpointStore(open_store(running.job.storage), "slow-down")
+    assert saved.latest() == history.committed_step == 60
 
 
 @pytest.fixture
