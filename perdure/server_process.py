@@ -232,8 +232,8 @@ def _launch(port: int, on_wait: OnWait) -> ServerRecord:
     record = ServerRecord(pid=process.pid, process_started_s=started_s, port=port)
     # Before it answers: a second command waits for this server instead of starting its own.
     write_whole(_record_path(), record.model_dump_json(), private=True)
-    wait, what = ServerWait(on_wait), _described(record)
-    while not (answers := _answers(record)) and process.poll() is None and wait.goes_on(what):
+    wait, why = ServerWait(on_wait), _described(record)
+    while not (answers := _answers(record)) and process.poll() is None and wait.goes_on(why):
         pass
     owner = owner_of(port)
     if answers and is_in_family(owner, process.pid):
