@@ -15,6 +15,7 @@ import yaml
 from perdure.training.processes import free_port
 from tests.process.harness import Workbench
 from tests.process.offices import denying_proxy, proxy_variables
+from tests.values import not_none
 from tests.waiting import wait_for
 from tests.workplace import kill_leftovers
 
@@ -100,6 +101,20 @@ def test_cancel_stops_a_run_by_its_name(bench):
     done = perdure(bench.environment, "cancel", "by-name-2")
     assert "no supervisor was alive" in done.stdout
     orphaned.leave_nothing()
+
+
+@pytest.mark.long
+def test_cancel_stops_a_run_whose_server_is_not_there(bench):
+    running = bench.start(bench.pair("serverless", steps=2000, env={"PACE_S": "0.2"}))
+    running.reach(3)
+    url = f"http://127.0.0.1:{free_port()}/api"
+    done = perdure({**bench.environment, "PREFECT_API_URL": url}, "cancel", "serverless")
+    assert done.returncode == 0, done.stderr
+    assert f"the Prefect server at {url} cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert running.finish(hurry=False) == 1
+    assert not_none(running.history.ended).outcome == "cancelled"
+    running.leave_nothing()
 
 
 def test_the_port_of_another_homes_server_is_refused_and_the_home_is_named(bench, bare):

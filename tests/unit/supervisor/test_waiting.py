@@ -192,6 +192,11 @@ def test_a_request_that_no_supervisor_takes_is_an_error_and_is_taken_back(tmp_pa
     assert not CancelPoll(small_job(tmp_path, run_id="run"), home, None).is_wanted
 
 
+def test_a_run_that_was_never_started_here_is_refused_for_its_store(tmp_path):
+    with pytest.raises(TimedOut, match="no answer: Read timeout"):
+        cancel_on_this_machine(tmp_path, "run", SILENT)
+
+
 def test_the_next_supervisor_forgets_a_request_to_the_one_before(tmp_path, home):
     (home / "runs" / "run" / "cancel-wanted").touch()
     forget_cancel(home, "run")
