@@ -32,7 +32,7 @@ from perdure.tasks.drill import homes_of
 from perdure.tasks.entry import job_of
 from perdure.tasks.following import is_follower
 from perdure.tasks.orphaned_task_runs import close_orphaned_task_runs
-from perdure.tasks.prefect_client import client_without_retries
+from perdure.tasks.prefect_client import without_retries
 from perdure.tasks.reporting import Log
 from perdure.tasks.runs import flow_runs_of, run_of, supervisor_of
 from perdure.tasks.story import report_end
@@ -183,8 +183,8 @@ def _set_flow_runs(history: RunHistory, state: State[Any]) -> int:
 
 
 def _set_unfinished(flow_runs: list[UUID], state: State[Any]) -> int:
-    # Without retries: a server that is gone would hold up the end of the processes.
-    with client_without_retries() as client:
+    # Without retries: for a server that is gone, the caller would wait for half an hour.
+    with without_retries(), get_client(sync_client=True) as client:
         unfinished = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
                 id=FlowRunFilterId(any_=flow_runs),
