@@ -113,18 +113,13 @@ class Night:
 
     def node(self) -> None:
         """A node is lost, and comes back mended."""
-        history = self.running.history
-        node = history.placements[-1].members[-1].node
+        node = self._nodes()[-1]
         assert self.running.local.kill_node(node)
         wait_for(
             lambda: node in self.running.history.isolated, timeout_s=BACK_S, what="its isolation"
         )
-        placements = len(history.placements)
-        wait_for(
-            lambda: len(self.running.history.placements) > placements,
-            timeout_s=BACK_S, what="a placement without it",
-        )  # fmt: skip
-        self.running.bench.perdure("nodes", self.running.job.run_id, "--release", node)
+        self._wait_until_left(node)
+        self._release(node)
         self.drills.append("node")
 
     def disk(self) -> None:
@@ -139,17 +134,23 @@ class Night:
             timeout_s=BACK_S, what="a fault that names the disk",
         )  # fmt: skip
         assert self._unwritable()[-1] == node
-        wait_for(
-            lambda: node not in self._nodes(),
-            timeout_s=BACK_S, what="a placement without the full disk",
-        )  # fmt: skip
+        self._wait_until_left(node)
         make_room(self._disks[node])
-        if node in self.running.history.isolated:
-            self.running.bench.perdure("nodes", self.running.job.run_id, "--release", node)
+        self._release(node)
         self.drills.append("disk")
 
     def _nodes(self) -> list[str]:
         return [member.node for member in self.running.history.placements[-1].members]
+
+    def _wait_until_left(self, node: str) -> None:
+        """Wait for a placement without a node; it is a new one, or has a new member."""
+        wait_for(
+            lambda: node not in self._nodes(),
+            timeout_s=BACK_S, what=f"a placement without {node}",
+        )  # fmt: skip
+
+    def _release(self, node: str) -> None:
+        self.running.bench.perdure("nodes", self.running.job.run_id, "--release", node)
 
     def _unwritable(self) -> list[str | None]:
         """The nodes of the faults that named a disk that takes no files."""
