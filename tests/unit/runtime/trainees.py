@@ -58,6 +58,28 @@ class Loader:
         self.samples = state["samples"]
 
 
+class Average:
+    """An average of weights that begins with the first step, as programs keep it beside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights: dict[int, Tensor] = {}
+        self.num_steps = (0, "steps")
+
+    def update(self) -> None:
+        for number, parameter in enumerate(self.model.parameters()):
+            weight = self.weights.setdefault(number, torch.zeros_like(parameter.detach()))
+            weight.lerp_(parameter.detach(), 0.1)
+        self.num_steps = (self.num_steps[0] + 1, "steps")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = dict(state["weights"])
+        self.num_steps = state["num_steps"]
+
+
 class Trained(Protocol):
     """What a checkpoint is of."""
 
@@ -95,8 +117,15 @@ class Trainee:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
         self.data = Loader()
+        self.average = Average(self.model)
         self.training = Training(
-            self.model, [self.optimizer], [self.scheduler], self.scaler, self.data, 1.0
+            self.model,
+            [self.optimizer],
+            [self.scheduler],
+            self.scaler,
+            self.data,
+            1.0,
+            state={"average": self.average},
         )
         self._sharded = sharded
         torch.manual_seed(100 + rank)
@@ -118,6 +147,7 @@ class Trainee:
         self.scheduler.step()
         self.data.samples += 4
         self.seen += 1
+        self.average.update()
         return float(loss.item())
 
     def state(self) -> dict[str, Any]:
@@ -129,6 +159,7 @@ class Trainee:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "data": self.data.samples,
+            "average": _plain(self.average.state_dict()),
             "torch": torch.get_rng_state().tolist(),
             "python": random.getstate(),
             "numpy": _plain(np.random.get_state(legacy=True)),  # noqa: NPY002
@@ -140,7 +171,7 @@ class Trainee:
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-WEIGHTS = ("model", "optimizer", "scheduler", "scaler", "data")
+WEIGHTS = ("model", "optimizer", "scheduler", "scaler", "data", "average")
 
 
 def _plain(value: Any) -> Any:
