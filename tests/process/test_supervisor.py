@@ -50,10 +50,12 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
 
 @pytest.mark.long
 def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_says_so(bench, undisturbed_pair):
-    job = bench.pair("twice-at-once", env={"PACE_S": "0.5"})
-    one_trains(bench, job, epoch=1)
+    job = bench.pair("twice-at-once")
     begun = bench.look(job)
+    begun.pace(2.0)
+    one_trains(bench, job, epoch=1)
     begun.reach(3)
+    begun.pace(6.0)  # or on a busy machine all would be over before the next two look
     supervisor = not_none(begun.history.supervisor)
     os.kill(supervisor.pid, signal.SIGKILL)
     wait_for(lambda: not psutil.pid_exists(supervisor.pid) or is_zombie(supervisor.pid))
