@@ -89,6 +89,7 @@ class _Answer(BaseHTTPRequestHandler):
         answers = self.server.remaining
         code, body = answers.pop(0) if len(answers) > 1 else answers[0]
         self.send_response(code)
+        self.send_header("Retry-After", "0")  # or Prefect's client pauses for two seconds (3.8.8)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body.encode())

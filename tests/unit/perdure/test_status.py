@@ -143,8 +143,11 @@ def test_a_wait_for_the_server_beside_a_living_supervisor_is_none_of_the_run(run
     write_wait(job_path(run.home, "small").parent, SERVER_WAIT, by=Waiter.STARTER)
     child = os.fork()
     if child == 0:  # for another process, the supervisor is one that lives
-        waits = RunMonitor(run).snapshot(now_s=30.0).status.waits
-        os._exit(0 if waits is None else 1)
+        waits: Wait | None = SERVER_WAIT
+        try:
+            waits = RunMonitor(run).snapshot(now_s=30.0).status.waits
+        finally:
+            os._exit(0 if waits is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
