@@ -59,11 +59,12 @@ class Loader:
 
 
 class Average:
-    """An average of weights that begins with the first step, as programs keep it beside."""
+    """An average of weights as programs keep it beside; of plain ones from the first step on."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.weights: dict[int, Tensor] = {}
+        sharded = {n: p for n, p in enumerate(model.parameters()) if isinstance(p, DTensor)}
+        self.weights = {n: torch.zeros_like(p.detach()) for n, p in sharded.items()}
         self.num_steps = (0, "steps")
 
     def update(self) -> None:
