@@ -143,8 +143,8 @@ test-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.u
 	$(TEST) tests/process tests/ui -m "long and not alone" $(SIDE_BY_SIDE)
 	$(TEST) tests/process -m "long and alone"
 
-# More than ten minutes of a run that has nothing wrong, and half an hour in which flow, worker,
-# server and node are killed in turn.
+# More than ten minutes of a run that has nothing wrong, and half an hour behind a proxy in which flow,
+# worker, server and node are killed in turn, a disk fills and a schedule has a backlog.
 soak: $(VENV)/.installed
 	PERDURE_HEALTHY_STEPS=7500 $(BIN)/python -m pytest tests/process/test_health.py \
 		-k healthy --timeout 1800

@@ -44,7 +44,7 @@ from perdure.training.supervisor.store_outage import read_outage, unwritable
 from perdure.training.supervisor.waiting import wait_of
 from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.requests import is_pause_wanted
-from perdure.training.wire.store_wait import Wait, read_wait
+from perdure.training.wire.store_wait import Wait, Waiter, WaitKind, read_wait
 
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
 ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
@@ -136,7 +136,7 @@ class RunMonitor:
             sub_healthy=len(history.sub_healthy),
             pause_wanted=is_pause_wanted(run.store, job.run_id),
             pause=PauseStatus(at_s=pause.began.at_s, step=pause.began.step) if pause else None,
-            waits=_waits(run, history, agents),
+            waits=_waits(run, history, agents, is_supervised=is_supervised),
             attempts=tuple(attempt_rows(history)),
             abnormal=abnormal_steps(history),
             notices=tuple(program_notices(history)),
@@ -196,15 +196,20 @@ class RunMonitor:
         return tiers
 
 
-def _waits(run: RunHandle, history: RunHistory, agents: Snapshot | None) -> Wait | None:
-    """The wait of a run that goes on: for its store, a person, or a free node."""
+def _waits(
+    run: RunHandle, history: RunHistory, agents: Snapshot | None, *, is_supervised: bool
+) -> Wait | None:
+    """The wait of a run that goes on: for its store, a person, a free node, or a supervisor."""
+    folder = job_path(run.home, run.job.run_id).parent
+    starts = read_wait(folder, by=Waiter.STARTER)
+    if starts is not None and starts.kind is WaitKind.SERVER and is_supervised:
+        starts = None  # another process waits, and the run does not need it
     if history.ended is not None:
-        return None
+        return starts
     outage = read_outage(run.home, run.job.run_id)
-    noted = read_wait(job_path(run.home, run.job.run_id).parent)
     if outage is not None:
         return outage.wait
-    return wait_of(history, agents) or noted
+    return wait_of(history, agents) or read_wait(folder) or starts
 
 
 def _add_events(history: RunHistory, attempt: AttemptSnapshot) -> None:

@@ -32,6 +32,7 @@ from perdure.console import (
 )
 from perdure.preflight import warn_of_departures
 from perdure.runs import credentials_of, store_of
+from perdure.server_process import stop_started
 from perdure.storage.address import StorageSpec, has_store
 from perdure.storage.errors import StorageError
 from perdure.tasks.termination import EXIT_BY_PLATFORM, ended_in_time, limit_of
@@ -57,6 +58,7 @@ from perdure.training.reporting.rows import loss_picture, num_kept, story_rows
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
+from perdure.training.wire.store_wait import Waiter, write_wait
 
 DEMO_KILLS = (
     Kill(victim=Victim.RANK, index=1, step=34),
@@ -162,7 +164,7 @@ def _leave(job: Job) -> NoReturn:
     """End this process now: at the interpreter's exit Prefect waits for a server that is gone."""
     with suppress(StorageError):
         if not _history(job).attempts:
-            server.stop_started()  # there is nothing to see in its UI
+            stop_started()  # there is nothing to see in its UI
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -179,8 +181,9 @@ def _supervise_here(
     """Run the flow under a live view, then print the table; return the exit code."""
     job = checked.job
     console = make_console()
+    note = partial(write_wait, home_folder() / "runs" / job.run_id, by=Waiter.STARTER)
     with console.status("starting the Prefect server"):
-        ui_url = server.use_server()
+        ui_url = server.use_server(on_wait=note)
         from prefect.exceptions import TerminationSignal  # noqa: PLC0415 imports Prefect
 
         from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect

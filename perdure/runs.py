@@ -9,6 +9,7 @@ from perdure.storage.address import Credentials, open_store
 from perdure.storage.objects import ObjectStore
 from perdure.training.config.job import Job
 from perdure.training.config.job_file import load_job
+from perdure.training.errors import InputError
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.supervisor.job_registry import job_path, known_job
@@ -57,11 +58,15 @@ def credentials_of(job: Job) -> Credentials | None:
     """The keys of the job's store, from its Prefect block; None: the job names no block.
 
     Raises:
-        InputError: there is no such block.
+        InputError: there is no such block, or no server to read it from.
     """
     if job.storage.credentials_block is None:
         return None  # saves a server, and Prefect's second and 82 MB of imports (3.8.8)
-    server.use_server()
+    try:
+        server.use_server()
+    except InputError as error:
+        field = "storage.credentials_block"
+        raise InputError(field, f"is kept on the Prefect server; {error}") from error
     from perdure.tasks.credentials import credentials_of as of_block  # noqa: PLC0415 imports Prefect
     from perdure.tasks.prefect_client import without_retries  # noqa: PLC0415 imports Prefect
 

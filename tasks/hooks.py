@@ -6,6 +6,7 @@ rely on ledger, engine and the states of the flow run alone, and may run a secon
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -31,6 +32,7 @@ from perdure.tasks.drill import homes_of
 from perdure.tasks.entry import job_of
 from perdure.tasks.following import is_follower
 from perdure.tasks.orphaned_task_runs import close_orphaned_task_runs
+from perdure.tasks.prefect_client import without_retries
 from perdure.tasks.reporting import Log
 from perdure.tasks.runs import flow_runs_of, run_of, supervisor_of
 from perdure.tasks.story import report_end
@@ -164,11 +166,25 @@ def cancel_run(job: Job) -> str:
 
 
 def _set_flow_runs(history: RunHistory, state: State[Any]) -> int:
-    """Put every unfinished flow run of a run into a state. Returns their number."""
+    """Put every unfinished flow run of a run into a state.
+
+    Returns:
+        Their number; 0 where the server does not answer, which is a warning.
+    """
     flow_runs = flow_runs_of(history)
     if not flow_runs:
         return 0
-    with get_client(sync_client=True) as client:
+    try:
+        return _set_unfinished(flow_runs, state)
+    except (httpx.HTTPError, PrefectException, OSError) as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        logging.getLogger("perdure").warning("no flow run of it is %s: %s", state.name, why)
+        return 0
+
+
+def _set_unfinished(flow_runs: list[UUID], state: State[Any]) -> int:
+    # Without retries: for a server that is gone, the caller would wait for half an hour.
+    with without_retries(), get_client(sync_client=True) as client:
         unfinished = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(
                 id=FlowRunFilterId(any_=flow_runs),

@@ -47,6 +47,7 @@ from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import clear_requests, is_pause_wanted
+from perdure.training.wire.store_wait import Wait, Waiter, WaitKind
 
 CONTROL_PERIOD_S = 3.0
 TERMINATED_CLOSE_S = 2.0  # the platform does not wait for what the server was not told yet
@@ -321,16 +322,7 @@ class Supervision:
     def _take(self) -> RunHistory:
         """Take the run; after a Resume the supervisor before may need a moment to leave."""
         resumed = self.flow_run_id is not None and _is_resumed(self.flow_run_id)
-        until_s = time.monotonic() + (HANDOVER_S if resumed else 0.0)
-        while True:
-            try:
-                history = self.run.take()
-                break
-            except RunConflict as conflict:
-                if time.monotonic() > until_s:
-                    self._leave_own(conflict)
-                    raise
-                time.sleep(HANDOVER_POLL_S)
+        history = self._take_from_former(HANDOVER_S if resumed else 0.0)
         if resumed:
             clear_requests(self.run.store, self.job.run_id)
         elif is_pause_wanted(self.run.store, self.job.run_id):
@@ -339,6 +331,25 @@ class Supervision:
                 self.job.run_id, self.job.run_id,
             )  # fmt: skip
         return history
+
+    def _take_from_former(self, timeout_s: float) -> RunHistory:
+        """Take the run once the supervisor before has left; a wait for it is shown."""
+        began_s, until_s, has_waited = time.time(), time.monotonic() + timeout_s, False
+        try:
+            while True:
+                try:
+                    return self.run.take()
+                except RunConflict as conflict:
+                    if time.monotonic() > until_s:
+                        self._leave_own(conflict)
+                        raise
+                    wait = Wait(kind=WaitKind.LOCK, since_s=began_s, why=str(conflict))
+                has_waited = True
+                self.run.note_wait(wait, by=Waiter.STARTER)
+                time.sleep(HANDOVER_POLL_S)
+        finally:
+            if has_waited:
+                self.run.note_wait(None, by=Waiter.STARTER)
 
     def _leave_own(self, conflict: RunConflict) -> None:
         """Leave the state of the flow run to the process of it that supervises, if one does.

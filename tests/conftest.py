@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from perdure.storage.proxies import bypass_proxies
 from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV
 from tests.workplace import api, bench, broken, migrated, prefect_server, session_home
 
@@ -21,6 +22,8 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 os.environ.setdefault(CHECK_INVARIANTS_ENV, "1")  # in the coordinators of all runs
+# Servers of tests listen on this machine, which the proxy of an office does not reach.
+bypass_proxies(os.environ, ("http://127.0.0.1",))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from perdure import server
+from perdure import server_process
 from perdure.training.processes import free_port
 from tests.process.harness import TEXT, Running, Workbench
 from tests.process.rest import Api
@@ -80,11 +80,11 @@ def prefect_server(session_home, worker_id, migrated):
     os.environ["PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS"] = "3"
     try:
         with migrated_once(session_home / "prefect" / "prefect.db", migrated):
-            started = server.start_server(port=server_port(worker_id))
+            started = server_process.start_server(port=server_port(worker_id))
         yield started
     finally:
         os.environ["PERDURE_HOME"] = str(session_home)
-        server.stop_server()
+        server_process.stop_server()
         kill_leftovers(session_home)
         for name, value in before.items():
             if value is None:

@@ -168,3 +168,42 @@ def ticks(api: Api, schedule: str) -> list[FlowRun]:
         for one in found
         if (one["created_by"] or {}).get("id") == schedule and one["state_type"] != "SCHEDULED"
     ]
+
+
+def due_ticks(api: Api, schedule: str) -> list[dict[str, Any]]:
+    """The flow runs of a schedule that are due, by the time at which they were."""
+    now = dt.datetime.now(dt.UTC).isoformat()
+    due = {"flow_runs": {"expected_start_time": {"before_": now}}}
+    body = {**due, "sort": "EXPECTED_START_TIME_DESC", "limit": 200}  # the newest 200
+    flow_runs = reversed(api.ask("POST", "flow_runs/filter", body).json())
+    return [facts for facts in flow_runs if (facts["created_by"] or {}).get("id") == schedule]
+
+
+def stop_schedule(api: Api, deployment: str, schedule: str) -> None:
+    """Switch a schedule off, as in the UI."""
+    path = f"deployments/{api.deployment(deployment)['id']}/schedules/{schedule}"
+    api.ask("PATCH", path, {"active": False})
+
+
+def open_ticks(api: Api, schedule: str) -> list[str]:
+    """The names of due ticks that are not over."""
+    over = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
+    ticks_due = due_ticks(api, schedule)
+    return [facts["name"] for facts in ticks_due if facts["state_type"] not in over]
+
+
+def train_backlog(
+    bench: Workbench, api: Api, workers: list[subprocess.Popen[bytes]], job: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Have six ticks of a user's schedule come due without a worker, then start one.
+
+    Returns:
+        The flow runs of the ticks once all are over, oldest first.
+    """
+    kill_worker(workers.pop())
+    with ticking(api, PRETRAIN, {"job": job}, every_s=1, in_s=1) as schedule:
+        wait_for(lambda: len(due_ticks(api, schedule)) >= 6, what="a backlog")
+        stop_schedule(api, PRETRAIN, schedule)
+        workers.append(start_worker(bench))
+        wait_for(lambda: not open_ticks(api, schedule), what="the end of all ticks", period_s=0.5)
+        return due_ticks(api, schedule)

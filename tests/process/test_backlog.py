@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from typing import Any
 
 import pytest
@@ -10,10 +9,13 @@ import pytest
 from perdure.flows.automations import MAX_TICKS
 from tests.process.deployment import (
     KEEP_SUPERVISED,
-    PRETRAIN,
+    due_ticks,
     kill_worker,
+    open_ticks,
     start_worker,
+    stop_schedule,
     ticking,
+    train_backlog,
 )
 from tests.waiting import wait_for
 
@@ -26,25 +28,6 @@ def without_automations(api) -> None:
         api.ask("PATCH", f"automations/{automation['id']}", {"enabled": False})
 
 
-def of_schedule(api, schedule: str) -> list[dict[str, Any]]:
-    """The flow runs of a schedule that are due, by the time at which they were."""
-    now = dt.datetime.now(dt.UTC).isoformat()
-    due = {"flow_runs": {"expected_start_time": {"before_": now}}}
-    body = {**due, "sort": "EXPECTED_START_TIME_ASC", "limit": 200}
-    found = api.ask("POST", "flow_runs/filter", body).json()
-    return [one for one in found if (one["created_by"] or {}).get("id") == schedule]
-
-
-def stop_schedule(api, deployment: str, schedule: str) -> None:
-    path = f"deployments/{api.deployment(deployment)['id']}/schedules/{schedule}"
-    api.ask("PATCH", path, {"active": False})
-
-
-def open_runs(api, schedule: str) -> list[str]:
-    over = ("COMPLETED", "FAILED", "CANCELLED", "CRASHED")
-    return [one["name"] for one in of_schedule(api, schedule) if one["state_type"] not in over]
-
-
 def processes(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [one for one in runs if one["infrastructure_pid"] is not None]
 
@@ -54,12 +37,12 @@ def test_of_a_backlog_of_ticks_one_does_the_work_and_few_processes_start(bench, 
     kill_worker(deployed.pop())
     without_automations(api)
     with ticking(api, KEEP_SUPERVISED, {}, every_s=1, in_s=1) as schedule:
-        wait_for(lambda: len(of_schedule(api, schedule)) >= 20, what="a backlog")
-        backlog = of_schedule(api, schedule)
+        wait_for(lambda: len(due_ticks(api, schedule)) >= 20, what="a backlog")
+        backlog = due_ticks(api, schedule)
         stop_schedule(api, KEEP_SUPERVISED, schedule)
         deployed.append(start_worker(bench))
-        wait_for(lambda: not open_runs(api, schedule), what="the end of all ticks", period_s=0.5)
-        ended = of_schedule(api, schedule)
+        wait_for(lambda: not open_ticks(api, schedule), what="the end of all ticks", period_s=0.5)
+        ended = due_ticks(api, schedule)
     assert len(ended) >= len(backlog) - 1
     started = processes(ended)
     assert len(started) <= 2 * MAX_TICKS, [one["state"]["message"] for one in started]
@@ -70,12 +53,6 @@ def test_of_a_backlog_of_ticks_one_does_the_work_and_few_processes_start(bench, 
 @pytest.mark.long
 def test_of_a_backlog_of_a_users_own_schedule_one_run_is_trained(bench, deployed, api):
     job = bench.pair("backlog-{date}-{time}", steps=4, env={"PACE_S": "0.2"})
-    kill_worker(deployed.pop())
-    with ticking(api, PRETRAIN, {"job": job}, every_s=1, in_s=1) as schedule:
-        wait_for(lambda: len(of_schedule(api, schedule)) >= 6, what="a backlog")
-        stop_schedule(api, PRETRAIN, schedule)
-        deployed.append(start_worker(bench))
-        wait_for(lambda: not open_runs(api, schedule), what="the end of all ticks", period_s=0.5)
-        ended = of_schedule(api, schedule)
+    ended = train_backlog(bench, api, deployed, job)
     trained = [one["name"] for one in ended if one["state_type"] == "COMPLETED"]
     assert trained == [ended[-1]["name"]]

@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -16,6 +14,8 @@ import yaml
 
 from perdure.training.processes import free_port
 from tests.process.harness import Workbench
+from tests.process.offices import denying_proxy, proxy_variables
+from tests.values import not_none
 from tests.waiting import wait_for
 from tests.workplace import kill_leftovers
 
@@ -40,19 +40,13 @@ def perdure(environment, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-# A port that refuses: a request to a proxy fails at once.
-OFFICE = {
-    name: "http://127.0.0.1:9"
-    for lower in ("http_proxy", "https_proxy", "all_proxy")
-    for name in (lower, lower.upper())
-}
-
-
 @pytest.mark.parametrize(
     "proxies",
     [
-        pytest.param(OFFICE, id="proxies"),
-        pytest.param({**OFFICE, "no_proxy": ".local"}, id="no_proxy", marks=pytest.mark.long),
+        pytest.param(proxy_variables(), id="proxies"),
+        pytest.param(
+            {**proxy_variables(), "no_proxy": ".local"}, id="no_proxy", marks=pytest.mark.long
+        ),
         pytest.param({}, id="plain", marks=pytest.mark.long),
     ],
 )
@@ -82,6 +76,16 @@ def test_without_a_configured_server_a_run_starts_one_and_is_found_there_afterwa
 
 
 @pytest.mark.long
+def test_in_an_office_the_demo_recovers_and_asks_no_proxy(bare):
+    _, environment = bare
+    with denying_proxy() as proxy:
+        done = perdure({**environment, **proxy_variables(proxy.url)}, "demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("injected: kill of") == 2
+    assert proxy.requested == []
+
+
+@pytest.mark.long
 def test_cancel_stops_a_run_by_its_name(bench):
     job = bench.pair("by-name", steps=2000, env={"PACE_S": "0.2"})
     running = bench.start(job)
@@ -97,6 +101,20 @@ def test_cancel_stops_a_run_by_its_name(bench):
     done = perdure(bench.environment, "cancel", "by-name-2")
     assert "no supervisor was alive" in done.stdout
     orphaned.leave_nothing()
+
+
+@pytest.mark.long
+def test_cancel_stops_a_run_whose_server_is_not_there(bench):
+    running = bench.start(bench.pair("serverless", steps=2000, env={"PACE_S": "0.2"}))
+    running.reach(3)
+    url = f"http://127.0.0.1:{free_port()}/api"
+    done = perdure({**bench.environment, "PREFECT_API_URL": url}, "cancel", "serverless")
+    assert done.returncode == 0, done.stderr
+    assert f"the Prefect server at {url} cannot be used" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert running.finish(hurry=False) == 1
+    assert not_none(running.history.ended).outcome == "cancelled"
+    running.leave_nothing()
 
 
 def test_the_port_of_another_homes_server_is_refused_and_the_home_is_named(bench, bare):
@@ -141,31 +159,36 @@ def answers(url: str) -> bool:
         return False
 
 
-class Deny(BaseHTTPRequestHandler):
-    """A proxy that answers 503 to all requests, as a firewall does."""
-
-    def do_GET(self) -> None:
-        self.send_response(503)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 def test_a_proxy_that_refuses_a_remote_server_is_named_on_one_line(bench, bare):
     home, environment = bare
     job = Workbench(home, "", bench.corpus).pair("denied", steps=4)
     path = home / "job.yaml"
     path.write_text(yaml.safe_dump(job))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Deny) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{proxy.server_address[1]}"
-        remote = {"http_proxy": url, "PREFECT_API_URL": "http://prefect.corp.example:4200/api"}
+    with denying_proxy() as proxy:
+        remote = {
+            "http_proxy": proxy.url,
+            "PREFECT_API_URL": "http://prefect.corp.example:4200/api",
+        }
         done = perdure({**environment, **remote}, "run", str(path))
-        proxy.shutdown()
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"http_proxy={url}: it answers 503" in done.stderr.splitlines()[-1]
+    assert f"http_proxy={proxy.url}: it answers 503" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "command", ["run", *(pytest.param(name, marks=pytest.mark.long) for name in ("demo", "notify"))]
+)
+def test_a_configured_server_that_is_not_there_ends_a_command_on_one_line(bench, bare, command):
+    home, environment = bare
+    path = home / "job.yaml"
+    path.write_text(yaml.safe_dump(Workbench(home, "", bench.corpus).pair("dead", steps=4)))
+    url = f"http://127.0.0.1:{free_port()}/api"
+    arguments = {"run": [str(path)], "demo": [], "notify": ["slack-webhook/team"]}
+    done = perdure({**environment, "PREFECT_API_URL": url}, command, *arguments[command])
+    assert done.returncode == 2, done.stdout + done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith(f"perdure: PREFECT_API_URL: the Prefect server at {url} cannot be used")
+    assert "'unset PREFECT_API_URL'" in line
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["run", pytest.param("preflight", marks=pytest.mark.long)])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure import server
+from perdure import server_process
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
 from tests.local_run import LocalRun
@@ -234,7 +234,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
     assert {p.pid for rank in (0, 1) for p in running.local.rank(rank)} == workers, "adopted"
 
     before = running.step()
-    assert server.stop_server()
+    assert server_process.stop_server()
     down_s = time.monotonic()
     assert len(running.local.kill_rank(1)) == 1
     wait_for(
@@ -242,7 +242,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
         what="a recovery while the server is down",
     )
     wait_for(lambda: time.monotonic() - down_s > 60, what="a minute without server")
-    server.start_server(port=prefect_server.port)
+    server_process.start_server(port=prefect_server.port)
 
     workers = {p.pid for rank in (0, 1) for p in running.local.rank(rank)}
     os.kill(deployed[0].pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from perdure import server
+from perdure import server_process
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.process.deployment import (
     KEEP_SUPERVISED,
@@ -177,8 +177,8 @@ def test_after_a_restart_of_the_server_a_crash_is_answered_within_two_minutes(
 ):
     monkeypatch.setenv("PERDURE_HOME", str(bench.home))
     running, flow_run = begin(bench, api, "restarted-server")
-    assert server.stop_server()
-    server.start_server(port=prefect_server.port)
+    assert server_process.stop_server()
+    server_process.start_server(port=prefect_server.port)
     deployment = api.deployment(KEEP_SUPERVISED)
     api.set_schedule(deployment, active=True)
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 
 from perdure.training.recovery.faults import STORE_FULL, FaultClass, RecoverableBy
 from perdure.training.supervisor.store_outage import read_outage
+from tests.process.small_disk import NOT_HERE, fill, make_room, small_disk
 from tests.values import not_none
 from tests.waiting import wait_for
 
@@ -38,37 +37,20 @@ class Share:
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, with a few megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip(
-            "file systems cannot be mounted here: not root, or a container without the right"
-        )
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path) -> Path:
-    """Leave no room on the folder's file system."""
-    path = folder / "somebody-elses"
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-    assert shutil.disk_usage(folder).free < 4096
-    return path
+    with small_disk(tmp_path / "disk", size="24m") as is_mounted:
+        if not is_mounted:
+            pytest.skip(NOT_HERE)
+        yield tmp_path / "disk"
 
 
 @pytest.mark.long
-def test_a_full_store_ends_the_run_at_once_and_says_so(bench, small_disk):
-    job = bench.pair("full", storage={"address": f"file://{small_disk}/store"})
+def test_a_full_store_ends_the_run_at_once_and_says_so(bench, disk):
+    job = bench.pair("full", storage={"address": f"file://{disk}/store"})
     running = bench.start(job)
     running.reach(12)
-    others = fill(small_disk)
+    fill(disk)
     noted = wait_for(lambda: read_outage(bench.home, "full"), what="the supervisor to notice")
     assert noted.why.endswith("the disk is full")
     said = bench.perdure("status", "full")
@@ -81,7 +63,7 @@ def test_a_full_store_ends_the_run_at_once_and_says_so(bench, small_disk):
         what="the ranks to end, as no save is possible",
     )
 
-    others.unlink()  # the ledger takes what has happened
+    make_room(disk)  # the ledger takes what has happened
     assert running.finish() == 1, running.out
     history = running.history
     (attempt,) = history.attempts

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from typing import Any
+
+import psutil
 import pytest
 
 from perdure.training.journal.time_account import account_time
+from tests.process.harness import Running, Workbench
+from tests.values import not_none
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -39,6 +46,42 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     assert len(second.history.attempts) == 1
     assert second.history.epoch == 2
     assert [data.skipped for data in second.history.data] == [False, True]
+
+
+@pytest.mark.long
+def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_says_so(bench, undisturbed_pair):
+    job = bench.pair("twice-at-once")
+    begun = bench.look(job)
+    begun.pace(2.0)
+    one_trains(bench, job, epoch=1)
+    begun.reach(3)
+    begun.pace(6.0)  # or on a busy machine all would be over before the next two look
+    supervisor = not_none(begun.history.supervisor)
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not psutil.pid_exists(supervisor.pid) or is_zombie(supervisor.pid))
+    adopted = one_trains(bench, job, epoch=2)
+    adopted.complete(undisturbed_pair)
+    assert len(adopted.history.attempts) == 1
+
+
+def one_trains(bench: Workbench, job: dict[str, Any], *, epoch: int) -> Running:
+    """Start a job twice at the same moment; return the start that supervises it."""
+    starts = [bench.start(job) for _ in range(2)]
+    processes = [not_none(start.process) for start in starts]
+    wait_for(lambda: any(process.poll() is not None for process in processes), what="one end")
+    (ended, supervising) = sorted(starts, key=lambda start: not_none(start.process).poll() is None)
+    assert not_none(ended.process).returncode == 1, ended.out
+    assert "AlreadySupervised: " in ended.out
+    assert "Traceback" not in ended.out
+    assert not_none(supervising.process).poll() is None, supervising.out
+    wait_for(lambda: supervising.history.open_attempt is not None, what="the attempt")
+    supervisor = not_none(supervising.history.supervisor)
+    assert (supervisor.epoch, supervisor.pid) == (epoch, not_none(supervising.process).pid)
+    return supervising
+
+
+def is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.long

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
+import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import boto3
 import pytest
 
+from perdure.storage.address import open_store
+from perdure.storage.checkpoint import CheckpointStore
 from perdure.training.recovery.faults import NODE_UNWRITABLE, FaultClass
+from perdure.training.supervisor.checkpoints import node_tiers
 from perdure.training.supervisor.store_outage import read_outage
 from tests.process.harness import Workbench
-from tests.s3.proxy import FaultProxy, LostRequest
+from tests.process.small_disk import NOT_HERE, fill, small_disk
+from tests.s3.proxy import Answer, FaultProxy, LostRequest
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY, Moto
 from tests.values import not_none
 from tests.waiting import wait_for
@@ -48,6 +52,7 @@ def test_a_run_whose_store_is_silent_says_so_and_is_cancelled_soon(bench: Workbe
     }
     running = bench.start(bench.pair("silent", storage=storage))
     running.reach(12)
+    wait_for(lambda: running.history.committed_step >= 10, what="the first commit")
     proxy.inject(LostRequest(), method="", times=10**6)
     noted = wait_for(lambda: read_outage(bench.home, "silent"), what="the supervisor to notice")
     wait_for(
@@ -62,25 +67,52 @@ def test_a_run_whose_store_is_silent_says_so_and_is_cancelled_soon(bench: Workbe
         lambda: not running.local.rank(0) and not running.local.rank(1),
         what="the ranks to end while the store is silent",
     )
-    stopped_at = running.step()
+    in_memory = max(node_tiers(bench.home, "silent"))
     proxy.reset()
     assert running.finish() == 1, running.out
     assert not_none(running.history.ended).outcome == "cancelled"
     assert running.rungs() == []
-    assert running.history.committed_step >= stopped_at - stopped_at % 10, "saved in memory"
+    saved = CheckpointStore(open_store(running.job.storage), "silent").latest()
+    assert running.history.committed_step == saved == in_memory, "what was in memory is committed"
     running.leave_nothing()
+
+
+@pytest.mark.long
+def test_a_store_that_answers_slow_down_costs_time_and_nothing_else(
+    bench: Workbench, proxy, undisturbed_pair
+):
+    storage = {
+        "address": "s3://pretrain/team",
+        "endpoint": f"http://127.0.0.1:{proxy.server_port}",
+        "region": "us-east-1",
+    }
+    running = bench.start(bench.pair("slow-down", storage=storage))
+    running.reach(12)
+    proxy.inject(Answer(503, "SlowDown"), method="", times=10**6)
+    wait_for(
+        lambda: "waiting for the store since" in running.out, what="the line to have it as phase"
+    )
+    time.sleep(float(os.environ.get("PERDURE_SLOW_DOWN_S", "0")))
+    asked = bench.python("-m", "perdure", "status", "slow-down")
+    assert "SlowDown" in asked.stderr
+    assert running.local.rank(0)
+    assert running.local.rank(1)
+    proxy.reset()
+    running.complete(undisturbed_pair)
+    history = running.history
+    assert (len(history.attempts), running.rungs()) == (1, [])
+    saved = CheckpointStore(open_store(running.job.storage), "slow-down")
+    assert saved.latest() == history.committed_step == 60
 
 
 @pytest.fixture
 def scratch(bench: Workbench) -> Iterator[Path]:
     """A small file system for the scratch folders of a run."""
     folder = bench.home / "runs" / "full-scratch"
-    folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if subprocess.run(command, check=False, capture_output=True).returncode != 0:
-        pytest.skip("file systems cannot be mounted here: not root, or without the right")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with small_disk(folder, size="24m") as is_mounted:
+        if not is_mounted:
+            pytest.skip(NOT_HERE)
+        yield folder
 
 
 def test_a_full_scratch_disk_ends_the_run_with_what_a_person_must_do(bench: Workbench, scratch):
@@ -88,9 +120,7 @@ def test_a_full_scratch_disk_ends_the_run_with_what_a_person_must_do(bench: Work
     document["engine"]["spares"] = 0
     running = bench.start(document)
     running.reach(12)
-    with (scratch / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
+    fill(scratch)
     for rank in (0, 1):
         running.local.kill_rank(rank)
     assert running.finish() == 1, running.out

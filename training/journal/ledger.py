@@ -81,7 +81,9 @@ class Ledger:
         self._records: list[AnyRecord] = []
         self._epoch = 0
         self._identity: Identity | None = None
-        self._lock = threading.RLock()  # the lease is renewed from a thread of its own
+        # The lease is renewed from a thread of its own. Never held while the store is asked: a
+        # thread that waits for it would hold up another, which is asked to cancel the run.
+        self._lock = threading.Lock()
 
     @property
     def run_id(self) -> str:
@@ -99,8 +101,11 @@ class Ledger:
         Raises:
             Corrupt: a record is not what a ledger holds.
         """
+        self._catch_up()
+        return self._replay()
+
+    def _replay(self) -> RunHistory:
         with self._lock:
-            self._catch_up()
             return replay(self._records)
 
     def take(self, identity: Identity) -> RunHistory:
@@ -122,7 +127,7 @@ class Ledger:
                 pid=identity.pid,
                 flow_run=identity.flow_run,
             )
-            if self._put(len(self._records), record):
+            if self._put_next(record):
                 break
             previous, history = history, self.read()
             if history.supervisor != previous.supervisor and history.supervisor is not None:
@@ -130,10 +135,9 @@ class Ledger:
                     f"run {self._run_id}: another supervisor took it at the same moment",
                     flow_run=history.supervisor.flow_run,
                 )
-        self._records.append(record)
         self._epoch, self._identity = record.epoch, identity
         self.renew()
-        return replay(self._records)
+        return self._replay()
 
     def append(self, build: type[AnyRecord], **fields: Any) -> None:
         """Append a record of this supervisor.
@@ -142,25 +146,21 @@ class Ledger:
             AlreadySupervised: this supervisor has been superseded.
         """
         assert self._epoch > 0, "take() first"  # noqa: S101 our own bug, not an input
-        with self._lock:
-            record = build(at_s=self._clock(), epoch=self._epoch, **fields)
-            while not self._put(len(self._records), record):
-                self._catch_up()
-                self.ensure_current()
-            self._records.append(record)
+        record = build(at_s=self._clock(), epoch=self._epoch, **fields)
+        self.ensure_current()  # the thread that renews the lease may have read of a successor
+        while not self._put_next(record):
+            self._catch_up()
+            self.ensure_current()
 
     def note(self, build: type[AnyRecord], **fields: Any) -> None:
         """Append a record of a user; the run may be supervised by another process, or by none.
 
         A supervisor that appends at the same moment reads it and appends after it.
         """
-        with self._lock:
-            while True:
-                epoch = max(1, self.read().epoch)
-                record = build(at_s=self._clock(), epoch=epoch, **fields)
-                if self._put(len(self._records), record):
-                    self._records.append(record)
-                    return
+        while True:
+            epoch = max(1, self.read().epoch)
+            if self._put_next(build(at_s=self._clock(), epoch=epoch, **fields)):
+                return
 
     def ensure_current(self) -> None:
         """Check, from the records already read, that no other supervisor took the run.
@@ -168,7 +168,7 @@ class Ledger:
         Raises:
             AlreadySupervised: one did.
         """
-        newest = replay(self._records).supervisor
+        newest = self._replay().supervisor
         if newest is not None and newest.epoch > self._epoch > 0:
             raise AlreadySupervised(
                 f"run {self._run_id} is now supervised by process {newest.pid} on {newest.host}",
@@ -184,9 +184,8 @@ class Ledger:
         identity = self._identity
         if identity is None:
             return  # given up a moment ago
-        with self._lock:
-            self._catch_up()
-            self.ensure_current()
+        self._catch_up()
+        self.ensure_current()
         lease = SupervisorLease(**identity.model_dump(), epoch=self._epoch, renewed_s=self._clock())
         self._store.put(self._lease_key, lease.model_dump_json().encode())
 
@@ -248,12 +247,19 @@ class Ledger:
             raise AlreadySupervised(message, flow_run=newest.flow_run)
 
     def _catch_up(self) -> None:
-        start = f"{self._prefix}{len(self._records):08d}"
-        keys = [info.key for info in self._store.list(self._prefix) if info.key >= start]
-        for key in keys:
-            if key != _key(self._prefix, len(self._records)):
-                raise Corrupt(f"{self._prefix}: record {len(self._records)} is missing")
-            self._records.append(self._read_record(key))
+        first = len(self._records)
+        keys = [info.key for info in self._store.list(self._prefix)]
+        new_keys = [key for key in keys if key >= _key(self._prefix, first)]
+        for sequence, key in enumerate(new_keys, first):
+            if key != _key(self._prefix, sequence):
+                raise Corrupt(f"{self._prefix}: record {sequence} is missing")
+            self._know(sequence, self._read_record(key))
+
+    def _know(self, sequence: int, record: AnyRecord) -> None:
+        """Keep a record, unless another thread has read it already."""
+        with self._lock:
+            if sequence == len(self._records):
+                self._records.append(record)
 
     def _read_record(self, key: str) -> AnyRecord:
         try:
@@ -261,12 +267,15 @@ class Ledger:
         except ValidationError as error:
             raise Corrupt(f"{key} is not a ledger record") from error
 
-    def _put(self, sequence: int, record: AnyRecord) -> bool:
+    def _put_next(self, record: AnyRecord) -> bool:
+        """Append a record after those that are known; False: there is another already."""
+        sequence = len(self._records)
         try:
             data = RECORD.dump_json(record)
             self._store.put(_key(self._prefix, sequence), data, if_absent=True)
         except PreconditionFailed:
             return False
+        self._know(sequence, record)
         return True
 
 

@@ -82,9 +82,12 @@ def cancel_on_this_machine(
         The line for the user.
 
     Raises:
+        StorageError: the same, because this machine does not know the run.
         PerdureError: no supervisor took the request.
     """
     note = _note_path(home, run_id)
+    if not note.parent.is_dir():
+        raise error  # the run was never started on this machine
     try:
         write_whole(note, "", private=True)
     except OSError as unwritten:

@@ -67,7 +67,7 @@ from perdure.training.supervisor.watch import (
 )
 from perdure.training.trainer.data.prepare import DataOutcome
 from perdure.training.wire.requests import clear_requests
-from perdure.training.wire.store_wait import Wait, write_wait
+from perdure.training.wire.store_wait import Wait, Waiter, write_wait
 
 _log = logging.getLogger("perdure.supervisor")
 LAST_ENDS = (EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE)  # which a request to end does not cut
@@ -179,13 +179,11 @@ class RunSupervisor(RunHandle):
 
     @property
     def _placer(self) -> Placer:
-        return Placer(
-            self._healer, identity=self._identity, home=self.home, on_wait=self._note_wait
-        )
+        return Placer(self._healer, identity=self._identity, home=self.home, on_wait=self.note_wait)
 
-    def _note_wait(self, wait: Wait | None) -> None:
-        """Show a wait of this supervisor, here and to readers on this machine."""
-        write_wait(job_path(self.home, self.job.run_id).parent, wait)
+    def note_wait(self, wait: Wait | None, *, by: Waiter = Waiter.SUPERVISOR) -> None:
+        """Show a wait of this process, here and to readers on this machine."""
+        write_wait(job_path(self.home, self.job.run_id).parent, wait, by=by)
         self.on_wait(wait)
 
     @property
@@ -379,8 +377,9 @@ class RunSupervisor(RunHandle):
             text = f"{message}; the containers cannot be taken down: {error}"
             raise EngineError(text) from error
         view = self.refresh().open_attempt
+        if self.history.attempts:  # saves in memory may be committed until the containers end
+            self._writer.missed_checkpoints(self.history.attempts[-1])
         if view is not None:
-            self._writer.missed_checkpoints(view)
             self._writer.end_attempt(view, "stopped", to_step=self.checkpoints.latest())
         # Not before the processes are gone, or they would train on for a moment.
         clear_requests(self.checkpoints.store, self.job.run_id)

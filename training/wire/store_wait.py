@@ -1,7 +1,8 @@
-"""Waits of a run's processes: for its store, for a free node, for a person.
+"""Waits of a run's processes: for its store, a free node, a person, a server, a supervisor.
 
 A process that waits for the store says so in a file of its container's folder, which the agent
-reports; a supervisor says so on its machine. Times are seconds since the epoch.
+reports; a supervisor, and a process that is to be one, say so on their machine. Times are seconds
+since the epoch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.files import write_whole
 
 _NOTES = "store-wait-*.json"
-_RUN_NOTE = "waits.json"
 
 
 class WaitKind(StrEnum):
@@ -33,12 +33,23 @@ class WaitKind(StrEnum):
     STORE = "store"
     NODE = "node"
     RESUME = "resume"
+    SERVER = "server"
+    LOCK = "lock"
+
+
+class Waiter(StrEnum):
+    """The process on a run's machine that waits."""
+
+    SUPERVISOR = "supervisor"
+    STARTER = "starter"  # has not taken the run yet
 
 
 _WORDS = {
     WaitKind.STORE: "waiting for the store",
     WaitKind.NODE: "waiting for a free node",
     WaitKind.RESUME: "paused",
+    WaitKind.SERVER: "waiting for the Prefect server",
+    WaitKind.LOCK: "waiting for the supervisor before it",
 }
 
 
@@ -118,19 +129,21 @@ def _read_process_note(path: Path) -> Wait | None:
     return Wait(kind=note.kind, since_s=note.since_s, why=note.why)
 
 
-def write_wait(run_folder: Path, wait: Wait | None) -> None:
-    """Note on this machine what the supervisor of a run waits for; None: for nothing."""
-    path = run_folder / _RUN_NOTE
-    with suppress(OSError):  # its disk may be the one that is full
+def write_wait(run_folder: Path, wait: Wait | None, *, by: Waiter = Waiter.SUPERVISOR) -> None:
+    """Note on this machine what this process waits for; None: for nothing."""
+    path = _run_note(run_folder, by)
+    with suppress(OSError):  # its disk may be full, or the run new
         if wait is None:
             path.unlink(missing_ok=True)
         else:
-            write_whole(path, wait.model_dump_json(), private=True)
+            note = _ProcessNote(**wait.model_dump(), pid=os.getpid())
+            write_whole(path, note.model_dump_json(), private=True)
 
 
-def read_wait(run_folder: Path) -> Wait | None:
-    """Read what the supervisor of a run on this machine waits for."""
-    try:
-        return Wait.model_validate_json((run_folder / _RUN_NOTE).read_text(encoding="utf-8"))
-    except (OSError, ValidationError):
-        return None
+def read_wait(run_folder: Path, *, by: Waiter = Waiter.SUPERVISOR) -> Wait | None:
+    """Read what a living process of this machine waits for."""
+    return _read_process_note(_run_note(run_folder, by))
+
+
+def _run_note(run_folder: Path, by: Waiter) -> Path:
+    return run_folder / f"waits-{by}.json"

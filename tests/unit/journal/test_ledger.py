@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -20,6 +21,8 @@ from perdure.training.journal.records import (
     RunCreated,
     RunEnded,
 )
+from tests.values import not_none
+from tests.waiting import BEYOND_A_TEST_S, PATIENCE_S
 
 ELSEWHERE = Identity(
     supervisor="other", host="another-host", boot_id="another-boot", pid=4711, process_started_s=0.0
@@ -133,6 +136,55 @@ def test_of_many_that_take_a_run_at_once_exactly_one_wins(store):
     for thread in threads:
         thread.join()
     assert len(won) == 1
+
+
+class SilentFor(LocalStore):
+    """A store that does not answer one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.thread: threading.Thread | None = None
+        self.is_asked = threading.Event()
+        self.answers = threading.Event()
+
+    def list(self, prefix):
+        if threading.current_thread() is self.thread:
+            self.is_asked.set()
+            assert self.answers.wait(BEYOND_A_TEST_S)
+        return super().list(prefix)
+
+
+def test_a_renewal_that_waits_for_the_store_holds_up_no_other_thread(tmp_path):
+    store = SilentFor(tmp_path)
+    ledger = Ledger(store, "run")
+    ledger.take(Identity.of_this_process())
+    store.thread = threading.Thread(target=ledger.renew, daemon=True)
+    store.thread.start()
+    assert store.is_asked.wait(BEYOND_A_TEST_S)
+    appended = threading.Thread(target=lambda: ledger.append(RunCreated, job={}), daemon=True)
+    appended.start()
+    appended.join(PATIENCE_S)
+    assert not appended.is_alive()
+    store.answers.set()
+    store.thread.join()
+    # Both threads have read the record; it is kept once.
+    assert Ledger(store, "run").read() == ledger.read()
+    ledger.append(RunEnded, outcome="completed", message="", target_step=1, command=None)
+    assert not_none(Ledger(store, "run").read().ended).outcome == "completed"
+
+
+def test_a_supervisor_whose_renewal_has_read_of_a_successor_appends_nothing(store, clock):
+    first = Ledger(store, "run", clock=clock)
+    clock.now_s += LEASE_S + 1
+    first.take(Identity.of_this_process())
+    clock.now_s += LEASE_S + 1
+    Ledger(store, "run", clock=clock).take(ELSEWHERE)
+    with pytest.raises(AlreadySupervised):
+        first.renew()
+    before = Ledger(store, "run").read()
+    with pytest.raises(AlreadySupervised):
+        first.append(RunCreated, job={})
+    assert Ledger(store, "run").read() == before
 
 
 def test_a_missing_record_is_corruption_not_a_shorter_history(store):

@@ -10,14 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from perdure.server import (
-    PortOwner,
-    PortTakenError,
-    ServerRecord,
-    owner_of,
-    owner_text,
-    start_server,
-)
+from perdure.port_owner import PortOwner, owner_of, owner_text
+from perdure.server_process import PortTakenError, ServerRecord, start_server
 from perdure.training.processes import free_port
 from tests.jobs import job_document
 from tests.unit.perdure.commands import error_line
@@ -101,7 +95,7 @@ def test_a_remembered_port_that_is_taken_is_called_that_with_the_command_that_ch
 
 def test_a_second_port_for_a_server_that_runs_is_refused(capsys, perdure_home, monkeypatch):
     record = ServerRecord(pid=1, process_started_s=0.0, port=4711)
-    monkeypatch.setattr("perdure.server._running_server", lambda: record)
+    monkeypatch.setattr("perdure.server.running_server", lambda: record)
     line = error_line(capsys, "server", "start", "--port", 4712)
     assert "already runs on port 4711" in line
 
@@ -119,7 +113,9 @@ def test_another_server_that_took_the_port_a_moment_before_is_not_taken_for_the_
 ):
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        monkeypatch.setattr("perdure.server._why_taken", lambda _port: None)  # it was still free
+        monkeypatch.setattr(
+            "perdure.server_process.why_taken", lambda _port: None
+        )  # it was still free
         with pytest.raises(PortTakenError, match="is taken by"):
             start_server(port=other.server_address[1])
         other.shutdown()

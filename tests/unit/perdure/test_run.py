@@ -51,7 +51,7 @@ def run_command(monkeypatch, tmp_path):
         path.write_text(yaml.safe_dump(job))
         return perdure("run", path, *options)
 
-    monkeypatch.setattr("perdure.server.use_server", lambda: "http://127.0.0.1:1")
+    monkeypatch.setattr("perdure.server.use_server", lambda **_: "http://127.0.0.1:1")
     monkeypatch.setattr("perdure.flows.pretrain.pretrain", flow)
     return command
 

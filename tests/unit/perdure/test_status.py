@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from dataclasses import asdict, replace
 
@@ -36,6 +37,7 @@ from perdure.training.wire.agent_status import (
     WorkerStatus,
 )
 from perdure.training.wire.node import DeviceSample, NodeSample
+from perdure.training.wire.store_wait import Wait, Waiter, WaitKind, write_wait
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -118,6 +120,35 @@ def test_a_script_reads_step_pace_and_where_the_time_went(run):
     assert document["ettr"] == pytest.approx(10 / 30, abs=1e-3)
     assert sum(document["time_s"].values()) == pytest.approx(document["wall_s"])
     assert [node["state"] for node in document["nodes"]] == [None, None]
+
+
+SERVER_WAIT = Wait(kind=WaitKind.SERVER, since_s=7.0, why="http://127.0.0.1:4200: it answers 503")
+LOCK_WAIT = Wait(kind=WaitKind.LOCK, since_s=8.0, why="process 7 on vm has it")
+
+
+@pytest.mark.parametrize("wait", [SERVER_WAIT, LOCK_WAIT], ids=["server", "lock"])
+def test_a_wait_before_the_run_is_taken_is_its_phase_for_people_and_scripts(run, document, wait):
+    append(run, *BEGINNING)
+    remember_job(run.home, run.job)
+    write_wait(job_path(run.home, "small").parent, wait, by=Waiter.STARTER)
+    snapshot = RunMonitor(run).snapshot(now_s=30.0)
+    assert snapshot.status.document["waits"] == wait.model_dump(mode="json")
+    for text in (shown(status_panel(snapshot, 160)), shown(plain_status(snapshot, 160))):
+        assert f"phase: {wait.text}" in text
+
+
+def test_a_wait_for_the_server_beside_a_living_supervisor_is_none_of_the_run(run, document):
+    supervisor = RunSupervisor(run.job, home=run.home)
+    supervisor.take()
+    write_wait(job_path(run.home, "small").parent, SERVER_WAIT, by=Waiter.STARTER)
+    child = os.fork()
+    if child == 0:  # for another process, the supervisor is one that lives
+        waits: Wait | None = SERVER_WAIT
+        try:
+            waits = RunMonitor(run).snapshot(now_s=30.0).status.waits
+        finally:
+            os._exit(0 if waits is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_terminal_shows_faults_and_what_was_done_and_open_alerts(run):

@@ -24,6 +24,7 @@ from perdure.training.wire.requests import request_cancel
 from perdure.training.wire.store_wait import (
     StoreWaitNote,
     Wait,
+    Waiter,
     WaitKind,
     read_store_wait,
     read_wait,
@@ -110,6 +111,30 @@ def test_a_wait_of_the_supervisor_is_read_on_its_machine(tmp_path):
     assert read_wait(tmp_path) is None
 
 
+def test_a_wait_before_a_run_is_taken_is_apart_from_its_supervisors(tmp_path):
+    wait = Wait(kind=WaitKind.SERVER, since_s=7.0, why="http://127.0.0.1:4200 does not answer yet")
+    write_wait(tmp_path, wait, by=Waiter.STARTER)
+    assert read_wait(tmp_path) is None
+    assert read_wait(tmp_path, by=Waiter.STARTER) == wait
+    write_wait(tmp_path, None)
+    assert read_wait(tmp_path, by=Waiter.STARTER) == wait
+
+
+def test_what_a_process_that_was_killed_waited_for_is_no_wait_any_more(tmp_path):
+    child = os.fork()
+    if child == 0:
+        write_wait(tmp_path, Wait(kind=WaitKind.NODE, since_s=7.0, why="1 is free"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert list(tmp_path.iterdir())
+    assert read_wait(tmp_path) is None
+
+
+def test_a_wait_of_a_run_that_this_machine_does_not_know_yet_costs_nothing(tmp_path):
+    write_wait(tmp_path / "new", Wait(kind=WaitKind.SERVER, since_s=7.0, why="no answer"))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.fixture
 def home(tmp_path):
     (tmp_path / "home" / "runs" / "run").mkdir(parents=True)
@@ -165,6 +190,11 @@ def test_a_request_that_no_supervisor_takes_is_an_error_and_is_taken_back(tmp_pa
     with pytest.raises(PerdureError, match="run: not cancelled: no supervisor on this machine"):
         cancel_on_this_machine(home, "run", SILENT, wait_s=3, sleep=lambda _s: None)
     assert not CancelPoll(small_job(tmp_path, run_id="run"), home, None).is_wanted
+
+
+def test_a_run_that_was_never_started_here_is_refused_for_its_store(tmp_path):
+    with pytest.raises(TimedOut, match="no answer: Read timeout"):
+        cancel_on_this_machine(tmp_path, "run", SILENT)
 
 
 def test_the_next_supervisor_forgets_a_request_to_the_one_before(tmp_path, home):

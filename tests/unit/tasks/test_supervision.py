@@ -16,6 +16,7 @@ from perdure.tasks.supervision import RequestPoller, Supervision
 from perdure.training.errors import AlreadySupervised, RunConflict
 from perdure.training.preflight.job import CheckedJob
 from perdure.training.wire.requests import read_control, write_control
+from perdure.training.wire.store_wait import Wait, WaitKind
 from tests.jobs import small_job
 
 
@@ -71,7 +72,10 @@ def conflicts(supervision, monkeypatch, number: int) -> None:
 def test_a_resumed_flow_run_waits_for_the_supervisor_before_to_leave(resumed, monkeypatch):
     write_control(resumed.run.store, "small", pause=True)
     conflicts(resumed, monkeypatch, 3)
+    waits: list[Wait | None] = []
+    monkeypatch.setattr(resumed.run, "on_wait", waits.append)
     resumed._take()
+    assert [wait.kind if wait else None for wait in waits] == [WaitKind.LOCK] * 3 + [None]
     assert not read_control(resumed.run.store, "small").pause, "and has the run go on"
 
 
