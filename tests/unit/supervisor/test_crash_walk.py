@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from perdure.training.config.job import Job
-from perdure.training.journal.records import NodeReleased
+from perdure.training.journal.records import DecisionMade, NodeReleased
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run_supervisor import RunSupervisor
@@ -157,6 +157,31 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
     assert history.ended_well
     assert history.isolated == ("node-2",)
     assert {member.node for member in history.placements[-1].members} == {"node-0", "node-1"}
+
+
+def test_each_lost_node_is_isolated_and_the_reason_counts_the_nodes_that_are_left(
+    job, tmp_path, without_waits
+):
+    cluster = Cluster(["node lost", "node lost", "node lost", "done"])  # two needed, one spare
+    run = WalkedRun(job, home=tmp_path)
+    run.cluster, run.tick = cluster, lambda _action: None
+    supervise(run)
+    history = run.ledger.read()
+    lost = [attempt.fault.node for attempt in history.attempts if attempt.fault is not None]
+    assert lost == ["node-1", "node-2", "node-1"]
+    assert [isolation.node for isolation in history.isolations] == lost
+    # What was isolated last, for want of another node it was used again.
+    why = [record.decision.reason for record in decisions(run) if record.decision.isolate]
+    assert [text.partition("; ")[2] for text in why] == [
+        "",
+        "no healthy spare: 1 of 2 nodes left without it",
+        "no healthy spare: 1 of 2 nodes left without it",
+    ]
+
+
+def decisions(run: RunSupervisor) -> list[DecisionMade]:
+    """Every decision of a run, in order."""
+    return [record for record in run.ledger._records if isinstance(record, DecisionMade)]
 
 
 def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
