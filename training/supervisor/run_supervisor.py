@@ -36,6 +36,7 @@ from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
+from perdure.training.supervisor.chip_watch import ChipWatch
 from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.exit_zero import RunSoFar
 from perdure.training.supervisor.finishing import (
@@ -354,6 +355,7 @@ class RunSupervisor(RunHandle):
                 # First: the replacer may take new checkpoints out of the progress.
                 PeriodicRestart(job.restart.every_s, view.started.at_s),
                 replacer,
+                ChipWatch(starter, self._placer),
                 stall,
                 SlowNodeCheck(replacer),
             ),
