@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,34 +10,12 @@ from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import differences
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from tests.process.harness import REPO, faulty_job
+from tests.chip_tool import ill_chip
+from tests.process.harness import faulty_job
 
 pytestmark = pytest.mark.process
 
 STEPS = 60
-SAMPLES = REPO / "tests" / "unit" / "telemetry" / "samples"
-# The driver's tool: from the first mark of the run on, device 1 of BAD_NODE reports CODE, until it
-# has been reset.
-NPU_SMI = f"""#!/bin/sh
-ill() {{
-  case "$(pwd -P)" in */nodes/$BAD_NODE/*) ;; *) return 1 ;; esac
-  [ -n "$(ls "$MARKS_OF_RUN" 2>/dev/null)" ] && [ ! -e "$RESETS" ]
-}}
-case "$*" in
-info) cat {SAMPLES}/npu-smi-info.txt ;;
-*"-t health -i $BAD_CHIP "*)
-  if ill; then
-    printf ' Health Status : Alarm\\n Error Code : %s\\n Error Information : NA\\n' "$CODE"
-  else
-    cat {SAMPLES}/npu-smi-health.txt
-  fi ;;
-*"-t health"*) cat {SAMPLES}/npu-smi-health.txt ;;
-*"-t ecc"*) cat {SAMPLES}/npu-smi-ecc.txt ;;
-"set "*)
-  read answer
-  [ "$answer" = y ] && echo "$*" >>"$RESETS" && printf ' Status : OK\\n Message : reset\\n' ;;
-esac
-"""
 NOTHING_HANGS = "pause:3:20:0"
 STALLS = "absent:3:20"
 
@@ -46,9 +23,7 @@ STALLS = "absent:3:20"
 @pytest.fixture
 def with_chip(home, tmp_path, monkeypatch):
     """Plays a run in which device 1 of node-1, that of rank 3, reports a code from step 20 on."""
-    tool = tmp_path / "npu-smi"
-    tool.write_text(NPU_SMI)
-    tool.chmod(0o755)
+    chip = ill_chip(tmp_path)
 
     def play(name: str, code: str, *, faults: str = NOTHING_HANGS, **changes: Any) -> RunOutcome:
         watch = {"sample_every_s": 0.5, **changes.pop("watch", {})}
@@ -56,14 +31,7 @@ def with_chip(home, tmp_path, monkeypatch):
         job = faulty_job(
             home, name, steps=STEPS, faults=faults, watch=watch, restart=restart, **changes
         )
-        for key, value in {
-            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-            "BAD_NODE": "node-1",
-            "BAD_CHIP": "7",  # the second of the table
-            "CODE": code,
-            "MARKS_OF_RUN": str(home / f"marks-{name}"),
-            "RESETS": str(tmp_path / "resets"),
-        }.items():
+        for key, value in chip.environment(code, home / f"marks-{name}").items():
             monkeypatch.setenv(key, value)
         return RunDriver(home).run(job)
 
@@ -116,7 +84,7 @@ def test_a_chip_whose_code_asks_for_a_reset_is_reset_before_anything_fails(
         ("reset", True),
         ("check", True),
     ]
-    assert (tmp_path / "resets").read_text() == "set -t reset -i 7 -c 0\n"
+    assert ill_chip(tmp_path).resets == "set -t reset -i 7 -c 0\n"
     # The ranks on healthy chips have saved what they had.
     assert first.last_save is not None
     assert second.from_step == first.last_save.step >= 20
