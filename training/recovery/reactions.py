@@ -280,16 +280,18 @@ class Reactions(Operations):
     @_method_of(Reaction.ANSWER_CHIP)
     def _answer_chip(self, stimulus: stimuli.ChipFailed) -> None:
         """Take the process on the chip for lost: it may never leave its step, nor be right."""
-        self.memory.round.suspicion = None
         fault = self._with_rank(stimulus.fault)
-        if fault.rank is not None:
-            self._mark_ended(fault.rank)
-        self._answer(fault, is_missing=True, no_other_node=stimulus.no_other_node)
+        if fault.rank is None:
+            return  # no rank computes on it, or its node was left
+        self.memory.round.suspicion = None
+        self._mark_ended(fault.rank)
+        self._answer(fault, no_other_node=stimulus.no_other_node)
 
     @_method_of(Reaction.END_OVER_CHIP)
     def _end_over_chip(self, stimulus: stimuli.ChipFailed) -> None:
         fault = self._with_rank(stimulus.fault)
-        self._give_up_over(fault, fault.evidence)
+        if fault.rank is not None:
+            self._give_up_over(fault, fault.evidence)
 
     def _with_rank(self, fault: Fault) -> Fault:
         ranks, device = self._ranks_of(fault.node), fault.device

@@ -86,9 +86,9 @@ class ChipWatch:
         self._unanswered = [
             fault
             for fault in (*self._unanswered, *faults)
-            if not progress.has_given_up and not any(_answers(other, fault) for other in answered)
+            if fault.node in nodes and not any(_answers(other, fault) for other in answered)
         ]
-        if not self._unanswered:
+        if not self._unanswered or progress.has_given_up:
             return None
         if self.starter.job.worker.is_command:
             return WatchResult(culprit=self._unanswered[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from perdure.training.recovery.faults import Fault, FaultClass
@@ -103,6 +105,15 @@ def test_a_report_before_all_ranks_train_ends_the_attempt():
     assert harness.stage() is Stage.GIVEN_UP
     (end,) = harness.events(AttemptGivenUp)
     assert end.fault.code == CHIP_CODE
+
+
+def test_a_chip_that_no_rank_computes_on_costs_nothing():
+    for is_training in (True, False):
+        harness = AttemptHarness.of(DDP, is_training=is_training)
+        fault = Fault(FaultClass.DEVICE_MEMORY_ERROR, 0.0, "", device=0, code=SEPARATE_CODE)
+        harness.handle(ChipFailed(replace(fault, node="node-7")))
+        harness.handle(ChipFailed(replace(fault, node="node-0", device=2)))
+        assert (harness.began(), harness.given_up()) == ([], [])
 
 
 def test_ranks_in_the_middle_of_a_step_do_it_again_with_the_new_process():

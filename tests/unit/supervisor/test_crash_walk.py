@@ -162,26 +162,21 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
 def test_each_lost_node_is_isolated_and_the_reason_counts_the_nodes_that_are_left(
     job, tmp_path, without_waits
 ):
-    cluster = Cluster(["node lost", "node lost", "node lost", "done"])  # two needed, one spare
+    job = job.model_copy(update={"restart": job.restart.model_copy(update={"max_restarts": 9})})
     run = WalkedRun(job, home=tmp_path)
-    run.cluster, run.tick = cluster, lambda _action: None
+    run.cluster, run.tick = Cluster(["node lost", "node lost", "done"]), lambda _action: None
     supervise(run)
     history = run.ledger.read()
-    lost = [attempt.fault.node for attempt in history.attempts if attempt.fault is not None]
-    assert lost == ["node-1", "node-2", "node-1"]
-    assert [isolation.node for isolation in history.isolations] == lost
-    # What was isolated last, for want of another node it was used again.
-    why = [record.decision.reason for record in decisions(run) if record.decision.isolate]
-    assert [text.partition("; ")[2] for text in why] == [
-        "",
-        "no healthy spare: 1 of 2 nodes left without it",
-        "no healthy spare: 1 of 2 nodes left without it",
-    ]
-
-
-def decisions(run: RunSupervisor) -> list[DecisionMade]:
-    """Every decision of a run, in order."""
-    return [record for record in run.ledger._records if isinstance(record, DecisionMade)]
+    lost = [attempt.fault for attempt in history.attempts if attempt.fault is not None]
+    assert [fault.node for fault in lost] == ["node-1", "node-2"] == list(history.isolated)
+    records = run.ledger._records
+    reasons = [record.decision.reason for record in records if isinstance(record, DecisionMade)]
+    left = "no healthy spare: 1 of 2 nodes left without it"
+    assert [left in reason for reason in reasons] == [False, True, False]
+    # For want of another node the run may use an isolated one again, which counts until it is lost.
+    decision = run._decider.decide(history.attempts[-1], lost[0])
+    assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-1")
+    assert decision.reason.endswith(left)
 
 
 def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
