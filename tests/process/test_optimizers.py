@@ -24,8 +24,10 @@ STEPS = 32
 RETRY, REPLACE, IN_PLACE = Rung.STEP_RETRY, Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART
 
 
-def _fault(kind: DrillKind, step: int, rank: int) -> DrillFault:
-    return DrillFault(kind=kind, rank=rank, step=step, point=DrillPoint.BACKWARD)
+def _fault(
+    kind: DrillKind, step: int, rank: int, point: DrillPoint = DrillPoint.BACKWARD
+) -> DrillFault:
+    return DrillFault(kind=kind, rank=rank, step=step, point=point)
 
 
 # From a replica, from a snapshot, into a new process, and from a checkpoint.
@@ -35,9 +37,11 @@ FAULTS = {
             _fault(DrillKind.DEVICE_MEMORY, 6, 2),
             _fault(DrillKind.GRADIENT, 11, 1),
             _fault(DrillKind.KILL, 16, 3),
+            # The others are in the collective behind apply(), and have moved their schedules.
+            _fault(DrillKind.KILL, 19, 0, DrillPoint.APPLIED),
             *(_fault(DrillKind.KILL, 27, rank) for rank in range(4)),
         ],
-        [RETRY, RETRY, REPLACE],
+        [RETRY, RETRY, REPLACE, REPLACE],
     ),
     ParallelKind.FSDP2: (
         [_fault(DrillKind.GRADIENT, 11, 1), _fault(DrillKind.KILL, 27, 2)],

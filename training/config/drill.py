@@ -33,6 +33,7 @@ class DrillPoint(StrEnum):
     VOTED = "voted"
     APPLYING = "applying"
     HALF_APPLIED = "half_applied"
+    APPLIED = "applied"  # optimizers and schedules have run, `with step:` is not left yet
     SAVE = "save"
     RECOVERY = "recovery"  # the first recovery that continues with the step or a later one
     RESTORE = "restore"  # before the state is restored, in the first start that comes, at any step

@@ -404,7 +404,7 @@ def test_every_optimizer_runs_in_a_step(make):
 def test_a_step_passes_its_points_in_their_order(make):
     trainee = make()
     trainee.take(trainee.step())
-    expected = ["start", "backward", "prepared", "voted", "applying", "half_applied"]
+    expected = ["start", "backward", "prepared", "voted", "applying", "half_applied", "applied"]
     assert trainee.points == expected
 
 
@@ -427,6 +427,25 @@ def test_a_recoverable_fault_leaves_the_step_quietly_with_how_far_it_was(make, p
     assert fault.__traceback__ is None, "its frames hold what the step made"
     assert (step.phase, step.is_applied) == (phase, False)
     assert step.is_dirty == (phase is StepPhase.APPLYING)
+
+
+@pytest.mark.parametrize("is_in_apply", [True, False])
+def test_a_step_that_is_applied_is_not_applied_again(make, is_in_apply):
+    plain, cut = make(), make()
+    plain.take(plain.step())
+    cut.recoverable = (ConnectionError,)
+    step = cut.step()
+    if is_in_apply:
+        cut.faults = {"applied": ConnectionError()}
+        cut.take(step)
+    else:
+        with step:
+            cut.take(step)
+            raise ConnectionError  # in a collective behind apply()
+    assert step.error is not None
+    assert (step.is_applied, step.is_dirty) == (True, False)
+    step.finish(step.vote)
+    assert cut.state() == plain.state()
 
 
 def test_a_fault_of_another_kind_is_the_programs_own(make):

@@ -300,7 +300,9 @@ class Step:
         self.phase, self.is_skipped = StepPhase.RUN, True
 
     def finish(self, vote: Vote | None) -> None:
-        """Let the optimizer run on this rank's gradient: all ranks hold theirs."""
+        """Let the optimizer run on this rank's gradient, once: all ranks hold theirs."""
+        if self.is_applied:  # a fault cut short what the program does behind apply()
+            return
         training = self._training
         self.vote = vote or self.vote
         self.phase, self.is_dirty = StepPhase.APPLYING, True
@@ -312,6 +314,7 @@ class Step:
         training.zero_grad()
         self._context.settle()
         self.is_dirty, self.is_applied = False, True
+        self._reached("applied")
 
     def _run_optimizers(self) -> None:
         if self._training.optimize is not None:
