@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -166,7 +166,7 @@ def _answers(other: Fault, fault: Fault) -> bool:
 
 
 def _reports(
-    statuses: Iterator[AgentStatus] | Sequence[AgentStatus], platform: Sequence[ChipReport]
+    statuses: Iterable[AgentStatus], platform: Sequence[ChipReport]
 ) -> dict[str, NodeReports]:
     nodes: dict[str, NodeReports] = {}
     for status in statuses:
@@ -184,9 +184,7 @@ def _reports(
     return nodes
 
 
-def _rank_on(
-    report: ChipReport, statuses: Iterator[AgentStatus] | Sequence[AgentStatus]
-) -> int | None:
+def _rank_on(report: ChipReport, statuses: Iterable[AgentStatus]) -> int | None:
     """Return the rank that computes on the chip, where its node knows it."""
     for status in statuses:
         if status.node != report.node:
