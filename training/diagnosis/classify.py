@@ -120,7 +120,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_coordinator(evidence),
         *_blame_refusal(evidence),
         *_blame_slow_node(evidence),
-        *_blame_chips(evidence),
+        *(_Cause(_Tier.ROOT, fault) for fault in reported_faults(evidence)),
     ]
     if not causes:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
@@ -306,11 +306,6 @@ def _blame_slow_node(evidence: Evidence) -> Iterator[_Cause]:
             FaultClass.FAIL_SLOW, evidence, slow.text, node=slow.node, rank=slow.rank
         )
         yield _Cause(_Tier.NODE, replace(fault, device=slow.device))
-
-
-def _blame_chips(evidence: Evidence) -> Iterator[_Cause]:
-    for fault in reported_faults(evidence):
-        yield _Cause(_Tier.ROOT, fault)
 
 
 def _blame_silent_ranks(evidence: Evidence) -> Iterator[_Cause]:

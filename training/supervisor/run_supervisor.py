@@ -51,20 +51,13 @@ from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.run_handle import RunHandle
-from perdure.training.supervisor.run_identity import (
-    begin_store,
-    check_takeover,
-)
+from perdure.training.supervisor.run_identity import begin_store, check_takeover
 from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
 from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
-from perdure.training.supervisor.watch import (
-    AttemptStart,
-    EndKind,
-    Progress,
-)
+from perdure.training.supervisor.watch import AttemptStart, EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome
 from perdure.training.wire.requests import clear_requests
 from perdure.training.wire.store_wait import Wait, write_wait
