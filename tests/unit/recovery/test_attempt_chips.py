@@ -113,6 +113,7 @@ def test_a_chip_that_no_rank_computes_on_costs_nothing():
         fault = Fault(FaultClass.DEVICE_MEMORY_ERROR, 0.0, "", device=0, code=SEPARATE_CODE)
         harness.handle(ChipFailed(replace(fault, node="node-7")))
         harness.handle(ChipFailed(replace(fault, node="node-0", device=2)))
+        harness.collect()
         assert (harness.began(), harness.given_up()) == ([], [])
 
 
