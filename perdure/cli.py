@@ -40,6 +40,7 @@ from perdure.runs import credentials_of, named_job
 from perdure.schema_page import job_page
 from perdure.status import status
 from perdure.storage.errors import StorageError
+from perdure.support import support
 from perdure.training.config.job import Job
 from perdure.training.config.job_file import load_job, load_template
 from perdure.training.environment import Variable, check_environment, worker_variables
@@ -59,7 +60,7 @@ app.add_typer(server.app, name="server")
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(policy.app, name="policy")
 for command in (
-    run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder,
+    run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder, support,
 ):  # fmt: skip
     app.command()(command)
 

@@ -23,6 +23,7 @@ from perdure.training.diagnosis.sources import (
     read_context,
 )
 from perdure.training.errors import InputError
+from perdure.training.recovery.fault_names import name_fault
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.ladder import decide
 from perdure.training.recovery.rungs import Decision, Policy, Rung
@@ -84,7 +85,7 @@ def _object(case: PathDiagnosis) -> dict[str, Any]:
             "path": case.path,
             "fault_class": None,
             "key_line": None,
-            **dict.fromkeys(("file", "node", "rank", "device", "code")),
+            **dict.fromkeys(("file", "node", "rank", "device", "code", "name", "name_zh", "title")),
             "user_fault": False,
             "hardware_fault": False,
             "recoverable_by": None,
@@ -94,6 +95,7 @@ def _object(case: PathDiagnosis) -> dict[str, Any]:
             "runners_up": [],
         }
     fault = case.diagnosis.fault
+    name = name_fault(fault)
     return {
         "path": case.path,
         **_key_line(fault),
@@ -102,6 +104,9 @@ def _object(case: PathDiagnosis) -> dict[str, Any]:
         "rank": fault.rank,
         "device": fault.device,
         "code": fault.code,
+        "name": name.english,
+        "name_zh": name.chinese,
+        "title": name.title,
         "user_fault": fault.user_fault,
         "hardware_fault": fault.hardware_fault,
         "recoverable_by": fault.recoverable_by,
@@ -185,6 +190,7 @@ def _facts(fault: Fault) -> Table:
         if holds
     ]
     rows = [
+        ("known as", name_fault(fault).text),
         ("what it means", fault.explanation),
         ("code", fault.code or ""),
         ("device", "" if fault.device is None else str(fault.device)),

@@ -83,11 +83,11 @@ def logs(
     if log_filter != LogFilter():
         _print(observed, rows, log_filter)
         return
-    gaps = list(_gaps(index, history, key))
+    missing = list(gaps(index, history, key))
     if as_json:
-        print_json({"logs": list(map(asdict, rows)), "gaps": gaps})
+        print_json({"logs": list(map(asdict, rows)), "gaps": missing})
     else:
-        _show(observed.job, rows, gaps)
+        _show(observed.job, rows, missing)
 
 
 def _print(run: RunHandle, rows: Sequence[LogRow], log_filter: LogFilter) -> None:
@@ -108,7 +108,7 @@ def _names_text(rows: Sequence[LogRow]) -> str:
     return f"nodes: {', '.join(nodes) or 'none'}; ranks: {ranks or 'none'}"
 
 
-def _gaps(index: LogIndex, history: RunHistory, key: Key | None) -> Iterator[str]:
+def gaps(index: LogIndex, history: RunHistory, key: Key | None) -> Iterator[str]:
     """The logs that are missing from ended attempts, with the reason where it is known."""
     members = {placed.placement: placed.members for placed in history.placements}
     for view in history.attempts:
@@ -147,7 +147,7 @@ def _print_logs(run: RunHandle, rows: Sequence[LogRow]) -> None:
     out.flush()
 
 
-def _show(job: Job, rows: Sequence[LogRow], gaps: Sequence[str]) -> None:
+def _show(job: Job, rows: Sequence[LogRow], missing: Sequence[str]) -> None:
     console = make_console()
     if not rows:
         why = "" if job.watch.log_limit_bytes else ": watch.log_limit_bytes is 0"
@@ -159,5 +159,5 @@ def _show(job: Job, rows: Sequence[LogRow], gaps: Sequence[str]) -> None:
             attempt = f"{row.placement}.{row.attempt}{' (living)' if row.is_living else ''}"
             table.add_row(attempt, row.node or "all", row.file, decimal(row.size_bytes), cut)
         console.print(table)
-    for gap in gaps:
+    for gap in missing:
         console.print(gap)

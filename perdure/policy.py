@@ -1,4 +1,4 @@
-"""The recovery policy: `perdure ladder` prints the rungs, `perdure policy export` converts it."""
+"""The recovery policy: `perdure ladder` prints the rungs, `perdure policy` converts it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from perdure.console import AsJson, JobFile, Overrides, make_console, print_json, warn
+from perdure.policy_import import import_policy
 from perdure.training.config.job_file import load_job
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import Platform
@@ -30,11 +31,7 @@ from perdure.training.supervisor.job_ladder import fault_of_code, terms_of
 from perdure.training.supervisor.policy_export import export_policy
 
 app = typer.Typer(help="The restart policy of a job, for other platforms.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Have `export` as a command of its own while it is the only one."""
+app.command("import")(import_policy)
 
 
 @app.command()

@@ -80,6 +80,9 @@ class RecentFault(FrozenModel):
     at_s: float
     attempt: str = Field(description="placement and attempt, such as 1.2")
     fault_class: FaultClass
+    name: str = Field("", description="of the class in plain words")
+    name_zh: str = Field("", description="of the class in Chinese")
+    title: str = Field("", description="of the code in its code book; empty if it has none")
     where: str = Field(description="rank and node, for people")
     step: int | None
     evidence: str
@@ -93,6 +96,9 @@ class RecentFault(FrozenModel):
             at_s=facts.at_s,
             attempt=f"{facts.placement}.{facts.attempt}",
             fault_class=facts.fault_class,
+            name=facts.name,
+            name_zh=facts.name_zh,
+            title=facts.title,
             where=facts.where,
             step=facts.step,
             evidence=facts.evidence,

@@ -35,6 +35,7 @@ from perdure.console import (
     sparkline,
 )
 from perdure.monitor import RunMonitor, RunSnapshot
+from perdure.norms import show_norms
 from perdure.run_status import (
     HeldCheckpoints,
     NodeStatus,
@@ -45,7 +46,7 @@ from perdure.run_status import (
 )
 from perdure.runs import run_to_observe
 from perdure.storage.errors import StorageError
-from perdure.training.errors import PerdureError
+from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.reporting.ettr import duration_text, ettr_text
 from perdure.training.reporting.markdown import clock_text
@@ -75,6 +76,12 @@ def status(
     run: RunName = "",
     *,
     once: Annotated[bool, typer.Option("--once", help="print it once, also on a terminal")] = False,
+    norms: Annotated[
+        bool,
+        typer.Option(
+            "--norms", help="propose a threshold of the gradient norm from the run's own norms"
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the state of a run, also when no process supervises it; without RUN, list all runs.
@@ -83,7 +90,12 @@ def status(
     this machine. On a terminal it refreshes the view until the run ends or you press Ctrl-C.
     """
     if not run:
+        if norms:
+            raise InputError("RUN", "--norms needs the name of a run")
         _list_runs(as_json=as_json)
+        return
+    if norms:
+        show_norms(run_to_observe(run), as_json=as_json)
         return
     observed = run_to_observe(run, is_brief=True)
     try:

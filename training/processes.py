@@ -31,17 +31,21 @@ _MOST_FILES = 1 << 20
 RESOLVE_S = 60.0  # for the name of a new container, which may not be known everywhere yet
 RESOLVE_PAUSE_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
-# Launchers give a rank its number and its place on the node: torchrun, msrun, Open MPI.
+# Launchers give a rank its number, its place on the node, and the number of all ranks: torchrun
+# (accelerate, deepspeed), msrun, Open MPI, MPICH and Intel MPI.
 _RANK_NAMES = (
-    ("RANK", "LOCAL_RANK"),
-    ("RANK_ID", "DEVICE_ID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    ("RANK_ID", "DEVICE_ID", "RANK_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
 )
+# accelerate 1.15 starts one process without a rank where it is told of no second one.
+_ALONE = "ACCELERATE_MIXED_PRECISION"
 LAUNCHER = re.compile(
     r"(?<![\w.-])(torchrun|msrun|mpirun|deepspeed|torch\.distributed\.(run|launch)"
     r"|accelerate)(?![\w-])"
 )
-RANK_VARIABLES = frozenset(rank for rank, _ in _RANK_NAMES)
+RANK_VARIABLES = frozenset(rank for rank, _, _ in _RANK_NAMES)
 Recorded = tuple[int, float]  # pid and start of a process without the mark
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -117,11 +121,20 @@ def _lives(process: psutil.Process) -> bool:
 
 def read_rank(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Read the global and the local rank that a launcher put into an environment, or None."""
-    for rank, local_rank in _RANK_NAMES:
+    for rank, local_rank, _ in _RANK_NAMES:
         number, place = environment.get(rank, ""), environment.get(local_rank, "")
         if number.isdecimal():
             return int(number), int(place) if place.isdecimal() else None
     return None, None
+
+
+def read_world_size(environment: Mapping[str, str]) -> int | None:
+    """Read the number of ranks that a launcher put into a rank's environment; None: no rank."""
+    for rank, _, world_size in _RANK_NAMES:
+        if environment.get(rank, "").isdecimal():
+            text = environment.get(world_size, "")
+            return int(text) if text.isdecimal() else None
+    return 1 if _ALONE in environment else None
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ run` has not started they are plain calls of accelerate.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -75,10 +75,12 @@ def training_steps(
     scheduler: Any = None,
     max_grad_norm: float | None = None,
     until: int | None = None,
+    on_applied: Callable[[], None] = lambda: None,
 ) -> Iterator[TrainingStep]:
     """The steps of a training whose parts `accelerator.prepare()` has prepared.
 
     Each has `gradient_accumulation_steps` batches; the last one of an epoch has what is left.
+    Objects of `accelerator.register_for_checkpointing()` are part of the state.
 
     Args:
         accelerator: of accelerate.
@@ -88,6 +90,7 @@ def training_steps(
         scheduler: prepared, of the learning rate; one, several in a list, or None.
         max_grad_norm: to which gradients are clipped; None: they are not.
         until: number of steps; None: the job's, as `perdure run` has it.
+        on_applied: updates such objects, once for each step that is applied.
 
     Raises:
         InputError: a setting does not go together with Perdure; without it, no number of steps.
@@ -105,7 +108,14 @@ def training_steps(
             raise InputError("training_steps(until=...)", "not started by perdure run: say how far")
         for number in range(1, until + 1):
             yield PlainStep(
-                number, data.next_step(), accelerator, model, optimizers, schedulers, max_grad_norm
+                number,
+                data.next_step(),
+                accelerator,
+                model,
+                optimizers,
+                schedulers,
+                max_grad_norm,
+                on_applied,
             )
         return
     limit = math.inf if max_grad_norm is None else max_grad_norm
@@ -119,6 +129,11 @@ def training_steps(
         scheduler=schedulers,
         scaler=accelerator.scaler,
         clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), limit),
+        state={
+            f"custom_checkpoint_{number}": part
+            for number, part in enumerate(accelerator._custom_objects)  # noqa: SLF001 no other way
+        },
+        on_applied=on_applied,
     )
     yield from _session_steps(session)
 
@@ -166,6 +181,7 @@ class PlainStep:
         optimizers: Sequence[Any],
         schedulers: Sequence[Any],
         max_grad_norm: float | None,
+        on_applied: Callable[[], None],
     ) -> None:
         self.number = number
         self._data = data
@@ -174,6 +190,7 @@ class PlainStep:
         self._optimizers = optimizers
         self._schedulers = schedulers
         self._max_grad_norm = max_grad_norm
+        self._on_applied = on_applied
         self._is_applied = False
 
     def __enter__(self) -> Self:
@@ -210,6 +227,7 @@ class PlainStep:
             stepper.step()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        self._on_applied()
         self._is_applied = True
 
 

@@ -16,17 +16,21 @@ from typing import Any
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import accelerate_train as program  # type: ignore[import-not-found]
 
 from perdure.integrations.accelerate import TrainingStep, evaluation, training_steps
 from perdure.integrations.sharding import shard_on_cpu
+from tests.recipes.two_optimizers import Average
 
 
 def paced_steps(accelerator: Any, **given: Any) -> Iterator[TrainingStep]:
     print(f"trains a {type(given['model']).__name__}", flush=True)
+    average = Average(given["model"])
+    accelerator.register_for_checkpointing(average)
     pause_s = os.environ.get("EVALUATE_S")
-    for step in training_steps(accelerator, **given):
+    for step in training_steps(accelerator, **given, on_applied=average.update):
         pace = Path(os.environ.get("PACE_FILE", "/not/there"))
         time.sleep(float(pace.read_text() if pace.exists() else os.environ.get("PACE_S", "0")))
         if step.number % 8 == 0 and pause_s is not None:

@@ -36,6 +36,29 @@ class Named:
         ]
 
 
+class Average:
+    """An average of weights, and how many steps are in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights = [p.detach().clone() for p in model.parameters()]
+        self.num_steps = 0
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for kept, new in zip(self.weights, self.model.parameters(), strict=True):
+                kept.lerp_(new, 0.05)
+        self.num_steps += 1
+
+    def state_dict(self):
+        return {"weights": self.weights, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state) -> None:
+        for kept, saved in zip(self.weights, state["weights"], strict=True):
+            kept.copy_(saved)
+        self.num_steps = state["num_steps"]
+
+
 def rate(number: int) -> float:
     """Of Muon, in a step."""
     return 0.02 / (1 + 0.1 * number)
@@ -60,7 +83,15 @@ def main(job) -> None:
     adam = torch.optim.AdamW(vectors, lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(adam, step_size=5, gamma=0.8)
     loader = Named(make_loader(job, session, dataset))
-    session.register(model=model, optimizer=[muon, adam], scheduler=schedule, data=loader)
+    average = Average(model)
+    session.register(
+        model=model,
+        optimizer=[muon, adam],
+        scheduler=schedule,
+        data=loader,
+        state={"average": average},
+        on_applied=average.update,
+    )
     for step in session.steps(until=job.steps):
         with step:
             muon.param_groups[0]["lr"] = rate(step.number)
@@ -69,3 +100,4 @@ def main(job) -> None:
                 step.backward(model(**batch["tokens"]))
             step.apply()
             dist.all_reduce(torch.ones(1))  # as programs average what they print
+    assert average.num_steps == job.steps

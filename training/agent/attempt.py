@@ -218,6 +218,7 @@ class NodeAttempt:
             is_command=order.is_command,
             is_launcher=order.is_launcher,
             ranks=group.command_statuses() if group else (),
+            world_size=group.world_size if group else 0,
             hang=self._hang,
             staging_error=self._staging_error,
             oom_kills=oom_kills() - self._oom_kills_before,

@@ -18,11 +18,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from perdure.storage.address import open_store
 from perdure.storage.errors import StorageError
 from perdure.storage.objects import ObjectStore
+from perdure.training.agent.driver_reports import MSNPUREPORT, write_driver_reports
 from perdure.training.agent.log_room import first_kept_byte
 from perdure.training.agent.worker_output import STREAMS
 from perdure.training.agent.workers import WorkerGroup
@@ -82,12 +84,18 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """An attempt to collect: `logs`, the most useful first."""
+    """An attempt to collect.
+
+    Attributes:
+        logs: the most useful first.
+        failed_folder: of the processes of a failed attempt; None: none has failed.
+    """
 
     key: Key
     logs: Sequence[Log]
     secrets: frozenset[str]
     job: Job
+    failed_folder: Path | None
 
 
 def read_logs(
@@ -230,13 +238,15 @@ class Collector:
         job = started.job
         key = (started.placement, started.attempt)
         logs = () if job.watch.log_limit_bytes == 0 else tuple(self._list_logs(job, group))
-        return _Work(key, logs, secrets_of(self._config, started, group), job)
+        has_failed = group is not None and bool(_failed_ranks(group))
+        folder = group.folder if group is not None and has_failed else None
+        return _Work(key, logs, secrets_of(self._config, started, group), job, folder)
 
     def _list_logs(self, job: Job, group: WorkerGroup | None) -> Iterator[Log]:
         """List the logs, the most useful first."""
         failed: Sequence[int] = ()
         if group is not None:
-            failed = [w.rank for w in group.statuses() if w.exit_code and not w.stopped_by_agent]
+            failed = _failed_ranks(group)
             yield from _rank_logs(group, failed)
             yield from logs_at(group.folder / "coordinator.log")
         for name in OF_CONTAINER:
@@ -279,7 +289,9 @@ class Collector:
             return
         prefix = f"{logs_prefix(work.job.run_id, *work.key)}{self._config.node}/"
         room = work.job.watch.log_limit_bytes
-        for log in work.logs:
+        # The tools take their time, and answer only once all logs are stored.
+        reports = _driver_reports(work.failed_folder) if work.failed_folder is not None else ()
+        for log in chain(work.logs, reports):
             try:
                 # Half of the remaining room: a talkative log leaves some for the others.
                 packed = pack(log, work.secrets, limit_bytes=room // 2)
@@ -382,6 +394,10 @@ def logs_at(path: Path, name: str | None = None) -> Iterator[Log]:
         yield Log(path, name or path.name, first_kept_byte(path), size)
 
 
+def _failed_ranks(group: WorkerGroup) -> list[int]:
+    return [w.rank for w in group.statuses() if w.exit_code and not w.stopped_by_agent]
+
+
 def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
     for rank in ranks:
         for stream in STREAMS:
@@ -410,6 +426,13 @@ def _newest_first(
     for written_s, log in sorted(dated, key=lambda pair: pair[0], reverse=True):
         if written_s >= since_s:
             yield log
+
+
+def _driver_reports(folder: Path) -> Iterator[Log]:
+    """List what the driver's tools report after a failure, if they are installed."""
+    for report in write_driver_reports(folder):
+        yield from logs_at(report)
+    yield from _newest_first([folder / MSNPUREPORT])
 
 
 def _file(key: str, log: Log, packed: Packed) -> CollectedFile:

@@ -218,7 +218,10 @@ def _holds(pid: int, path: Path, status: os.stat_result, bound: Collection[str])
                     return True
     with suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-        return any(line.endswith(f" {path}") for line in maps.splitlines())
+        # By inode: glibc maps a semaphore under a first name and then gives it its own.
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        place = f" {device} {status.st_ino} "
+        return any(place in line or line.endswith(f" {path}") for line in maps.splitlines())
     return False
 
 

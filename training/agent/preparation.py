@@ -7,15 +7,23 @@ supervisor's order before any attempt starts. Times are seconds.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from perdure.training.commands.arguments import NNODES, NODE_RANK
+from perdure.training.commands.arguments import NNODES, NODE_RANK, read_script
 from perdure.training.environment import interface_variables
 from perdure.training.node_checks.runner import NodeProgram
 from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
 
 LIFE_PREFIX = "life-"
+# Arguments by which torchrun meets on its own machine: told of the other nodes beside them, it
+# would wait for these without end.
+_ALONE = re.compile(
+    r"(?<![\w-])--(standalone(?![\w-])|nnodes[= ]1(:1)?(?![\d:])"
+    r"|rdzv[-_]endpoint[= ](localhost|127\.))"
+)
+_COMMENT = re.compile(r"(?m)(?:^|(?<=\s))#.*$")
 
 
 def platform_variables(
@@ -64,7 +72,7 @@ def rank_variables(
     node = {NODE_RANK: str(config.member), **count}
     if order.is_launcher:
         # torchrun sets these itself, and a plain script must not mistake itself for a rank.
-        return node
+        return {**node, **_torchrun_variables(config, order)}
     place = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
@@ -80,6 +88,30 @@ def rank_variables(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": config.run_id,
     }
+
+
+def _torchrun_variables(config: AgentConfig, order: StartOrder) -> dict[str, str]:
+    """Return the defaults of torchrun's arguments that make one gang of all nodes.
+
+    Its own arguments have precedence, and so have the job's variables. A single node needs no
+    address: torchrun chooses a free port there, also for a second launcher beside it.
+    """
+    values = {"PET_NPROC_PER_NODE": str(order.slots_per_node)}
+    if order.num_nodes > 1 and not _stands_alone(order):
+        values |= {
+            "PET_NNODES": str(order.num_nodes),
+            "PET_NODE_RANK": str(config.member),
+            "PET_MASTER_ADDR": order.master_addr,
+            "PET_MASTER_PORT": str(order.master_port),
+        }
+    return {name: value for name, value in values.items() if name not in order.variables}
+
+
+def _stands_alone(order: StartOrder) -> bool:
+    """Whether the command, or a script that it names, has torchrun meet on each node alone."""
+    scripts = (read_script(part, Path(order.cwd)) for part in order.command)
+    texts = (" ".join(order.command), *(text for text in scripts if text is not None))
+    return any(_ALONE.search(_COMMENT.sub("", text)) for text in texts)
 
 
 def node_folder(base: Path, created_s: float) -> Path:

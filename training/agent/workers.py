@@ -458,6 +458,11 @@ class WorkerGroup:
         """Return the status of each known rank of a command, whose workers are its launchers."""
         return tuple(self._command.statuses()) if self._command is not None else ()
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in the largest gang that a command has started; 0: not known."""
+        return self._command.world_size if self._command is not None else 0
+
     def former_ranks(self) -> tuple[FormerRank, ...]:
         """List the ranks of a launcher that have ended, once they are known."""
         if self._command is None or not self.order.is_launcher:

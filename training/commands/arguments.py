@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 _SHELLS = frozenset({"sh", "bash", "dash", "ash", "ksh", "zsh"})
+MAX_SCRIPT_BYTES = 1 << 20
 _WITH_VALUE = frozenset({"-o", "+o", "-O", "+O"})
 # Names in other launchers' scripts; a command itself must not take itself for a rank.
 WORLD_SIZE = "WORLD_SIZE"
@@ -24,6 +25,8 @@ NODE_RANK = "NODE_RANK"
 NAMES_IN_ARGUMENTS = frozenset(
     {
         *("MASTER_ADDR", "MASTER_PORT", NNODES, NODE_RANK, WORLD_SIZE),
+        *("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR"),
+        "PET_MASTER_PORT",
         *("MA_CURRENT_IP", "MA_NUM_GPUS", "MA_NUM_HOSTS", "MA_TASK_NAME", "MA_HOME", "MA_JOB_DIR"),
         *("MA_MOUNT_PATH", "MA_LOG_DIR", "MA_SCHEDULE_CNT", "MA_PROC_START_CNT"),
         "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS",
@@ -68,6 +71,17 @@ def argument_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Add to a process's variables those that only its arguments may name."""
     ranks = int(variables["MA_NUM_HOSTS"]) * int(variables["MA_NUM_GPUS"])
     return {WORLD_SIZE: str(ranks), **variables}
+
+
+def read_script(argument: str, cwd: Path) -> str | None:
+    """Read the shell script that an argument of a command names; None: it names none."""
+    if not argument.endswith(".sh") or "$" in argument:
+        return None
+    try:
+        with (cwd / argument).open("rb") as file:
+            return file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
 
 
 def _is_script(arguments: Sequence[str]) -> bool:

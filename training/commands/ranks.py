@@ -22,11 +22,14 @@ from perdure.training.processes import (
     environment_of,
     process_state,
     read_rank,
+    read_world_size,
     sort_by_start,
 )
 from perdure.training.wire.agent_status import FormerRank, Pulse, RankStatus
 
 POLL_S = 5.0  # a poll reads /proc of the whole node
+START_POLL_S = 1.0  # until ranks are known, in the first minute: they may be there for seconds
+START_S = 60.0
 ENDED = "Z"
 SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 
@@ -39,6 +42,7 @@ class CommandProcess:
         rank: rank of the process or of what started it; None: it belongs to no rank.
         is_rank: whether it is the rank, and not a helper of it.
         state: the kernel's letter.
+        world_size: number of ranks that its launcher has told it of.
     """
 
     pid: int
@@ -47,6 +51,7 @@ class CommandProcess:
     local_rank: int | None
     is_rank: bool
     state: str
+    world_size: int | None = None
 
     @property
     def text(self) -> str:
@@ -64,12 +69,15 @@ class CommandRanks:
         folder: folder of the heartbeats.
         helpers: pids of what ranks had started, as of the last poll of the living command.
         known_pids: pids of all processes that a poll has ever found.
+        world_size: of the largest gang so far; 0: none is known.
     """
 
     pids: Sequence[int]
     folder: Path
     helpers: frozenset[int] = frozenset()
     known_pids: set[int] = field(default_factory=set)
+    world_size: int = 0
+    _began_s: float = field(default_factory=time.monotonic)
     _polled_s: float = float("-inf")
     _processes: list[CommandProcess] = field(default_factory=list)
     _readers: dict[Path, HeartbeatReader] = field(default_factory=dict)
@@ -87,16 +95,24 @@ class CommandRanks:
             self.processes(age_s=0.0)
         return tuple(self._former[rank] for rank in sorted(self._former))
 
-    def processes(self, *, age_s: float = POLL_S) -> list[CommandProcess]:
+    def processes(self, *, age_s: float | None = None) -> list[CommandProcess]:
         """List the living processes, parents first, as of a poll at most this old."""
+        age_s = self._poll_s if age_s is None else age_s
         if time.monotonic() - self._polled_s > age_s:
             self._processes = [process for pid in self.pids for process in _process_tree(pid)]
             self.known_pids.update(process.pid for process in self._processes)
             self._polled_s = time.monotonic()
             self.helpers = _helpers(self._processes) if self._processes else self.helpers
             self._note_former()
+            sizes = (process.world_size or 0 for process in self._processes)
+            self.world_size = max((self.world_size, *sizes))
         now = (replace(process, state=process_state(process.pid)) for process in self._processes)
         return [process for process in now if process.state != ENDED]
+
+    @property
+    def _poll_s(self) -> float:
+        is_start = not self.world_size and time.monotonic() - self._began_s < START_S
+        return START_POLL_S if is_start else POLL_S
 
     def _note_former(self) -> None:
         """Note the ranks that have ended since the last poll; a launcher may start them again."""
@@ -224,8 +240,17 @@ def _process_tree(pid: int) -> Iterator[CommandProcess]:
     for process in (first, *sort_by_start(descendants)):
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = places.get(process.ppid(), (None, None))
-            place = read_rank(environment_of(process.pid))
+            environment = environment_of(process.pid)
+            place = read_rank(environment)
             rank, local_rank = places[process.pid] = place if place[0] is not None else parent
             is_rank = rank is not None and rank != parent[0]
             state = process_state(process.pid)
-            yield CommandProcess(process.pid, process.name(), rank, local_rank, is_rank, state)
+            yield CommandProcess(
+                process.pid,
+                process.name(),
+                rank,
+                local_rank,
+                is_rank,
+                state,
+                read_world_size(environment),
+            )

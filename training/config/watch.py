@@ -140,10 +140,10 @@ class WatchSpec(SettingsModel):
         "at the end of an attempt; 0: no upload"
     )  # fmt: skip
     system_logs: tuple[str, ...] = Field(
-        ("/var/log/npu/slog",), description="folders of a node whose *.log files are stored with "
-        "an attempt's logs, as far as they were written since the node's agent started; missing "
-        "folders are skipped"
-    )  # fmt: skip
+        ("/var/log/npu/slog", "/var/log/npu/hccl"),
+        description="folders of a node whose *.log files are stored with an attempt's logs, as far "
+        "as they were written since the node's agent started; missing folders are skipped",
+    )
     metrics_port: int = Field(
         0,
         ge=0,
@@ -188,6 +188,11 @@ class PreflightSpec(SettingsModel):
     burn_in_s: float = Field(
         1.0, ge=0, le=3600, description="seconds of matmul with a known result on every device"
     )
+    device_memory_gib: float | None = Field(
+        None, gt=0, le=4096, description="memory of one device in GiB, against which preflight "
+        "holds the needs of the built-in trainer; default: that of this machine's NPUs, 64 for "
+        "pods with huawei.com/Ascend910"
+    )  # fmt: skip
     timeout_s: float = Field(
         180.0, ge=10, le=3600, description="seconds for all checks of a node, burn-in not "
         "included; a late check counts as failed"

@@ -50,6 +50,7 @@ from perdure.training.diagnosis.peers import compare_sources
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import scan_text
+from perdure.training.diagnosis.small_world import blame_small_world
 from perdure.training.diagnosis.worker_finding import choose_finding
 from perdure.training.liveness.culprit import find_standstill
 from perdure.training.liveness.hang_limits import OUTPUT_FIELD
@@ -121,6 +122,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_refusal(evidence),
         *_blame_slow_node(evidence),
         *(_Cause(_Tier.ROOT, fault) for fault in reported_faults(evidence)),
+        *(_Cause(_Tier.NODE, fault) for fault in blame_small_world(evidence)),
     ]
     if not causes:
         return Diagnosis(_build_fault(FaultClass.UNKNOWN, evidence, "no evidence"))

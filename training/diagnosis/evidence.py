@@ -173,6 +173,33 @@ class SlowNode:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallWorld:
+    """A gang of a launcher's ranks that is smaller than the job's.
+
+    Attributes:
+        size: ranks of the largest gang.
+        nodes: of the job.
+        slots: of each node.
+        separate_nodes: nodes with a rank 0; more than one train separately.
+    """
+
+    size: int
+    nodes: int
+    slots: int
+    separate_nodes: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """The text of its evidence, with the numbers."""
+        ranks = f"{self.size} {'rank' if self.size == 1 else 'ranks'}"
+        job = f"the job has {self.nodes * self.slots} (engine.nodes {self.nodes} x "
+        text = f"the launcher started a gang of {ranks}, {job}slots_per_node {self.slots})"
+        if len(self.separate_nodes) < 2:
+            return text
+        return f"{text}: {', '.join(self.separate_nodes)} trained separately"
+
+
+@dataclass(frozen=True, slots=True)
 class NodeOutput:
     """Text of a node beside its workers' output: a device log, or a health command's output."""
 
@@ -199,6 +226,7 @@ class Evidence:
         ended_ranks: ranks of a command that left before the others.
         restart_codes: exit codes by which the program asks to be started again.
         obstacles: things that its output says to be taken.
+        small_world: what the launchers of a command started instead of the job's gang.
     """
 
     at_s: float
@@ -222,3 +250,4 @@ class Evidence:
     ended_ranks: Sequence[EndedRank] = ()
     restart_codes: Collection[int] = ()
     obstacles: Sequence[Obstacle] = ()
+    small_world: SmallWorld | None = None

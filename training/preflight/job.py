@@ -37,6 +37,7 @@ from perdure.training.errors import EngineError, InputError
 from perdure.training.files import home_folder
 from perdure.training.node_checks.limits import explain_few_files, explain_small_memory
 from perdure.training.platforms.settings import format_value
+from perdure.training.preflight.device_memory import check_device_memory
 from perdure.training.preflight.program import check_recipe, script_notes
 from perdure.training.preflight.storage import MOUNTS, check_place, place_of
 from perdure.training.processes import LAUNCHER
@@ -363,6 +364,9 @@ def checklist(job: Job) -> Iterator[Check]:
     yield _replicas(job)
     place = place_of(job.storage, MOUNTS.read_text(encoding="utf-8", errors="replace"))
     yield check_place(place, num_parameters(job))
+    memory = check_device_memory(job)
+    if memory is not None:
+        yield memory
 
 
 def _interval(job: Job) -> Check:

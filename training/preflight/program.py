@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.training.commands.arguments import read_script
 from perdure.training.errors import InputError
 from perdure.training.processes import LAUNCHER
 
-MAX_SCRIPT_BYTES = 1 << 20
 # These name a launcher without starting it.
 _NO_START = re.compile(
     r"^\s*(?:echo|printf|pip3?|uv|conda|which|type|command|export|grep|pgrep|pkill|killall|kill|ps"
@@ -87,13 +87,10 @@ def _scripts(command: Sequence[str], cwd: Path) -> Iterator[Script]:
     for previous, word in zip(("", *command), command, strict=False):
         if re.fullmatch(r"-\w*c", previous):
             yield Script("worker.command", word, has_pipefail)
-        elif word.endswith(".sh") and "$" not in word:
-            try:
-                with (cwd / word).open("rb") as file:
-                    text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace")
-            except OSError:
-                continue
-            yield Script(word, text, has_pipefail)
+        else:
+            text = read_script(word, cwd)
+            if text is not None:
+                yield Script(word, text, has_pipefail)
 
 
 def _notes(script: Script) -> Iterator[str]:

@@ -24,12 +24,15 @@ class Hashes:
     Attributes:
         weights: of parameters that are not sharded, before the step.
         gradients: of the same parameters, after the reduction and before clipping.
-        shards: of the gradients of this rank's shards.
+        shards: of the gradients of this rank's shards, and of what the program compares.
     """
 
     weights: int
     gradients: int
     shards: int
+
+
+NOTHING = Hashes(0, 0, 0)  # of no values
 
 
 class Cause(StrEnum):

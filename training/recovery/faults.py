@@ -93,7 +93,8 @@ TRAITS: Mapping[FaultClass, Traits] = {
     ),
     FaultClass.DEVICE_OOM: Traits(
         "The device has no memory left for what the program asked for.",
-        "Make the micro batch, sequence or model share of a rank smaller, or recompute more.",
+        "Make the micro batch, sequence or model share of a rank smaller, use mixed precision, or "
+        "recompute more.",
         RecoverableBy.USER_FIX,
         user_fault=True,
     ),
@@ -105,7 +106,8 @@ TRAITS: Mapping[FaultClass, Traits] = {
     ),
     FaultClass.COLLECTIVE_TIMEOUT: Traits(
         "Ranks waited for a peer in a collective, or could not connect to it.",
-        "Look for the rank that is missing from the collective: it failed, left, or is slow.",
+        "Look for the rank that is missing from the collective: it failed, left, or is slow. On "
+        "NPUs, HCCL_CONNECT_TIMEOUT (links) and HCCL_EXEC_TIMEOUT (collectives) are the limits.",
     ),
     FaultClass.LINK_DOWN: Traits(
         "A network port or link between devices failed.",
@@ -155,7 +157,9 @@ TRAITS: Mapping[FaultClass, Traits] = {
     ),
     FaultClass.NUMERIC_ANOMALY: Traits(
         "Loss or gradient norm is not finite, or jumped.",
-        "Go back to a checkpoint before it; if it comes back, change data order or step size.",
+        "Go back to a checkpoint before it; if it comes back, change the data order, lower the "
+        "learning rate (does it suit the number of ranks and the global batch?) and check mixed "
+        "precision: bf16, or fp16 with a loss scaler.",
         RecoverableBy.USER_FIX,
         is_worth_saving=False,
     ),

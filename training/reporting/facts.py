@@ -15,6 +15,7 @@ from pydantic import Field
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.events import AlertCleared, AlertKind, AlertRaised
+from perdure.training.recovery.fault_names import name_fault
 from perdure.training.recovery.faults import Fault, FaultClass, RecoverableBy
 from perdure.training.recovery.rungs import Rung
 from perdure.training.reporting.rows import outcome_of
@@ -38,6 +39,9 @@ class FaultFacts(EventFacts):
 
     at_s: float = Field(description="time of the first symptom")
     fault_class: FaultClass
+    name: str = Field("", description="of the class in plain words")
+    name_zh: str = Field("", description="of the class in Chinese")
+    title: str = Field("", description="of the code in its code book; empty if it has none")
     evidence: str
     where: str = Field(description="rank and node, for people")
     node: str | None
@@ -59,7 +63,11 @@ class FaultFacts(EventFacts):
     ) -> Self:
         """The facts of a fault in this attempt."""
         placement, attempt = view.key
+        name = name_fault(fault)
         return cls(
+            name=name.english,
+            name_zh=name.chinese,
+            title=name.title,
             at_s=fault.at_s,
             placement=placement,
             attempt=attempt,

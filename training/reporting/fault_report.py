@@ -15,6 +15,7 @@ from perdure.training.journal.attempt_view import AttemptView, InProcessRecovery
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.records import AttemptEnded
 from perdure.training.liveness.culprit import find_standstill
+from perdure.training.recovery.fault_names import name_fault
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RUNGS, Decision, Rung
 from perdure.training.reporting.ettr import duration_text
@@ -184,7 +185,8 @@ def _cause(fault: Fault) -> str:
     causes = listed([party for party, holds in blame if holds])
     cause = f"; the cause lies in {causes}" if causes else ""
     line = fault.evidence.strip().splitlines()
-    return f"{with_code}{cause}: {code(line[-1][:200])}" if line else f"{with_code}{cause}"
+    known_as = f"{with_code}: {text(name_fault(fault).text)}{cause}"
+    return f"{known_as}: {code(line[-1][:200])}" if line else known_as
 
 
 def _where(view: AttemptView, fault: Fault) -> str:

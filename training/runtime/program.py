@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -63,6 +63,18 @@ class Loader(Protocol):
         ...
 
 
+class Stateful(Protocol):
+    """State that a program keeps beside model and optimizer, as the session uses it."""
+
+    def state_dict(self) -> Any:
+        """Return tensors, numbers, text and None, in dicts, lists and tuples."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Restore `state_dict`; tensors may be on the host, and may be those of the state."""
+        ...
+
+
 @dataclass(slots=True)
 class Training:
     """Parts of a training that a program registered with its session.
@@ -72,6 +84,10 @@ class Training:
         schedulers: they set the optimizers' learning rates.
         clip: clips the gradients of all ranks and returns their norm before it; None: torch does.
         optimize: lets the optimizers and the scaler run, by a program's own way; None: torch's.
+        state: further parts of the state, by name, alike on ranks that are replicas.
+        on_applied: runs once for each step that is applied, behind optimizers and schedules.
+        reset: makes the program ready to begin a step again, whatever an interrupted step left.
+        compare: returns further tensors that replicas have alike once gradients are reduced.
     """
 
     model: nn.Module
@@ -82,6 +98,10 @@ class Training:
     grad_clip_norm: float
     clip: Callable[[], Tensor | float] | None = None
     optimize: Callable[[], None] | None = None
+    state: Mapping[str, Stateful] = field(default_factory=dict)
+    on_applied: Callable[[], None] = lambda: None
+    reset: Callable[[], None] = lambda: None
+    compare: Callable[[], Iterable[Tensor]] = tuple
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ import datetime as dt
 import faulthandler
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -48,11 +49,13 @@ from perdure.training.runtime.context import (
     fitting_layout,
 )
 from perdure.training.runtime.process_group.attempt_groups import RankMembership
-from perdure.training.runtime.program import Loader, Scheduler, Training
+from perdure.training.runtime.program import Loader, Scheduler, Stateful, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.live import Snapshots, damage
+from perdure.training.runtime.state.program_state import ProgramState
 from perdure.training.runtime.state.random_numbers import UninitializedParameters, seeded_after
 from perdure.training.runtime.step_loop.loop import AgentRequests, StepLoop
+from perdure.training.runtime.step_loop.loop_body import notice_of
 from perdure.training.runtime.step_loop.rank_recovery import RankRecovery
 from perdure.training.runtime.step_loop.skipping import SkippedData
 from perdure.training.runtime.step_loop.step import Limits, Step
@@ -151,7 +154,7 @@ class Session:
         with seeded_after(), UninitializedParameters() if is_sent else nullcontext():
             yield
 
-    def register(
+    def register(  # noqa: PLR0913 by keyword: each is a part of the training
         self,
         *,
         model: nn.Module,
@@ -161,6 +164,10 @@ class Session:
         scaler: torch.amp.GradScaler | None = None,
         clip: Callable[[], Tensor | float] | None = None,
         optimize: Callable[[], None] | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        on_applied: Callable[[], None] = lambda: None,
+        reset: Callable[[], None] = lambda: None,
+        compare: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         """Register the parts of the training, which checkpoints hold. Collective.
 
@@ -174,12 +181,20 @@ class Session:
                 None: torch does it. It comes after the unscaling.
             optimize: lets optimizer and scaler run, once all ranks hold the gradients of a step;
                 None: their `step` and `update`; for recoveries, too.
+            state: what the program keeps beside, by name: averages of weights, best values,
+                counters; alike on ranks that are replicas. It is saved and sent with the model.
+            on_applied: updates such state, once for each step that is applied, and no other;
+                without collectives, and for recoveries, too.
+            reset: forgets what an interrupted step has left, so that it can begin again.
+            compare: returns further tensors that replicas have alike when gradients are reduced:
+                gradients that are not in `.grad`, the optimizer's copies of weights.
 
         Raises:
-            InputError: the loader lacks a method, the model has another layout than the job, or
-                a parameter is in two optimizers.
+            InputError: the loader lacks a method, the model has another layout than the job, a
+                parameter is in two optimizers, or a part of the state cannot be saved.
         """
         _check_loader(data)
+        ProgramState(state or {}).take()
         check_layout(model, self.context, clips_itself=clip is not None)
         self._training = Training(
             model,
@@ -190,6 +205,10 @@ class Session:
             self.job.optimizer.grad_clip_norm,
             clip,
             optimize,
+            state=state or {},
+            on_applied=on_applied,
+            reset=reset,
+            compare=compare,
         )
         settle_buckets(model)
 
@@ -248,6 +267,8 @@ class Session:
             SystemExit: code 75, after saving, when the agent asked for the end.
         """
         loop = self.open_loop(until=until)
+        if self._groups is not None and (notice := notice_of(sys._getframe(1))):  # noqa: SLF001
+            self._records.notice(notice)
         while (step := loop.next_step()) is not None:
             yield step
         self.close_loop(loop)

@@ -20,6 +20,7 @@ from perdure.training.diagnosis.evidence import (
     NodeOutput,
     SilentRank,
     SlowNode,
+    SmallWorld,
     WorkerEnd,
 )
 from perdure.training.engines.base import Snapshot
@@ -55,6 +56,7 @@ from perdure.training.supervisor.watch import (
     Progress,
     WatchResult,
 )
+from perdure.training.supervisor.world_check import WorldCheck
 from perdure.training.wire.agent import NodeLog
 from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.logs import WorkerLog
@@ -82,6 +84,7 @@ class _Failure:
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
     is_late_start: bool = False
+    small_world: SmallWorld | None = None
 
 
 class AttemptWatch:
@@ -124,8 +127,9 @@ class AttemptWatch:
         setting = find_target(" ".join(job.worker.command or ()))
         exits = CommandExitCheck(job.target_step, setting=setting) if is_command else None
         self._exit_check = exits
-        exit_watchers = (exits,) if exits is not None else ()
-        self._watchers: Sequence[AttemptWatcher] = (*watchers, *exit_watchers)
+        worlds = WorldCheck(job, self._logs) if job.worker.is_launcher else None
+        of_command = (watcher for watcher in (worlds, exits) if watcher is not None)
+        self._watchers: Sequence[AttemptWatcher] = (*watchers, *of_command)
         self._log, self._log_container = self._follower(), ""
         self._progress = Progress()
         self._proc_start_cnt: dict[str, int] = {}
@@ -190,8 +194,9 @@ class AttemptWatch:
         is_fault = has_failed or any(result.is_fault for result in results)
         if request is not None and (not is_fault or self._ended_on_request):
             return self._end_on_request(request)
+        culprit = next((result.culprit for result in results if result.culprit is not None), None)
         if EndKind.FAILED in ends:
-            return self.wind_up()
+            return self.wind_up(culprit=culprit)
         if _all_done(snapshot):
             return self._end(EndKind.COMPLETED, snapshot)
         starting = [node for node in starting_nodes(snapshot) if node not in answered]
@@ -203,7 +208,6 @@ class AttemptWatch:
             return self.wind_up(refusal=text, is_late_start=True)
         if has_failed or (snapshot.is_over and not starting):
             return self.wind_up()
-        culprit = next((result.culprit for result in results if result.culprit is not None), None)
         return self.wind_up(culprit=culprit) if culprit is not None else None
 
     def _end_on_request(self, request: EndKind) -> AttemptEnd:
@@ -260,14 +264,14 @@ class AttemptWatch:
         *,
         refusal: str | None = None,
         is_late_start: bool = False,
-        culprit: SlowNode | SilentRank | Fault | None = None,
+        culprit: SlowNode | SilentRank | SmallWorld | Fault | None = None,
     ) -> AttemptEnd:
         """Let the others report after the first failure, stop them, and poll once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
             is_late_start: whether it is that nodes took too long.
-            culprit: holds the others up, or may do so, when nothing else has happened.
+            culprit: what the attempt ends for, when nothing else has happened.
         """
         at_s = time.time()
         time.sleep(SETTLE_S)
@@ -280,6 +284,7 @@ class AttemptWatch:
         silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
         slow = culprit if isinstance(culprit, SlowNode) else None
         chip = culprit if isinstance(culprit, Fault) else None
+        small = culprit if isinstance(culprit, SmallWorld) else None
         # Before the order to stop, which would change them.
         stacks = tuple(self._fleet.stacks()) if silent else ()
         # Ranks that all live can save together; peers of a dead one cannot.
@@ -292,7 +297,7 @@ class AttemptWatch:
             return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *unfinished_nodes(final))))
         failure = _Failure(
-            at_s, failed, refusal, slow, chip, stacks, given_up, silent, is_late_start
+            at_s, failed, refusal, slow, chip, stacks, given_up, silent, is_late_start, small
         )
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
@@ -391,6 +396,7 @@ class AttemptWatch:
             ended_ranks=exits.early.ranks(step=step) if exits is not None else (),
             restart_codes=self._restart_codes,
             obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
+            small_world=failure.small_world,
         )
         return AttemptEnd(
             kind,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from perdure.training.diagnosis.evidence import Evidence, SilentRank, SlowNode
+from perdure.training.diagnosis.evidence import Evidence, SilentRank, SlowNode, SmallWorld
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from perdure.training.journal.time_account import SeenStep
@@ -191,14 +191,14 @@ class WatchResult:
         end: FAILED: something is wrong that no agent reports as a failure; RESTARTED: the attempt
             is to end well and to be started anew.
         is_fault: whether FAILED comes before a request to stop or restart.
-        culprit: holds the others up although nothing has failed, or is the fault of a chip whose
-            process has not failed yet.
+        culprit: holds the others up, or is no gang, although nothing has failed; or it is the
+            fault of a chip whose process has not failed yet.
         answered_nodes: nodes whose loss, or start, is answered inside the attempt.
     """
 
     end: EndKind | None = None
     is_fault: bool = False
-    culprit: SlowNode | SilentRank | Fault | None = None
+    culprit: SlowNode | SilentRank | SmallWorld | Fault | None = None
     answered_nodes: frozenset[str] = frozenset()
 
 

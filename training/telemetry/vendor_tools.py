@@ -18,7 +18,9 @@ COMMAND_TIMEOUT_S = 10.0
 KILL_WAIT_S = 1.0
 _MAX_OUTPUT_BYTES = 64 << 10
 # Places of tools that the driver package does not put into PATH.
-PLACES: Mapping[str, str] = {"hccn_tool": "/usr/local/Ascend/driver/tools/hccn_tool"}
+PLACES: Mapping[str, str] = {
+    name: f"/usr/local/Ascend/driver/tools/{name}" for name in ("hccn_tool", "msnpureport")
+}
 
 
 Ask = Callable[[Sequence[str]], str]  # runs a tool and returns its output
@@ -35,7 +37,11 @@ def find_tool(name: str) -> str | None:
 
 
 def run_tool(
-    command: Sequence[str], *, timeout_s: float = COMMAND_TIMEOUT_S, answers: str = ""
+    command: Sequence[str],
+    *,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    answers: str = "",
+    folder: Path | None = None,
 ) -> str:
     """Run a tool, and return its output on both streams, with any exit code.
 
@@ -43,6 +49,7 @@ def run_tool(
         command: the tool and its arguments.
         timeout_s: limit after which it is killed.
         answers: text for its stdin.
+        folder: where it runs; None: here.
 
     Raises:
         NoAnswer: the tool did not start, or took longer than `timeout_s`.
@@ -56,6 +63,7 @@ def run_tool(
             # A session of its own, so that what the tool starts ends with it.
             process = subprocess.Popen(
                 [find_tool(command[0]) or command[0], *command[1:]],
+                cwd=folder,
                 stdin=subprocess.PIPE if answers else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

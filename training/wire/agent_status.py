@@ -234,6 +234,7 @@ class AgentStatus(FrozenModel):
         workers: the processes that the agent started: one per rank, or a single launcher.
         is_launcher: whether a single process has started the ranks itself.
         ranks: a command's ranks, as far as the agent knows them.
+        world_size: ranks in the largest gang of which a launcher here started some; 0: not known.
         output_bytes: length of what the attempt's processes have printed.
         shown: step by the output of a command, where its job says how to read it.
         saved: the newest checkpoints that a command has saved in this attempt.
@@ -255,6 +256,7 @@ class AgentStatus(FrozenModel):
     is_command: bool = False
     is_launcher: bool = False
     ranks: tuple[RankStatus, ...] = ()
+    world_size: int = 0
     hang: HangReport | None = None
     staging_error: str | None = None
     oom_kills: int = 0

@@ -71,8 +71,8 @@ def main() -> None:
         optimizer.step()
         losses.append(float(loss.item()).hex())
     learned = digest(model)
-    # DDP's reducer holds the group. If it goes last, it joins gloo's threads under the GIL, for which
-    # one of them may wait: 2 of 20 runs hung there for ever (torch 2.13.0, pytorch/pytorch#56297).
+    # DDP's reducer holds the group. If it goes last, it joins gloo's threads under the GIL, which
+    # one of them may want: 2 of 20 runs hung there for ever (torch 2.13.0, pytorch/pytorch#56297).
     del model, optimizer, loss
     gc.collect()
     dist.destroy_process_group()

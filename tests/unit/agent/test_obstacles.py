@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from perdure.training.agent.obstacles import (
     describe_obstacles,
     remove_leftovers,
 )
+from perdure.training.diagnosis.obstacles import SHARED_MEMORY
 
 
 def test_a_file_that_the_run_left_is_removed(tmp_path):
@@ -104,6 +107,15 @@ def test_what_another_run_of_this_user_has_in_shared_memory_stays(tmp_path):
         (tmp_path / name).write_text("x")
     names.remove_new({4711})
     assert {path.name for path in tmp_path.iterdir()} == set(others)
+
+
+def test_a_semaphore_of_a_living_process_stays():
+    before = SharedMemoryNames()
+    semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
+    name = Path(SHARED_MEMORY) / f"sem.{semaphore._semlock.name.removeprefix('/')}"
+    assert name.exists()
+    before.remove_new(pids=())
+    assert name.exists(), "other processes open it by this name"
 
 
 def test_a_pid_file_of_a_living_process_stays_though_nobody_has_it_open(tmp_path):

@@ -17,8 +17,8 @@ from tests.waiting import wait_for
 
 # Two ranks as torchrun starts them, and a helper of each, as a data loader is.
 LAUNCHER = """
-RANK=4 LOCAL_RANK=0 sh -c 'sleep 600 & wait' &
-RANK=5 LOCAL_RANK=1 sh -c 'sleep 600 & wait' &
+RANK=4 WORLD_SIZE=6 LOCAL_RANK=0 sh -c 'sleep 600 & wait' &
+RANK=5 WORLD_SIZE=6 LOCAL_RANK=1 sh -c 'sleep 600 & wait' &
 wait
 """
 BEATING = """
@@ -52,6 +52,13 @@ def test_ranks_are_known_by_what_their_launcher_gave_them_and_helpers_are_none(c
     ]
     assert [process.rank for process in command.processes()].count(5) == 2
     assert [process.is_rank for process in command.processes()].count(True) == 2
+
+
+def test_the_largest_gang_of_a_command_is_kept_when_its_ranks_have_ended(command):
+    assert command.world_size == 6
+    os.killpg(command.pids[0], signal.SIGKILL)
+    wait_for(lambda: not command.processes(age_s=0))
+    assert command.world_size == 6
 
 
 def test_a_helper_that_is_stopped_stops_its_rank_and_comes_first_in_the_stacks(command):

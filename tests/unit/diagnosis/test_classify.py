@@ -19,6 +19,7 @@ from perdure.training.diagnosis.evidence import (
     NodeOutput,
     SilentRank,
     SlowNode,
+    SmallWorld,
     WorkerEnd,
 )
 from perdure.training.diagnosis.exits import EXIT_ABOVE_PROCESS, EXIT_RESTART_ME, EXIT_USER
@@ -475,3 +476,26 @@ def test_an_exception_that_points_at_the_output_gives_way_to_what_it_points_at()
     assert fault.fault_class is FaultClass.OPERATOR_ERROR
     assert fault.code == "EZ9999"
     assert "aicore error" in fault.evidence
+
+
+@pytest.mark.parametrize(
+    ("world", "line"),
+    [
+        (
+            SmallWorld(2, 2, 2, ("node-0", "node-1")),
+            "4 (engine.nodes 2 x slots_per_node 2): node-0, node-1 trained separately",
+        ),
+        (
+            SmallWorld(1, 1, 8, ("node-0",)),
+            "8 (engine.nodes 1 x slots_per_node 8)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("workers", [(), (end(0),), (end(-15, stopped=True),)])
+def test_too_few_ranks_are_a_wrong_launch_with_the_numbers(world, line, workers):
+    fault = cause(*workers, small_world=world)
+    assert (fault.fault_class, fault.code) == (FaultClass.LAUNCH_MISCONFIGURED, "SMALL_WORLD")
+    ranks = f"{world.size} {'ranks' if world.size > 1 else 'rank'}"
+    assert fault.evidence == f"the launcher started a gang of {ranks}, the job has {line}"
+    assert fault.recoverable_by is RecoverableBy.USER_FIX
+    assert "engine.slots_per_node" in fault.action

@@ -99,14 +99,23 @@ def test_without_perdure_the_steps_are_those_of_a_loop_over_accelerate():
     own_loop(accelerator, given)
     expected = state_of(given)
     accelerator, given, _ = parts(use_seedable_sampler=True)
-    numbers = []
-    for step in training_steps(accelerator, **given, max_grad_norm=0.5, until=8):
+    numbers: list[int] = []
+    updates: list[float] = []
+    steps = training_steps(
+        accelerator,
+        **given,
+        max_grad_norm=0.5,
+        until=8,
+        on_applied=lambda: updates.append(state_of(given)[0][0]),
+    )
+    for step in steps:
         with evaluation(), step:
             for batch in step.micro_batches():
                 step.backward(given["model"](batch / 9).square().mean())
             step.apply()
             numbers.append(step.number)
     assert numbers == list(range(1, 9))
+    assert (len(updates), updates[-1]) == (8, expected[0][0])
     assert state_of(given) == expected
 
 

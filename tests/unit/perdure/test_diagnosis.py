@@ -24,7 +24,8 @@ WAITED = (
 HEALTHY = "step 12 loss 3.4\n"
 KEYS = {
     "path", "fault_class", "key_line", "file", "node", "rank", "device", "code", "user_fault",
-    "hardware_fault", "recoverable_by", "explanation", "action", "rung", "runners_up",
+    "name", "name_zh", "title", "hardware_fault", "recoverable_by", "explanation", "action", "rung",
+    "runners_up",
 }  # fmt: skip
 
 
@@ -69,6 +70,9 @@ def test_json_shows_what_failed_where_and_what_can_be_done(logs):
         "rank": 1,
         "device": None,
         "code": None,
+        "name": "error in the training program",
+        "name_zh": "\u8bad\u7ec3\u4ee3\u7801\u9519\u8bef",
+        "title": "",
         "user_fault": True,
         "hardware_fault": False,
         "recoverable_by": RecoverableBy.USER_FIX,

@@ -69,7 +69,7 @@ def test_a_fault_under_recovery_says_what_is_known_and_what_is_not():
     assert list(result) == list(QUESTIONS), "every question, in order"
     assert report.name == "fault-p1-a1"
     assert report.title == "node_lost -> pod_reschedule (under way): node-1, step 40"
-    assert result["What broke?"].startswith("`node_lost`")
+    assert result["What broke?"].startswith("`node_lost`: node lost (\u8282\u70b9\u4e22\u5931)")
     assert result["Where?"] == "node-1, attempt 1.1, after step 40, at 1970-01-01 00:00:30 UTC"
     assert "`pod_reschedule`" in result["What was done?"]
     assert "Node **node-1** is isolated." in result["What was done?"]

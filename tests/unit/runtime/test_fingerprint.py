@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perdure.training.recovery.consistency import Hashes
 from perdure.training.runtime.step_loop.fingerprint import fingerprint, hashes_of, slots
+from perdure.training.runtime.step_loop.step import Comparison
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -85,6 +86,36 @@ def test_parameters_without_gradients_are_passed_over():
     assert hashed(model).gradients != with_all.gradients
     model.zero_grad(set_to_none=True)
     assert hashed(model).gradients == 0
+
+
+def test_tensors_that_a_program_compares_are_hashed_with_the_shards():
+    main_grad = torch.randn(5)
+    bare = trained()
+    bare.zero_grad(set_to_none=True)
+
+    def shards(*further: Tensor) -> int:
+        hashes = fingerprint(bare, CPU, is_split=True, further=further)
+        return hashes_of(slots(hashes, rank=0, world_size=1).tolist())[0].shards
+
+    assert shards() == 0
+    before = shards(main_grad)
+    flip(main_grad, bit=0)
+    assert shards(main_grad) != before
+
+
+def test_it_is_told_once_that_nothing_was_compared():
+    bare = trained()
+    bare.zero_grad(set_to_none=True)
+    notices: list[str] = []
+    comparison = Comparison(((0, 1),), every_steps=1, is_split=True, notice=notices.append)
+    for step in (1, 2):
+        hashes = fingerprint(bare, CPU, is_split=True)
+        voted = sum(slots(hashes, rank=rank, world_size=2) for rank in (0, 1))
+        assert isinstance(voted, Tensor)
+        comparison.check(voted.tolist(), step)
+    (notice,) = notices
+    assert "no values of the ranks were compared at step 1" in notice
+    assert "session.register(compare=...)" in notice
 
 
 def test_each_rank_has_a_place_of_its_own_in_the_vote():

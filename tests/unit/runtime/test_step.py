@@ -448,6 +448,20 @@ def test_a_step_that_is_applied_is_not_applied_again(make, is_in_apply):
     assert cut.state() == plain.state()
 
 
+@pytest.mark.parametrize("point", ["backward", "voted", "applied"])
+def test_state_beside_is_updated_once_for_each_step_that_is_applied(make, point):
+    cut = make()
+    updates: list[float] = []
+    cut.training.on_applied = lambda: updates.append(cut.training.lr)
+    cut.recoverable, cut.faults = (ConnectionError,), {point: ConnectionError()}
+    step = cut.take(cut.step())
+    if not step.is_applied:
+        assert updates == []
+        cut.take(step)
+    step.finish(step.vote)
+    assert len(updates) == 1
+
+
 def test_a_fault_of_another_kind_is_the_programs_own(make):
     trainee = make()
     trainee.recoverable, trainee.faults = (ConnectionError,), {"backward": KeyError("own")}

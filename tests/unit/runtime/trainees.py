@@ -58,6 +58,29 @@ class Loader:
         self.samples = state["samples"]
 
 
+class Average:
+    """An average of weights as programs keep it beside; of plain ones from the first step on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        sharded = {n: p for n, p in enumerate(model.parameters()) if isinstance(p, DTensor)}
+        self.weights = {n: torch.zeros_like(p.detach()) for n, p in sharded.items()}
+        self.num_steps = (0, "steps")
+
+    def update(self) -> None:
+        for number, parameter in enumerate(self.model.parameters()):
+            weight = self.weights.setdefault(number, torch.zeros_like(parameter.detach()))
+            weight.lerp_(parameter.detach(), 0.1)
+        self.num_steps = (self.num_steps[0] + 1, "steps")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = dict(state["weights"])
+        self.num_steps = state["num_steps"]
+
+
 class Trained(Protocol):
     """What a checkpoint is of."""
 
@@ -95,8 +118,15 @@ class Trainee:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4)
         self.data = Loader()
+        self.average = Average(self.model)
         self.training = Training(
-            self.model, [self.optimizer], [self.scheduler], self.scaler, self.data, 1.0
+            self.model,
+            [self.optimizer],
+            [self.scheduler],
+            self.scaler,
+            self.data,
+            1.0,
+            state={"average": self.average},
         )
         self._sharded = sharded
         torch.manual_seed(100 + rank)
@@ -118,6 +148,7 @@ class Trainee:
         self.scheduler.step()
         self.data.samples += 4
         self.seen += 1
+        self.average.update()
         return float(loss.item())
 
     def state(self) -> dict[str, Any]:
@@ -129,6 +160,7 @@ class Trainee:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "data": self.data.samples,
+            "average": _plain(self.average.state_dict()),
             "torch": torch.get_rng_state().tolist(),
             "python": random.getstate(),
             "numpy": _plain(np.random.get_state(legacy=True)),  # noqa: NPY002
@@ -140,7 +172,7 @@ class Trainee:
         return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-WEIGHTS = ("model", "optimizer", "scheduler", "scaler", "data")
+WEIGHTS = ("model", "optimizer", "scheduler", "scaler", "data", "average")
 
 
 def _plain(value: Any) -> Any:

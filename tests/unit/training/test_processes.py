@@ -18,6 +18,7 @@ from perdure.training.processes import (
     container_processes,
     interface_of,
     kill_container,
+    read_world_size,
     sort_by_start,
 )
 from tests.local_run import LocalRun
@@ -107,3 +108,21 @@ def test_a_killed_container_leaves_no_semaphore_and_no_process(tmp_path, tracker
     finally:
         semaphore.unlink(missing_ok=True)
         process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("environment", "size"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "16"}, 16),
+        ({"RANK_ID": "1", "RANK_SIZE": "8", "MS_WORKER_NUM": "8"}, 8),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}, 4),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 2),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, 1),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "RANK": "1", "WORLD_SIZE": "2"}, 2),
+        ({"RANK": "0"}, None),
+        ({"WORLD_SIZE": "8"}, None),
+        ({}, None),
+    ],
+)
+def test_a_launcher_tells_its_ranks_the_size_of_their_gang(environment, size):
+    assert read_world_size(environment) == size

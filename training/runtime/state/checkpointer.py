@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from perdure.training.runtime.program import Training
 from perdure.training.runtime.state.initial import InitialState
 from perdure.training.runtime.state.live import LiveState
 from perdure.training.runtime.state.part_names import PartNames
+from perdure.training.runtime.state.program_state import PROGRAM, with_room
 from perdure.training.runtime.state.random_numbers import random_states, set_random_states
 from perdure.training.runtime.state.restore import Restorer, StateOf, from_first
 
@@ -265,26 +266,34 @@ class Checkpointer:
         """Fill the training with what `read` fills tensors with; None when it gave up."""
         tensors, _ = self.live.tensors()
         saved = self._names.tensors(tensors)
+        beside, _ = self.live.program.take()
+        room: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
 
         def state_of(manifest: Manifest) -> dict[str, Tensor]:
             self._names.check(manifest.tensors, step=manifest.step)
             local_tensors.clear()  # an older checkpoint than at the previous try
+            names = self._names.live_names(manifest.tensors, PROGRAM)
+            records = {live: manifest.tensors[name] for name, live in names.items()}
+            layouts = {name: (record.dtype, record.shape) for name, record in records.items()}
+            room.clear()
+            room.update(with_room(beside, layouts))
             own_bytes = {n for n in manifest.tensors if n.startswith(self._random_prefix)}
             if self._names.settings is not None:
                 own_bytes.add(self._names.settings)
             for name in own_bytes:
                 shape = manifest.tensors[name].shape
                 local_tensors[name] = torch.empty(shape, dtype=torch.uint8)
-            return {**saved, **local_tensors}
+            return {**saved, **self._names.tensors(room), **local_tensors}
 
         manifest = read(state_of)
         if manifest is None:
             return None
         extra: dict[str, Any] = dict(manifest.extra)
         if self._names.settings is not None:
-            extra["optimizer"] = _json_of(local_tensors.pop(self._names.settings))
+            extra |= _settings_of(_json_of(local_tensors.pop(self._names.settings)))
         self.live.put(tensors, extra)
+        self._put_beside(extra.get("program", {}), room, step=manifest.step)
         self._loader.load_state_dict(extra["data"])
         # A rank that the saved world did not have keeps the state its seed gave it.
         prefix = self._random_prefix
@@ -294,17 +303,29 @@ class Checkpointer:
         self._newest_saved = manifest.step
         return manifest
 
+    def _put_beside(
+        self, documents: Mapping[str, Any], tensors: Mapping[str, Tensor], *, step: int
+    ) -> None:
+        lacking = self.live.program.put(documents, tensors)
+        if lacking and self._context.rank == 0:
+            _log.warning(
+                f"the checkpoint of step {step} has nothing of {', '.join(lacking)}, which the "
+                "program registers as state: it begins anew"
+            )
+
     def _full_state(
         self, data: dict[str, Any], *, loss: float | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Collect the state to save: tensors by name, and the rest as JSON."""
         live, settings = self.live.tensors()
-        tensors = self._names.tensors(live)
+        beside, documents = self.live.program.take()
+        tensors = self._names.tensors(live | beside)
+        rank_settings = {"optimizer": settings, "program": documents}
         if self._names.settings is not None:
-            tensors[self._names.settings] = _json_tensor(settings)
+            tensors[self._names.settings] = _json_tensor(rank_settings)
         for name, state in random_states(self._device).items():
             tensors[self._random_prefix + name] = state
-        extra = {"data": data, "optimizer": settings, **self.live.parts()}
+        extra = {"data": data, **rank_settings, **self.live.parts()}
         if loss is not None:
             extra[LOSS] = loss
         # JSON has no tuples: convert here, and not in the manifest's validation.
@@ -320,6 +341,11 @@ def _json_tensor(document: Any) -> Tensor:
     text = json.dumps(document).encode()
     padded = text.ljust(-(-len(text) // JSON_PAGE_BYTES) * JSON_PAGE_BYTES)
     return torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+
+
+def _settings_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Read the settings of a part; those of older checkpoints are the optimizer's alone."""
+    return document if "program" in document else {"optimizer": document}
 
 
 def _json_of(tensor: Tensor) -> Any:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DataParallel
 
 from perdure.training.errors import InputError
 from perdure.training.runtime.program import Training
+from perdure.training.runtime.state.program_state import ProgramState, layouts_of, with_room
 from perdure.training.runtime.state.transfer import TensorLayout, local_part
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -38,10 +39,14 @@ class LiveState:
 
     Args:
         training: what is trained.
+
+    Attributes:
+        program: the state that the program keeps beside.
     """
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self.program = ProgramState(training.state)
         # Torch takes the prefix of all other wrappers off the names of a state.
         model = training.model
         self._model: nn.Module = model.module if isinstance(model, DataParallel) else model
@@ -87,16 +92,21 @@ class LiveState:
         self._put_parts(extra)
 
     def whole(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Collect everything that a replica needs: tensors by name, and the rest as JSON.
+        """Collect everything that a replica needs: tensors by name, and the rest as JSON."""
+        tensors, settings = self._trained()
+        groups = [_settings_of(group) for group in self._training.param_groups]
+        beside, documents = self.program.take()
+        extra = {"groups": groups, "optimizer": settings, "program": documents, **self.parts()}
+        return tensors | beside, json.loads(json.dumps(extra))
+
+    def _trained(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Collect what training changes, and the optimizer's settings.
 
         Before the first step the optimizer has no state, and making it would count a step.
         """
         has_state = self._training.has_optimizer_state
         tensors, settings = self.tensors() if has_state else (self.model_tensors(), {})
-        tensors |= self._computed(tensors)
-        groups = [_settings_of(group) for group in self._training.param_groups]
-        extra = {"groups": groups, "optimizer": settings, **self.parts()}
-        return tensors, json.loads(json.dumps(extra))
+        return tensors | self._computed(tensors), settings
 
     def adopt(
         self,
@@ -116,10 +126,12 @@ class LiveState:
             self._forget_optimizer_state()
         elif not training.has_optimizer_state and not self._allocate_state(layouts or {}):
             self.tensors()
-        tensors, _ = self.whole()
-        fill(tensors)
+        tensors, _ = self._trained()
+        beside = with_room(self.program.take()[0], dict(layouts_of(extra["program"])))
+        fill(tensors | beside)
         if not self._are_live(tensors):
             self.put(tensors, extra)
+        self.program.put(extra["program"], beside)
         for group, saved_group in zip(training.param_groups, extra["groups"], strict=True):
             group.update(_revived(saved_group))  # a schedule's state does not bring its rate along
         self._put_parts(extra)

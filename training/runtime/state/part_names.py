@@ -20,9 +20,10 @@ from perdure.training.errors import InputError
 from perdure.training.recovery.replicas import Axis
 from perdure.training.runtime.context import WorkerContext
 from perdure.training.runtime.state.live import MODEL, OPTIMIZER, STATE
+from perdure.training.runtime.state.program_state import PROGRAM
 
 _TAG = re.compile(r"(?:part|stage)\d{5}(?=/)")
-_PREFIXES = (MODEL, STATE, OPTIMIZER)  # the first that fits
+_PREFIXES = (MODEL, STATE, OPTIMIZER, PROGRAM)  # the first that fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class PartNames:
     def tensors(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Map tensors to the names they are saved with."""
         return {self._saved(name, tensor): tensor for name, tensor in live.items()}
+
+    def live_names(self, saved_names: Iterable[str], prefix: str) -> dict[str, str]:
+        """Map this rank's names of a checkpoint that begin so to those that they were made of."""
+        names = (n for n in saved_names if n.startswith(prefix) and not self.is_anothers(n))
+        return {name: name.replace(f"{_tag_of(name)}/", "", 1) for name in names}
 
     def is_anothers(self, name: str) -> bool:
         """Whether a checkpoint has this name for another part or stage."""

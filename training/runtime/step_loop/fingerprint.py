@@ -7,6 +7,7 @@ them up, and every single flipped bit changes it. Tensors are read once; the hos
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,13 @@ NOT_FINITE = -1.0  # in place of the hashes of gradients
 _INTEGERS = {1: torch.int8, 2: torch.int16}
 
 
-def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = False) -> Tensor:
+def fingerprint(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    is_split: bool = False,
+    further: Iterable[Tensor] = (),
+) -> Tensor:
     """Hash this rank's weights and gradients, as floats [WIDTH].
 
     To be taken when gradients are reduced and not yet clipped: a norm of sharded gradients may
@@ -35,6 +42,7 @@ def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = Fals
         model: as it was registered.
         device: the rank's accelerator, or the CPU.
         is_split: ranks have different parts of the model: all parameters count as shards.
+        further: tensors that ranks which hold the same shards have alike, too.
     """
     plain, shards = _parts(model)
     if is_split:
@@ -42,7 +50,7 @@ def fingerprint(model: nn.Module, device: torch.device, *, is_split: bool = Fals
     sums = [
         _sum_of(plain, device),
         _sum_of((parameter.grad for parameter in plain), device),
-        _sum_of((parameter.grad for parameter in shards), device),
+        _sum_of(chain((parameter.grad for parameter in shards), further), device),
     ]
     halves = [(bits >> shift) & (_HALF - 1) for bits in sums for shift in (0, _HALF_BITS)]
     return torch.stack(halves).float()

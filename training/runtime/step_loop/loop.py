@@ -122,6 +122,7 @@ class StepLoop:
             layout.replica_groups(),
             job.watch.consistency_every_steps,
             is_split=self.context.holds_parts,
+            notice=self.records.notice,
         )
         self._steps = StepContext(
             training=self.training,

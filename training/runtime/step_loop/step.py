@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from perdure.training.injection.inside import WorkerInjector
 from perdure.training.liveness.heartbeat import HeartbeatWriter
-from perdure.training.recovery.consistency import Cause, find_difference, is_due
+from perdure.training.recovery.consistency import NOTHING, Cause, find_difference, is_due
 from perdure.training.recovery.repair import StepPhase, Vote
 from perdure.training.runtime.errors import (
     NotApplied,
@@ -90,12 +90,15 @@ class Comparison:
         every_steps: between two comparisons; 0: none.
         aligned_at: newest step from which all ranks began together.
         is_split: ranks of different groups have different parts of the model.
+        notice: takes that nothing was compared, once.
     """
 
     groups: Sequence[Sequence[int]]
     every_steps: int
     aligned_at: int = 0
     is_split: bool = False
+    notice: Callable[[str], None] = lambda _: None
+    _is_noticed: bool = False
 
     def is_due(self, step: int) -> bool:
         """Whether a step is compared. The same on every rank."""
@@ -110,9 +113,15 @@ class Comparison:
             RanksDiffer: the program trains differently on each rank.
             SilentCorruption: values have changed on a rank.
         """
-        difference = find_difference(
-            hashes_of(voted), self.groups, step=step, aligned_at=self.aligned_at
-        )
+        hashes = hashes_of(voted)
+        if hashes[0] == NOTHING and not self._is_noticed:
+            self._is_noticed = True
+            self.notice(
+                f"no values of the ranks were compared at step {step}: no parameter that they "
+                "have alike has a gradient in .grad; a silent corruption is seen where "
+                "session.register(compare=...) returns the gradients and the optimizer's copies"
+            )
+        difference = find_difference(hashes, self.groups, step=step, aligned_at=self.aligned_at)
         if difference is None:
             return
         if difference.cause is Cause.PROGRAM:
@@ -271,7 +280,10 @@ class Step:
         is_compared = self._context.comparison.is_due(self.number)
         hashes = (
             fingerprint(
-                training.model, self._context.device, is_split=self._context.comparison.is_split
+                training.model,
+                self._context.device,
+                is_split=self._context.comparison.is_split,
+                further=training.compare(),
             )
             if is_compared
             else None
@@ -312,6 +324,7 @@ class Step:
         for scheduler in training.schedulers:
             scheduler.step()
         training.zero_grad()
+        training.on_applied()
         self._context.settle()
         self.is_dirty, self.is_applied = False, True
         self._reached("applied")

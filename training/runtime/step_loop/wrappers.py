@@ -25,6 +25,7 @@ def reset(training: Training, generations: Generations) -> None:
     """Make a training ready to begin a step again; not collective."""
     model = training.model
     training.zero_grad()
+    training.reset()
     if training.scaler is not None:
         training.scaler._per_optimizer_states.clear()  # noqa: SLF001 update() would change the scale
     if isinstance(model, DistributedDataParallel):

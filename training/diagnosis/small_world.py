@@ -1,0 +1,40 @@
+"""The fault of a launcher that has started fewer ranks than the job has; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from perdure.training.diagnosis.evidence import Evidence
+from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+
+CODE = "SMALL_WORLD"
+_WHY = (
+    "The launcher of the command did not start all ranks of the job as one gang: fewer ranks train "
+    "together than the job describes, or each node trains by itself."
+)
+_ACTION = (
+    "torchrun: leave out --standalone, --nnodes, --node_rank and --nproc_per_node, which Perdure "
+    "sets in PET_NNODES and so on. Another launcher: give it ${MA_NUM_HOSTS} nodes, "
+    "${VC_TASK_INDEX} as the number of the node, ${MA_NUM_GPUS} ranks per node, ${MASTER_ADDR} and "
+    "${MASTER_PORT}. If so few ranks are meant, set engine.nodes and engine.slots_per_node to them."
+)
+
+
+def blame_small_world(evidence: Evidence) -> Iterator[Fault]:
+    """Blame the start of a command whose ranks are too few, if they are."""
+    small = evidence.small_world
+    if small is None:
+        return
+    traits = TRAITS[FaultClass.LAUNCH_MISCONFIGURED]
+    yield Fault(
+        FaultClass.LAUNCH_MISCONFIGURED,
+        evidence.at_s,
+        small.line,
+        code=CODE,
+        step=evidence.step,
+        explanation=_WHY,
+        action=_ACTION,
+        recoverable_by=traits.recoverable_by,
+        user_fault=traits.user_fault,
+        hardware_fault=traits.hardware_fault,
+    )
