@@ -16,11 +16,14 @@ from perdure.training.engines.kubernetes.api import connect
 from perdure.training.engines.kubernetes.fault_feed import FaultFeed, exclusions
 from perdure.training.engines.registry import platform_checks
 from perdure.training.errors import NoCapacity
+from perdure.training.recovery.chip_events import ChipReport
+from perdure.training.recovery.chips import ChipLevel
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.wire.node import CheckOutcome
 from tests.jobs import small_job
 from tests.kubernetes.accounts import NEEDED, kubeconfig_of, role
 from tests.kubernetes.bare import PLACE_S, placement
+from tests.kubernetes.runs import Deed, node_of
 from tests.waiting import wait_for
 
 CODE = "80E18402"
@@ -99,6 +102,29 @@ def test_a_node_with_a_bad_chip_is_not_chosen_and_one_that_gets_one_is_evidence(
     assert (fault.node, fault.device, fault.code) == ("n2", 4, CODE)
     assert fault.fault_class is FaultClass.DEVICE_MEMORY_ERROR
     assert not made.texts(began_s + 60)
+    (chip,) = made.chip_reports(began_s)
+    assert chip == ChipReport("n2", 4, CODE, ChipLevel.SEPARATE, "MindCluster")
+    assert not made.chip_reports(began_s + 60)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(900)
+def test_a_chip_that_mindcluster_separates_costs_a_training_run_its_node_at_once(runs, report):
+    def separates(run):
+        bad = chip_fault("Ascend910-1", "SeparateNPU", at_s=time.time())
+        name = f"mindx-dl-deviceinfo-{node_of(run, 1)}"
+        report(DEVICES, name, DeviceInfoCfg=device_info(bad))
+
+    watch = {"sample_every_s": 1.0}
+    job = runs.job("separated", steps=300, watch=watch)
+    played = runs.run(job, Deed(separates, ends_attempt=False))
+    assert played.outcome.ended == "completed"
+    assert played.answers == [("device_memory_error", "node_replace")]
+    (evidence,) = played.evidence
+    assert f"MindCluster reports device 1: fault_code: {CODE}" in evidence
+    (lost,) = played.history.isolated
+    assert lost not in {member.node for member in played.history.placements[-1].members}
+    assert played.leftovers == []
 
 
 @pytest.mark.timeout(PLACE_S + 300)

@@ -178,6 +178,7 @@ def unhealthy(home, tmp_path_factory) -> RunOutcome:
             # However fast the machine, a limit is exceeded for long enough.
             pace_s=2 * LATENCY_HOLD_S / 60,
             watch={
+                "chip_events": "report",
                 "sample_every_s": 0.5,
                 "low_for_s": 2,
                 "latency_high_ms": 0.001,

@@ -20,6 +20,13 @@ class HangAction(StrEnum):
     ALERT = "alert"
 
 
+class ChipEventAction(StrEnum):
+    """Consequences of a fault code that a chip reports while processes live."""
+
+    ACT = "act"
+    REPORT = "report"
+
+
 class WatchSpec(SettingsModel):
     """Hang limits, alert thresholds, log collection and metrics."""
 
@@ -55,6 +62,11 @@ class WatchSpec(SettingsModel):
         HangAction.RESTART, description="restart: a hang ends the attempt, and the recovery "
         "ladder answers; alert: the attempt continues, with an alert until the ranks make "
         "progress again"
+    )  # fmt: skip
+    chip_events: ChipEventAction = Field(
+        ChipEventAction.ACT, description="act: a fault code whose level asks for a restart, a "
+        "reset or the removal of the chip is answered when the driver or MindCluster reports it; "
+        "report: it is an alert until processes fail over it"
     )  # fmt: skip
     utilisation_low_percent: float = Field(
         50.0,

@@ -43,6 +43,7 @@ from perdure.training.recovery.invariants import CHECK_INVARIANTS_ENV, Invariant
 from perdure.training.recovery.ladder import InProcessDecider
 from perdure.training.recovery.memory import AttemptSettings, Memory
 from perdure.training.recovery.protocol import (
+    ChipReported,
     Ending,
     GenerationReport,
     LastSaved,
@@ -61,6 +62,7 @@ from perdure.training.recovery.stages import Stage
 from perdure.training.recovery.stimuli import (
     AgentConnected,
     AgentDisconnected,
+    ChipFailed,
     ConnectionsRestored,
     FaultReported,
     LastSaveReported,
@@ -274,6 +276,9 @@ class Coordinator:
                 fault = replace(message.fault, step=attempt.step)
                 is_slow = fault.fault_class is FaultClass.FAIL_SLOW
                 self._handle((NodeSlow if is_slow else NodeLost)(fault, message.ranks))
+            case ChipReported():
+                self._read_log()
+                self._handle(ChipFailed(message.fault, message.no_other_node))
             case NodeSampled():
                 self._metrics.sampled(message.node, NodeSample.model_validate(message.sample))
             case _:

@@ -25,6 +25,7 @@ from perdure.training.diagnosis.cause import (
     build_fault,
     rank_candidates,
 )
+from perdure.training.diagnosis.chip_reports import explains_stall, reported_faults
 from perdure.training.diagnosis.ended_rank import blame_ended_rank
 from perdure.training.diagnosis.ending import (
     PIPE_ADVICE,
@@ -113,11 +114,12 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         *_blame_coordinator(evidence),
         *_blame_refusal(evidence),
         *_blame_slow_node(evidence),
+        *(_Cause(_Tier.ROOT, fault) for fault in reported_faults(evidence)),
         *(_Cause(_Tier.NODE, fault) for fault in blame_small_world(evidence)),
     ]
     if not causes:
         return Diagnosis(build_plain_fault(FaultClass.UNKNOWN, evidence, "no evidence"))
-    causes = _demote_receipts(causes)
+    causes = _demote_stalls(_demote_receipts(causes), evidence)
     causes.sort(key=lambda cause: (cause.tier, cause.fault.at_s))
     left = blame_ended_rank(evidence, causes[0].fault)
     if left is not None:
@@ -138,6 +140,15 @@ def _demote_receipts(causes: Sequence[_Cause]) -> list[_Cause]:
     if len(receipts) == len(ends):
         return list(causes)
     return [replace(c, tier=max(c.tier, _Tier.CASCADE)) if c in receipts else c for c in causes]
+
+
+def _demote_stalls(causes: Sequence[_Cause], evidence: Evidence) -> list[_Cause]:
+    """Demote a hang for which a chip is to blame."""
+    of_devices = [c.fault for c in causes if c.tier in (_Tier.ROOT, _Tier.OF_DEVICE)]
+    if not explains_stall(of_devices, evidence):
+        return list(causes)
+    hang = FaultClass.HANG
+    return [replace(c, tier=_Tier.SYMPTOM) if c.fault.fault_class is hang else c for c in causes]
 
 
 def _count_other_nodes(causes: Sequence[_Cause]) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from perdure.training.diagnosis.ending import FalseSuccess
 from perdure.training.diagnosis.exits import EXIT_DONE
-from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.wire.agent_status import Obstacle
 from perdure.training.wire.rank_snapshot import RankSnapshot
@@ -216,6 +216,8 @@ class Evidence:
 
     Attributes:
         losses: containers that the engine has lost, or is about to lose.
+        chip: fault that a chip reported while processes lived, and that they were ended for.
+        chips: all such faults of the attempt; a hang that began with one is that one.
         rank_progress: progress of all ranks at the moment when a rank was silent.
         unwritable: nodes whose scratch folder takes no files, with the reason and the path.
         is_late_start: whether `refusal` is that nodes took too long to start their processes.
@@ -241,6 +243,8 @@ class Evidence:
     outputs: Sequence[NodeOutput] = ()
     rank_progress: Sequence[RankSnapshot] = ()
     slow: SlowNode | None = None
+    chip: Fault | None = None
+    chips: Sequence[Fault] = ()
     given_up: AttemptGivenUp | None = None
     coordinator: CoordinatorLost | None = None
     ended_ranks: Sequence[EndedRank] = ()

@@ -17,6 +17,7 @@ from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.environment import variables_of
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import AgentConfig, AgentReply, NodeLog
@@ -230,6 +231,14 @@ class Engine(Protocol):
 
         Args:
             since_s: earlier reports are left out; seconds since the epoch.
+        """
+        ...
+
+    def chip_reports(self, since_s: float) -> Sequence[ChipReport]:
+        """Read the platform's reports of the placement's chips, with the codes that each has now.
+
+        Args:
+            since_s: faults that began earlier are left out; seconds since the epoch.
         """
         ...
 

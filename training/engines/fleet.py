@@ -27,6 +27,7 @@ from perdure.training.engines.base import (
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.engines.spare_containers import SpareContainers
 from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Rung
@@ -450,6 +451,10 @@ class Fleet:
         """
         device_logs = self._texts(EvidenceQuery(tail_bytes=tail_bytes, of_attempt=of_attempt))
         return [*device_logs, *self._engine.texts(since_s)]
+
+    def chip_reports(self, since_s: float) -> Sequence[ChipReport]:
+        """Read the platform's reports of chips; see `Engine.chip_reports`."""
+        return self._engine.chip_reports(since_s)
 
     def stacks(self) -> Sequence[tuple[str, NodeLog]]:
         """Read the stack of every thread of the workers, in the containers that answer."""

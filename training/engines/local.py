@@ -36,6 +36,7 @@ from perdure.training.files import last_line, private_folder, why_unwritable, wr
 from perdure.training.injection.victims import processes_of
 from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER, is_alive, kill_container
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import NO_MEMBER, AgentAddress, NodeLog
@@ -204,6 +205,10 @@ class LocalEngine:
         return self.contacts()
 
     def texts(self, since_s: float) -> Sequence[tuple[str, NodeLog]]:  # noqa: ARG002 the seam's
+        """Return no reports: there is no platform below the nodes."""
+        return []
+
+    def chip_reports(self, since_s: float) -> Sequence[ChipReport]:  # noqa: ARG002 the seam's
         """Return no reports: there is no platform below the nodes."""
         return []
 

@@ -75,6 +75,19 @@ BY_LEVEL: Mapping[ChipLevel, ChipAnswer] = {
     ChipLevel.SEPARATE: ChipAnswer.SEPARATE,
     ChipLevel.SEPARATE_BY_HAND: ChipAnswer.SEPARATE,
 }
+# Whether a report of the level ends the processes on the chip at once, before they fail over it.
+# MindCluster leaves a job that runs on a chip of level no_new_jobs alone.
+ACTS_AT_ONCE: Mapping[ChipLevel, bool] = {
+    ChipLevel.NOT_HANDLED: False,
+    ChipLevel.SUB_HEALTHY: False,
+    ChipLevel.RESTART_REQUEST: True,
+    ChipLevel.RESTART_JOB: True,
+    ChipLevel.RESET_WHEN_IDLE: True,
+    ChipLevel.RESET_NOW: True,
+    ChipLevel.NO_NEW_JOBS: False,
+    ChipLevel.SEPARATE: True,
+    ChipLevel.SEPARATE_BY_HAND: True,
+}
 BY_SEVERITY: Mapping[Severity, ChipAnswer] = {
     Severity.HINT: ChipAnswer.NOTHING,
     Severity.MINOR: ChipAnswer.HEAL,

@@ -103,8 +103,16 @@ class LadderInput:
         return _num_used(self.streak, *rungs)
 
     def failed(self, *rungs: Rung) -> bool:
-        """Whether one of the rungs could not be carried out in this streak."""
-        return any(past.failed and past.rung in rungs for past in self.streak)
+        """Whether one of the rungs could not be carried out for the node in this streak.
+
+        What failed for one node says nothing about another, which may have a spare by now.
+        """
+        return any(past.failed and past.rung in rungs for past in self.of_node)
+
+    @property
+    def of_node(self) -> Sequence[Recovery]:
+        """Recoveries of the streak that answered a fault of the same node."""
+        return [past for past in self.streak if past.fault.node == self.fault.node]
 
 
 def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
@@ -396,9 +404,15 @@ def _pod_refusal(rung: Rung, case: LadderInput) -> str | None:
 def _isolated_refusal(rung: Rung, case: LadderInput) -> str | None:
     if case.failed(rung):
         return "no healthy spare was found"
-    if case.failed(Rung.POD_RESCHEDULE):
+    if any(past.failed and _isolated_alone(past) for past in case.of_node):
         return "the node is isolated already"
     return _isolation_refusal(case)
+
+
+def _isolated_alone(past: Recovery) -> bool:
+    """Whether a pod_reschedule isolated its node; a container that was taken away isolates none."""
+    is_evidence = past.fault.fault_class is not FaultClass.CONTAINER_LOST
+    return past.rung is Rung.POD_RESCHEDULE and (is_evidence or points_at_hardware(past.fault))
 
 
 def _isolation_refusal(case: LadderInput) -> str | None:

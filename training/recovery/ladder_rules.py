@@ -123,6 +123,11 @@ RULES: Mapping[str, LadderRule] = {
         "The node is isolated already, so no second isolation is requested.",
         _MODELARTS,
     ),
+    "a_rung_that_failed_for_one_node_is_open_for_another": LadderRule(
+        "A rung that could not be carried out, for lack of a spare or otherwise, is passed over "
+        "only for further faults of the same node.",
+        _OURS,
+    ),
     "an_isolation_without_a_healthy_spare_reports_it": LadderRule(
         "The reason gives the number of nodes that are left, and the engine waits "
         "`spare_wait_s` for a spare.",

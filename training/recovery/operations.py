@@ -144,6 +144,8 @@ class Operations:
         if decision.accept_abnormal and fault.step is not None:
             self.memory.accepted = fault.step + 1
         self.decider.began(fault, decision.rung)
+        for rank in moved:  # those that live on are left with their node
+            self._mark_ended(rank)
         began = RecoveryBegan(
             at_s=self.now_s,
             number=self.memory.outbox.next_number(),

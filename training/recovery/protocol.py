@@ -152,6 +152,19 @@ class NodeGone(CoordinatorMessage):
     ranks: tuple[int, ...]
 
 
+class ChipReported(CoordinatorMessage):
+    """A chip reports a fault while its process lives, as the supervisor knows it.
+
+    Attributes:
+        fault: with node, device and code.
+        no_other_node: why no other node can take the place of the fault's, None where one may.
+    """
+
+    op: Literal["chip_reported"] = "chip_reported"
+    fault: Fault
+    no_other_node: str | None = None
+
+
 class NewGeneration(CoordinatorMessage):
     """A generation of the process groups begins; the one before is over."""
 

@@ -7,7 +7,7 @@ seconds since the epoch, steps completed optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from perdure.training.recovery import stimuli
@@ -276,6 +276,27 @@ class Reactions(Operations):
         for rank in lost[1:]:
             self._mark_ended(rank)
         self.react(stimuli.ProcessEnded(lost[0], stimulus.fault))
+
+    @_method_of(Reaction.ANSWER_CHIP)
+    def _answer_chip(self, stimulus: stimuli.ChipFailed) -> None:
+        """Take the process on the chip for lost: it may never leave its step, nor be right."""
+        fault = self._with_rank(stimulus.fault)
+        if fault.rank is None:
+            return  # no rank computes on it, or its node was left
+        self.memory.round.suspicion = None
+        self._mark_ended(fault.rank)
+        self._answer(fault, no_other_node=stimulus.no_other_node)
+
+    @_method_of(Reaction.END_OVER_CHIP)
+    def _end_over_chip(self, stimulus: stimuli.ChipFailed) -> None:
+        fault = self._with_rank(stimulus.fault)
+        if fault.rank is not None:
+            self._give_up_over(fault, fault.evidence)
+
+    def _with_rank(self, fault: Fault) -> Fault:
+        ranks, device = self._ranks_of(fault.node), fault.device
+        is_used = device is not None and device < len(ranks)
+        return replace(fault, rank=ranks[device] if is_used else None, step=self.memory.step)
 
     @_method_of(Reaction.ANSWER_SILENT_NODE)
     def _answer_silent_node(self, stimulus: stimuli.NodeSilent) -> None:

@@ -181,6 +181,19 @@ class NodeSlow:
 
 
 @dataclass(frozen=True, slots=True)
+class ChipFailed:
+    """A chip reports a fault, and its process lives, or waits for it.
+
+    Attributes:
+        no_other_node: why no other node can take the place of the fault's, None where one may.
+    """
+
+    fault: Fault
+    no_other_node: str | None = None
+    kind: Literal["chip_failed"] = "chip_failed"
+
+
+@dataclass(frozen=True, slots=True)
 class PauseWanted:
     """The user wants the ranks to pause, or to continue."""
 
@@ -214,6 +227,7 @@ Stimulus = (
     | ReplacementFailed
     | NodeLost
     | NodeSlow
+    | ChipFailed
     | PauseWanted
     | TimePassed
 )

@@ -52,6 +52,8 @@ class Reaction(StrEnum):
     NOTE_DEATH = "note death"
     FAIL_REPLACEMENT = "fail replacement"
     DROP_NODE = "drop node"
+    ANSWER_CHIP = "answer chip"
+    END_OVER_CHIP = "give up over chip"
     REQUEST_PAUSE = "request pause"
     LOOK_AT_CLOCK = "look at clock"
     ANSWER_SILENT_NODE = "answer silent node"
@@ -136,6 +138,11 @@ REACTIONS: Mapping[type[AnyStimulus], Row] = {
     stimuli.NodeLost: _row({Reaction.DROP_NODE: ALL}),
     # It lives: there is time, and none that a last save would be broken off for.
     stimuli.NodeSlow: _row({Reaction.DROP_NODE: [State.TRAINING]}, Reaction.IGNORE),
+    # While ranks recover, the supervisor reports it again: they may recover from this very fault.
+    stimuli.ChipFailed: _row(
+        {Reaction.ANSWER_CHIP: [State.TRAINING], Reaction.END_OVER_CHIP: [State.STARTING]},
+        Reaction.IGNORE,
+    ),
     stimuli.PauseWanted: _row({Reaction.REQUEST_PAUSE: ALL}),
     stimuli.TimePassed: _row({Reaction.LOOK_AT_CLOCK: ALL}),
     stimuli.FaultSettled: _row(
@@ -182,6 +189,8 @@ LEADS_TO: Mapping[Reaction, frozenset[State]] = {
     Reaction.RECOUNT_SURVIVORS: _END_OR_SAVE,
     Reaction.CHECK_SAVE: _END,
     Reaction.END_OVER_DEATH: _END,
+    Reaction.ANSWER_CHIP: _ANSWERS,
+    Reaction.END_OVER_CHIP: _END,
     Reaction.FAIL_REPLACEMENT: _ANSWERS,
     Reaction.ANSWER_SILENT_NODE: _END | {State.GATHERING_TO_SAVE},
     Reaction.END_OVER_NODE: _END,

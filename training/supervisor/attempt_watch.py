@@ -28,6 +28,7 @@ from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import EngineError
 from perdure.training.journal.attempt_log import Follower
 from perdure.training.liveness.hang_limits import START_FIELD
+from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.supervisor.evidence import (
     log_path_of,
@@ -78,6 +79,7 @@ class _Failure:
     snapshot: Snapshot
     refusal: str | None = None
     slow: SlowNode | None = None
+    chip: Fault | None = None
     stacks: tuple[tuple[str, NodeLog], ...] = ()
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
@@ -262,14 +264,14 @@ class AttemptWatch:
         *,
         refusal: str | None = None,
         is_late_start: bool = False,
-        culprit: SlowNode | SilentRank | SmallWorld | None = None,
+        culprit: SlowNode | SilentRank | SmallWorld | Fault | None = None,
     ) -> AttemptEnd:
         """Let the others report after the first failure, stop them, and poll once more.
 
         Args:
             refusal: why processes could not be started, when that is the failure.
             is_late_start: whether it is that nodes took too long.
-            culprit: holds the others up, or is no gang, when nothing else has happened.
+            culprit: what the attempt ends for, when nothing else has happened.
         """
         at_s = time.time()
         time.sleep(SETTLE_S)
@@ -281,11 +283,13 @@ class AttemptWatch:
         silent = tuple(silent_of(failed.agents.values()))
         silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
         slow = culprit if isinstance(culprit, SlowNode) else None
+        chip = culprit if isinstance(culprit, Fault) else None
         small = culprit if isinstance(culprit, SmallWorld) else None
         # Before the order to stop, which would change them.
         stacks = tuple(self._fleet.stacks()) if silent else ()
-        # Ranks that are merely slow can save together; peers of a dead one cannot.
-        grace_s = self._request_grace_s if slow is not None else self._failover_grace_s
+        # Ranks that all live can save together; peers of a dead one cannot.
+        all_live = slow is not None or chip is not None
+        grace_s = self._request_grace_s if all_live else self._failover_grace_s
         grace_s = HANG_GRACE_S if silent else grace_s
         self._fleet.stop(grace_s)
         final = self._await_end(grace_s) if grace_s >= 0 else self._await_unforced_end()
@@ -293,7 +297,7 @@ class AttemptWatch:
             return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *unfinished_nodes(final))))
         failure = _Failure(
-            at_s, failed, refusal, slow, stacks, given_up, silent, is_late_start, small
+            at_s, failed, refusal, slow, chip, stacks, given_up, silent, is_late_start, small
         )
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
@@ -385,6 +389,8 @@ class AttemptWatch:
             outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
             slow=failure.slow,
+            chip=failure.chip,
+            chips=tuple(self._progress.chips),
             given_up=failure.given_up,
             coordinator=next(lost_coordinators(statuses), None),
             ended_ranks=exits.early.ranks(step=step) if exits is not None else (),

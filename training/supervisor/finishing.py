@@ -150,7 +150,8 @@ class Decider:
     def decide(self, view: AttemptView, fault: Fault) -> Decision:
         """Decide about the fault that ended an attempt."""
         history = self.writer.refresh()
-        healthy = self.num_healthy(history.isolated)
+        # With the node at fault: isolated earlier, it may have been used for want of another.
+        healthy = self.num_healthy(set(history.isolated) - {fault.node})
         decision = self._ask(fault, history, healthy=healthy, no_replica=no_replica_of(self.job))
         self.writer.append(view, DecisionMade, decision=decision)
         self.writer.refresh()

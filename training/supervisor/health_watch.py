@@ -75,6 +75,7 @@ class AttemptHealth:
             # Until the first commit, the age of the newest step is that of the attempt.
             commits_s=(self.view.started.at_s, *self._commits_s(history)),
             hang=self.stall.hang_of(progress),
+            reports=progress.platform_reports,
             retries={(a.node, r): n for a in agents for r, n in a.mended_retries.items()},
         )
         changes = self._monitor.update(sample)

@@ -36,6 +36,7 @@ from perdure.training.reporting.action_items import spares_of
 from perdure.training.reporting.fault_report import save_hang_report
 from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
+from perdure.training.supervisor.chip_watch import ChipWatch
 from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.exit_zero import RunSoFar
 from perdure.training.supervisor.finishing import (
@@ -51,20 +52,13 @@ from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeChe
 from perdure.training.supervisor.observing import placement_of
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.run_handle import RunHandle
-from perdure.training.supervisor.run_identity import (
-    begin_store,
-    check_takeover,
-)
+from perdure.training.supervisor.run_identity import begin_store, check_takeover
 from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
 from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
-from perdure.training.supervisor.watch import (
-    AttemptStart,
-    EndKind,
-    Progress,
-)
+from perdure.training.supervisor.watch import AttemptStart, EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome
 from perdure.training.wire.requests import clear_requests
 from perdure.training.wire.store_wait import Wait, Waiter, write_wait
@@ -353,6 +347,7 @@ class RunSupervisor(RunHandle):
                 # First: the replacer may take new checkpoints out of the progress.
                 PeriodicRestart(job.restart.every_s, view.started.at_s),
                 replacer,
+                ChipWatch(starter, self._placer),
                 stall,
                 SlowNodeCheck(replacer),
             ),

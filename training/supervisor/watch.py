@@ -15,6 +15,8 @@ from perdure.training.diagnosis.evidence import Evidence, SilentRank, SlowNode, 
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import CheckpointCommitted, Event, LedgerEvent, StepRecord
 from perdure.training.journal.time_account import SeenStep
+from perdure.training.recovery.chip_events import ChipReport
+from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.protocol import AttemptGivenUp, RecoveryBegan, RecoveryEnded
 from perdure.training.supervisor.evidence import newest_of
 from perdure.training.wire.agent import NodeLog
@@ -83,6 +85,8 @@ class Progress:
         saved: checkpoints that commands have saved since.
         events: of its coordinator since.
         last: the newest step on record.
+        chips: faults that chips have reported in this attempt.
+        platform_reports: codes that the platform reports of its chips now.
     """
 
     snapshot: Snapshot = field(default_factory=Snapshot)
@@ -92,6 +96,8 @@ class Progress:
     saved: Sequence[SavedCheckpoint] = ()
     events: Sequence[LedgerEvent] = ()
     last: StepRecord | None = None
+    chips: Sequence[Fault] = ()
+    platform_reports: Sequence[ChipReport] = ()
     _given_up: AttemptGivenUp | None = None
     _recovering: dict[int, RecoveryBegan] = field(default_factory=dict)
     _skipped_to_step: int | None = None
@@ -185,13 +191,14 @@ class WatchResult:
         end: FAILED: something is wrong that no agent reports as a failure; RESTARTED: the attempt
             is to end well and to be started anew.
         is_fault: whether FAILED comes before a request to stop or restart.
-        culprit: holds the others up, or is no gang, although nothing has failed.
+        culprit: holds the others up, or is no gang, although nothing has failed; or it is the
+            fault of a chip whose process has not failed yet.
         answered_nodes: nodes whose loss, or start, is answered inside the attempt.
     """
 
     end: EndKind | None = None
     is_fault: bool = False
-    culprit: SlowNode | SilentRank | SmallWorld | None = None
+    culprit: SlowNode | SilentRank | SmallWorld | Fault | None = None
     answered_nodes: frozenset[str] = frozenset()
 
 

@@ -15,6 +15,7 @@ from statistics import fmean, median, pstdev
 
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind, AlertRaised, StepRecord
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.wire.node import NodeSample
 from perdure.training.wire.rank_snapshot import RankSnapshot
 
@@ -67,6 +68,7 @@ class RunSample:
         steps: steps completed since the previous sample.
         commits_s: times of commits, oldest first; the attempt's start before them.
         hang: a hang that does not end the attempt.
+        reports: codes of chips that the platform reports.
         retries: numbers of successful retries of HCCL, by node and rank.
     """
 
@@ -76,6 +78,7 @@ class RunSample:
     steps: Sequence[StepRecord] = ()
     commits_s: Sequence[float] = ()
     hang: AlertCondition | None = None
+    reports: Sequence[ChipReport] = ()
     retries: Mapping[tuple[str, int], int] = field(default_factory=dict)
 
 
@@ -140,6 +143,12 @@ class AlertMonitor:
         if run.hang is not None:
             yield run.hang
         trains = any(rank.phase == "step" for rank in run.ranks)
+        for report in run.reports:
+            text = f"{report.reporter} reports {report.code} of device {report.device}"
+            yield AlertCondition(
+                AlertKind.DEVICE_UNHEALTHY, f"{text} on {report.node}", 1.0, 0.0,
+                node=report.node, device=report.device,
+            )  # fmt: skip
         for node, sample in run.nodes.items():
             yield from _check_devices(self.spec, node, sample, trains=trains)
             yield from _check_host(self.spec, node, sample)

@@ -15,7 +15,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.config.command import ProgramCheckpointsSpec
 from perdure.training.config.drill import Victim
 from perdure.training.config.job import Job
-from perdure.training.recovery.protocol import NodeGone, NotReplaced, RecoveryBegan
+from perdure.training.recovery.protocol import ChipReported, NodeGone, NotReplaced, RecoveryBegan
 from perdure.training.recovery.rungs import Recovery, Rung
 from perdure.training.wire.agent_status import AgentStatus, SavedCheckpoint
 from perdure.training.wire.coordinator import CoordinatorAddress
@@ -273,7 +273,7 @@ class NoticeOrder(FrozenModel):
     op: Literal["notice"] = "notice"
     placement: int
     attempt: int
-    message: NodeGone | NotReplaced
+    message: NodeGone | ChipReported | NotReplaced
 
 
 class RejoinOrder(FrozenModel):

@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.config.job import Job
 from perdure.training.recovery.protocol import (
+    ChipReported,
     CoordinatorMessage,
     Ending,
     GenerationReport,
@@ -130,6 +131,7 @@ FromMember = Annotated[
     | WorkerEnded
     | NotReplaced
     | NodeGone
+    | ChipReported
     | NodeSampled,
     Field(discriminator="op"),
 ]

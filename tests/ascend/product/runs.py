@@ -82,7 +82,11 @@ def job_of(
 
 def run(home: Path, name: str, **which: Any) -> RunOutcome:
     """Run a job to its end."""
-    job = job_of(home, name, **which)
+    return drive(home, job_of(home, name, **which))
+
+
+def drive(home: Path, job: Job) -> RunOutcome:
+    """Run a job to its end."""
     write_corpus(home, job.world_size)
     return RunDriver(home, LIMIT_S).run(job)
 

@@ -118,7 +118,18 @@ def rescheduled(asked: Asked) -> int:
 
 
 def failed(asked: Asked, *rungs: Rung) -> bool:
-    return any(p.failed and p.rung in rungs for p in asked.row)
+    """Whether a rung failed for the node of the fault; one that failed for another is nothing."""
+    return any(p.rung in rungs for p in failed_here(asked))
+
+
+def failed_here(asked: Asked) -> list[Recovery]:
+    return [p for p in asked.row if p.failed and p.fault.node == asked.fault.node]
+
+
+def has_isolated(past: Recovery) -> bool:
+    """Whether a rung that moves took its node out: a container that was taken away takes none."""
+    taken = past.fault.fault_class is FaultClass.CONTAINER_LOST and not is_hardware(past.fault)
+    return past.rung in ISOLATING and not taken
 
 
 def is_the_drivers(one: Fault) -> bool:
@@ -346,7 +357,31 @@ def three_hang_restarts_in_a_row_then_stop(asked: Asked) -> bool:
 
 
 def a_pod_reschedule_that_fails_becomes_a_job_reschedule(asked: Asked) -> bool:
-    return not failed(asked, Rung.POD_RESCHEDULE) or asked.decision.rung not in ISOLATING
+    isolated = any(has_isolated(p) for p in failed_here(asked) if p.rung is Rung.POD_RESCHEDULE)
+    return not isolated or asked.decision.rung not in ISOLATING
+
+
+def a_rung_that_failed_for_one_node_is_open_for_another(asked: Asked) -> bool:
+    claims = {text.partition(": ")[2] for text in asked.decision.skipped}
+    of_spares = any(claim.startswith("no healthy spare was found") for claim in claims)
+    if of_spares and not failed(asked, *ISOLATING):
+        return False
+    pods = [p for p in failed_here(asked) if p.rung is Rung.POD_RESCHEDULE]
+    if "the node is isolated already" in claims and not any(has_isolated(p) for p in pods):
+        return False
+    # An isolation that failed uses nothing up: the answer is that of a run without it.
+    others = tuple(
+        p
+        for p in asked.history
+        if not (
+            p.failed
+            and p.rung is Rung.JOB_RESCHEDULE_ISOLATED
+            and p.fault.node != asked.fault.node
+            and p.fault.fault_class is not asked.fault.fault_class
+            and not p.progressed
+        )
+    )
+    return asked.again(history=others) == asked.decision
 
 
 def an_isolation_without_a_healthy_spare_reports_it(asked: Asked) -> bool:

@@ -28,6 +28,7 @@ from perdure.training.recovery.stages import Stage
 from perdure.training.recovery.stimuli import (
     AgentConnected,
     AgentDisconnected,
+    ChipFailed,
     ConnectionsRestored,
     LastSaveReported,
     LoopEnded,
@@ -42,6 +43,7 @@ from perdure.training.recovery.stimuli import (
 )
 from perdure.training.recovery.transitions import Reaction, reaction_to
 from tests.unit.recovery.attempts import ALONE, DDP, HSDP, AttemptHarness, is_plan
+from tests.unit.recovery.ladder_invariants import CHIP_CODE, RESET_CODE, SEPARATE_CODE
 
 RANKS = st.integers(0, 3)
 STEPS = st.integers(8, 12)
@@ -131,10 +133,25 @@ def loses(node: int, is_slow: bool) -> Event:  # noqa: FBT001 drawn by hypothesi
     return act
 
 
+def reports_a_code(node: int, device: int, code: str) -> Event:
+    def act(harness: AttemptHarness) -> None:
+        kind = FaultClass.DEVICE_MEMORY_ERROR
+        fault = Fault(kind, harness.now_s, code, node=f"node-{node}", device=device, code=code)
+        harness.handle(ChipFailed(fault))
+
+    return act
+
+
 PROBLEMS = st.sampled_from([None, None, "the disk is full"])
 FAULTS: st.SearchStrategy[Event] = st.one_of(
     RANKS.map(lambda rank: lambda harness: harness.kill(rank)),
     st.builds(loses, st.integers(0, 1), st.booleans()),
+    st.builds(
+        reports_a_code,
+        st.integers(0, 2),
+        st.integers(0, 1),
+        st.sampled_from([CHIP_CODE, RESET_CODE, SEPARATE_CODE]),
+    ),
     st.integers(0, 1).map(
         lambda node: lambda harness: harness.handle(AgentDisconnected(f"node-{node}"))
     ),

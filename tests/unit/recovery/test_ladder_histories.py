@@ -44,6 +44,7 @@ INVARIANTS: Mapping[str, Callable[[Asked], bool]] = {
     name: getattr(ladder_invariants, name) for name in RULES
 }
 ALL = frozenset(Rung)
+NODES = ("node-0", "node-1", "node-2")
 PLAIN = (
     FaultClass.NATIVE_CRASH,
     FaultClass.LINK_DOWN,
@@ -58,7 +59,7 @@ FAULTS = st.builds(
     st.sampled_from([*FaultClass, *[FaultClass.NUMERIC_ANOMALY, FaultClass.UNKNOWN] * 4]),
     st.just(0.0),
     st.just("evidence"),
-    node=st.sampled_from(["node-0", "node-1", None]),
+    node=st.sampled_from([*NODES, None]),
     rank=st.sampled_from([0, None]),
     device=st.sampled_from([0, 1, None]),
     code=st.sampled_from([None, "SIGKILL", CHIP_CODE, RESET_CODE, SEPARATE_CODE, USER_CODE]),
@@ -125,7 +126,7 @@ def plain_runs(draw: st.DrawFn) -> list[Asked]:
         st.sampled_from(PLAIN),
         st.just(0.0),
         st.just("evidence"),
-        node=st.sampled_from(["node-0", "node-1"]),
+        node=st.sampled_from(NODES),
         rank=st.just(0),
     )
     nothing = st.just({"capacity": None, "no_replica": None})
@@ -190,6 +191,16 @@ def test_no_run_breaks_a_rule(asked_in_a_run):
         assert [name for name, holds in INVARIANTS.items() if not holds(asked)] == [], asked
 
 
+@settings(max_examples=400)
+@given(runs())
+def test_no_reason_claims_an_isolation_or_a_failure_that_the_run_has_not_had(asked_in_a_run):
+    isolated: set[str | None] = set()
+    for asked in asked_in_a_run:
+        claims = " ".join(asked.decision.skipped)
+        assert "isolated already" not in claims or asked.fault.node in isolated, asked
+        isolated.add(asked.decision.isolate)
+
+
 @settings(max_examples=600)
 @given(any_question())
 def test_no_history_breaks_a_rule(asked):
@@ -201,9 +212,9 @@ def cheapest_with_a_budget(asked: Asked) -> Rung:
     row, policy, key = asked.row, asked.policy, (asked.fault.fault_class, asked.fault.node)
     same = [p for p in row if (p.fault.fault_class, p.fault.node) == key]
     floor = max((ORDER.index(p.rung) for p in same), default=0)
-    counted = (*IN_PROCESS, Rung.HANG_RESTART, Rung.JOB_RESCHEDULE)  # failed or not
-    used = Counter(p.rung for p in row if not p.failed or p.rung in counted)
-    broken = {p.rung for p in row if p.failed}
+    tried = Counter(p.rung for p in row)  # failed or not
+    done = Counter(p.rung for p in row if not p.failed or p.rung is Rung.JOB_RESCHEDULE)
+    broken = {p.rung for p in row if p.failed and p.fault.node == key[1]}
     broken_here = {p.rung for p in same if p.failed}
     since = itertools.takewhile(is_no_nodes, reversed(row))
     in_a_row = sum(
@@ -215,13 +226,13 @@ def cheapest_with_a_budget(asked: Asked) -> Rung:
 
     def may(rung: Rung) -> bool:  # noqa: PLR0911 one for each thing that it counts
         budget = RUNGS[rung].budget
-        if ORDER.index(rung) < floor or (budget is not None and used[rung] >= budget(policy)):
+        if ORDER.index(rung) < floor or (budget is not None and tried[rung] >= budget(policy)):
             return False
         if rung is Rung.NODE_REPLACE and (not broken.isdisjoint(MOVING) or may_stay):
             return False
         if rung in IN_PROCESS:
             return asked.survivors and rung not in broken_here
-        if rung in RESCHEDULING and sum(used[r] for r in RESCHEDULING) >= policy.max_restarts:
+        if rung in RESCHEDULING and sum(done[r] for r in RESCHEDULING) >= policy.max_restarts:
             return False
         if rung is Rung.JOB_RESCHEDULE_ISOLATED:
             return broken.isdisjoint(MOVING)
@@ -286,11 +297,12 @@ def test_the_same_fault_again_and_again_stops_in_a_bounded_number_of_decisions(
 
 
 def most_decisions(policy: Policy) -> int:
-    """The longest row: every budget used up, and what may fail besides having failed once."""
+    """The longest row: every budget used up, and what may fail besides once for each node."""
     accepted = 3  # an abnormal step may be, after each retry
     stays = [row for rung, row in RUNGS.items() if rung not in RESCHEDULING]
     budgets = sum(row.budget(policy) for row in stays if row.budget is not None)
-    return accepted + budgets + policy.max_restarts + len(RESCHEDULING)
+    nodes = len(NODES) + 1  # and none in particular
+    return accepted + budgets + policy.max_restarts + len(RESCHEDULING) * nodes
 
 
 @given(any_question())

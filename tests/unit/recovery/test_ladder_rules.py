@@ -368,6 +368,34 @@ def test_a_pod_reschedule_that_fails_becomes_a_job_reschedule():
         assert "job_reschedule_isolated: the node is isolated already" in decision.skipped
 
 
+def test_a_rung_that_failed_for_one_node_is_open_for_another():
+    other = replace(NODE, node="node-2")
+    pod = failing(NODE, Rung.POD_RESCHEDULE)
+    for policy in ({}, {"unconditional": False}, {"allow_without_isolation": False}):
+        assert choose(other, pod, pod_retries=2, **policy).rung is Rung.POD_RESCHEDULE
+        decision = choose(other, pod, pod_retries=1, **policy)
+        assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-2")
+        isolated = failing(NODE, Rung.JOB_RESCHEDULE_ISOLATED)
+        assert choose(other, isolated, **policy).rung is Rung.JOB_RESCHEDULE_ISOLATED
+        assert choose(other, isolated, survivors=True, **policy).rung is Rung.NODE_REPLACE
+
+
+def test_processes_that_could_not_be_started_on_one_node_are_started_on_another():
+    failed = failing(CHIP, Rung.IN_PLACE_RESTART)
+    assert choose(replace(CHIP, node="node-2"), failed).rung is Rung.IN_PLACE_RESTART
+    assert choose(replace(CHIP, device=1), failed).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    hung = failing(HANG, Rung.HANG_RESTART)
+    assert choose(replace(HANG, node="node-2"), hung).rung is Rung.HANG_RESTART
+
+
+def test_a_container_for_which_there_was_no_room_leaves_its_node_to_be_isolated_later():
+    taken = Fault(FaultClass.CONTAINER_LOST, 0.0, "pod was deleted", node="node-1")
+    no_room = failing(taken, Rung.POD_RESCHEDULE)
+    for unconditional in (True, False):
+        decision = choose(NODE, no_room, pod_retries=1, unconditional=unconditional)
+        assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-1")
+
+
 def test_an_isolation_without_a_healthy_spare_reports_it():
     decision = choose(NODE, capacity=Capacity(healthy=2, needed=2))
     assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-1")

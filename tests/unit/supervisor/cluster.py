@@ -11,6 +11,7 @@ from perdure.training.engines.base import AgentEndpoint, ClockProbe, Placement, 
 from perdure.training.errors import AgentUnreachable, NoCapacity
 from perdure.training.journal.events import ChipsHealed
 from perdure.training.journal.records import Member
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.healing import Act, ActDone
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run_supervisor import RunSupervisor
@@ -218,6 +219,9 @@ class FakeFleet:
     def texts(
         self, tail_bytes: int, *, since_s: float, of_attempt: tuple[int, int] | None = None
     ) -> Sequence[tuple[str, NodeLog]]:
+        return []
+
+    def chip_reports(self, since_s: float) -> Sequence[ChipReport]:
         return []
 
     def stacks(self) -> Sequence[tuple[str, NodeLog]]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from perdure.training.config.job import Job
-from perdure.training.journal.records import NodeReleased
+from perdure.training.journal.records import DecisionMade, NodeReleased
 from perdure.training.recovery.protocol import PauseBegan, PauseEnded
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.run_supervisor import RunSupervisor
@@ -157,6 +157,26 @@ def test_a_node_that_is_released_while_the_run_waits_for_a_spare_is_used_at_once
     assert history.ended_well
     assert history.isolated == ("node-2",)
     assert {member.node for member in history.placements[-1].members} == {"node-0", "node-1"}
+
+
+def test_each_lost_node_is_isolated_and_the_reason_counts_the_nodes_that_are_left(
+    job, tmp_path, without_waits
+):
+    job = job.model_copy(update={"restart": job.restart.model_copy(update={"max_restarts": 9})})
+    run = WalkedRun(job, home=tmp_path)
+    run.cluster, run.tick = Cluster(["node lost", "node lost", "done"]), lambda _action: None
+    supervise(run)
+    history = run.ledger.read()
+    lost = [attempt.fault for attempt in history.attempts if attempt.fault is not None]
+    assert [fault.node for fault in lost] == ["node-1", "node-2"] == list(history.isolated)
+    records = run.ledger._records
+    reasons = [record.decision.reason for record in records if isinstance(record, DecisionMade)]
+    left = "no healthy spare: 1 of 2 nodes left without it"
+    assert [left in reason for reason in reasons] == [False, True, False]
+    # For want of another node the run may use an isolated one again, which counts until it is lost.
+    decision = run._decider.decide(history.attempts[-1], lost[0])
+    assert decision.isolate == "node-1"
+    assert decision.reason.endswith(left)
 
 
 def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(

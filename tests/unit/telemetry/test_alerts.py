@@ -12,6 +12,7 @@ import pytest
 
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind, StepRecord
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.telemetry import alerts
 from perdure.training.telemetry.alerts import (
     CLEAR_S,
@@ -86,6 +87,15 @@ def test_an_error_of_a_device_is_reported_at_once(seen, point):
     conditions = raised(lambda s: RunSample(s, device(**seen)), until_s=100)
     assert points(conditions) == [point]
     assert (conditions[0][1].node, conditions[0][1].device) == ("node-0", 0)
+
+
+def test_what_the_platform_reports_of_a_chip_is_one_alert_with_what_its_driver_reports():
+    report = ChipReport("node-0", 0, "80E01801", reporter="MindCluster")
+    ill = device(health="Alarm", error_codes=("80E01801",))
+    for nodes in ({}, ill):
+        conditions = raised(lambda s, nodes=nodes: RunSample(s, nodes, reports=[report]), until_s=9)
+        assert points(conditions) == [AlertKind.DEVICE_UNHEALTHY]
+        assert "80E01801" in conditions[0][1].text
 
 
 def test_a_device_that_is_ill_is_reported_even_when_its_port_is_down():

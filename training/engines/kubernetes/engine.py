@@ -31,7 +31,12 @@ from perdure.training.engines.kubernetes.api import (
     Resource,
     connect,
 )
-from perdure.training.engines.kubernetes.fault_feed import FaultFeed, exclusions, fault_logs
+from perdure.training.engines.kubernetes.fault_feed import (
+    FaultFeed,
+    chip_reports,
+    exclusions,
+    fault_logs,
+)
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from perdure.training.engines.kubernetes.objects import Document
@@ -46,6 +51,7 @@ from perdure.training.engines.kubernetes.pods import (
 from perdure.training.engines.kubernetes.watching import Informer
 from perdure.training.errors import EngineError
 from perdure.training.journal.records import Member
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeLog
@@ -253,6 +259,18 @@ class KubernetesEngine:
             (node, text)
             for node, faults in self._feed.of_run(list(chips)).items()
             for text in fault_logs(faults, since_s=since_s, chips=chips[node])
+        ]
+
+    def chip_reports(self, since_s: float) -> Sequence[ChipReport]:
+        """Read MindCluster's reports of the chips of the placement's pods; any thread may ask."""
+        if self._feed is None:
+            return []
+        by_name, names = self._pods, tuple(self._current.values())
+        chips = {by_name[name].node: by_name[name].chips for name in names if name in by_name}
+        return [
+            report
+            for node, faults in self._feed.of_run([node for node in chips if node]).items()
+            for report in chip_reports(node, faults, since_s=since_s, chips=chips[node])
         ]
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from perdure.training.engines.kubernetes import mindcluster
 from perdure.training.engines.kubernetes.api import CONFIG_MAPS, Api, ApiError
 from perdure.training.engines.kubernetes.mindcluster import ReportedFault
+from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.wire.agent import NodeLog
 
 DEVICE_NAMESPACE = "kube-system"  # the device plugin's documents
@@ -140,13 +141,31 @@ def fault_logs(
         since_s: earlier faults are left out: training survived them, or the node was not used.
         chips: physical numbers of the container's chips; empty: unknown, maybe all.
     """
+    for fault, device in _recent(faults, since_s=since_s, chips=chips):
+        name = f"MindCluster: {fault.part or 'node'}"
+        yield NodeLog(name=name, device=device, text=fault.line)
+
+
+def chip_reports(
+    node: str, faults: Collection[ReportedFault], *, since_s: float, chips: Sequence[int]
+) -> Iterator[ChipReport]:
+    """Select a node's faults that are codes of its chips; arguments as for `fault_logs`."""
+    for fault, device in _recent(faults, since_s=since_s, chips=chips):
+        if device is not None and fault.code:
+            level = mindcluster.LEVELS.get(fault.level)
+            yield ChipReport(node, device, fault.code, level, reporter="MindCluster")
+
+
+def _recent(
+    faults: Collection[ReportedFault], *, since_s: float, chips: Sequence[int]
+) -> Iterator[tuple[ReportedFault, int | None]]:
+    """Select serious faults that began recently, each with its device in the container."""
     for fault in faults:
         # The times of some faults are whole seconds.
         if fault.since_s is None or fault.since_s < since_s - 1 or not fault.is_serious:
             continue
         if fault.chip is None:
-            yield NodeLog(name=f"MindCluster: {fault.part or 'node'}", text=fault.line)
+            yield fault, None
         elif not chips or fault.chip in chips:
             # Devices of a container count from 0, in the order of its chips.
-            device = sorted(chips).index(fault.chip) if chips else fault.chip
-            yield NodeLog(name=f"MindCluster: {fault.part}", device=device, text=fault.line)
+            yield fault, sorted(chips).index(fault.chip) if chips else fault.chip

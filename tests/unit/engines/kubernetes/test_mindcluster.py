@@ -10,7 +10,9 @@ import pytest
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, NodeOutput
 from perdure.training.engines.kubernetes import mindcluster
-from perdure.training.engines.kubernetes.fault_feed import exclusions, fault_logs
+from perdure.training.engines.kubernetes.fault_feed import chip_reports, exclusions, fault_logs
+from perdure.training.recovery.chip_events import ChipReport
+from perdure.training.recovery.chips import ChipLevel
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 NODE = "n1"
@@ -118,6 +120,20 @@ def test_a_public_fault_has_its_time_in_seconds():
     )
     (reported,) = device_info(fault)
     assert reported.since_s == BEGAN_S + 5
+
+
+def test_codes_of_the_containers_chips_are_reports_with_mindclusters_own_level():
+    levels = {"80E01801": "SeparateNPU", "80E18401": "NotHandleFault", "80C98000": "New"}
+    faults = device_info(
+        chip_fault("Ascend910-4", levels), chip_fault("Ascend910-5", {"80E18402": "SeparateNPU"})
+    )
+    reports = [*chip_reports(NODE, faults, since_s=BEGAN_S, chips=(2, 4))]
+    assert reports == [
+        ChipReport(NODE, 1, "80E01801", ChipLevel.SEPARATE, "MindCluster"),
+        ChipReport(NODE, 1, "80C98000", None, "MindCluster"),
+    ]
+    assert [*chip_reports(NODE, faults, since_s=BEGAN_S + 60, chips=(2, 4))] == []
+    assert [*chip_reports(NODE, device_info(unhealthy="Ascend910-4"), since_s=0, chips=())] == []
 
 
 def node_document(status: str, *parts) -> dict[str, object]:

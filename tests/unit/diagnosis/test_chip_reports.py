@@ -1,0 +1,67 @@
+"""A chip's report and a stall in the same window are one fault: the chip's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, WorkerEnd
+from perdure.training.recovery.faults import Fault, FaultClass
+
+MEMORY = FaultClass.DEVICE_MEMORY_ERROR
+ENDED_S, SILENT_S = 1000.0, 120.0
+STALL = SilentRank(2, "node-0", SILENT_S, 100.0, "step")
+STALL_OF_COMMAND = replace(STALL, rank=None, phase="command")
+CHIP = Fault(
+    MEMORY, ENDED_S - SILENT_S + 5, "fault_code: 80E01801", node="node-1", device=1, code="80E01801"
+)
+
+
+def at_end(code: str, *, device: int | None = 1, name: str = "npu-smi") -> NodeOutput:
+    """What the driver's tool says once the processes have ended."""
+    text = f"Health Status : Alarm\nError Code : {code}\n"
+    return NodeOutput("node-1", name, text, device=device)
+
+
+@pytest.mark.parametrize("stall", [STALL, STALL_OF_COMMAND], ids=["session", "command"])
+@pytest.mark.parametrize("before_s", [5.0, -5.0, -50.0], ids=["during", "at", "shortly before"])
+def test_a_stall_that_began_with_a_chips_code_is_the_chips(stall, before_s):
+    chip = replace(CHIP, at_s=ENDED_S - SILENT_S + before_s)
+    found = diagnose(Evidence(ENDED_S, 30, silent=(stall,), chips=(chip,)))
+    assert found.fault == chip
+    assert [fault.fault_class for fault in found.runners_up] == [FaultClass.HANG]
+
+
+@pytest.mark.parametrize("code", ["80E01801", "80E18402", "8C084E00", "80C98008"])
+def test_a_stall_is_the_chips_whose_code_shows_only_at_the_end(code):
+    found = diagnose(Evidence(ENDED_S, 30, silent=(STALL,), outputs=(at_end(code),)))
+    assert (found.fault.code, found.fault.node, found.fault.device) == (code, "node-1", 1)
+    assert found.fault.fault_class is not FaultClass.HANG
+    assert found.fault.step == 30
+
+
+@pytest.mark.parametrize("outputs", [(), (at_end("80E01801"),)], ids=["", "still there"])
+def test_a_code_that_training_outlived_is_not_why_it_stalls(outputs):
+    old = replace(CHIP, at_s=ENDED_S - SILENT_S - 100)
+    evidence = Evidence(ENDED_S, 30, silent=(STALL,), chips=(old,), outputs=outputs)
+    assert diagnose(evidence).fault.fault_class is FaultClass.HANG
+
+
+@pytest.mark.parametrize("code", ["80E18401", "80818200"])
+def test_a_code_that_asks_for_nothing_is_not_why_training_stalls(code):
+    evidence = Evidence(ENDED_S, 30, silent=(STALL,), outputs=(at_end(code),))
+    assert diagnose(evidence).fault.fault_class is FaultClass.HANG
+
+
+def test_a_crash_is_not_the_chips_that_reported_a_code_before_it():
+    crash = WorkerEnd(0, "node-0", 0, -11, ENDED_S - 1)
+    evidence = Evidence(ENDED_S, 30, workers=(crash,), chips=(CHIP,))
+    assert diagnose(evidence).fault.fault_class is FaultClass.NATIVE_CRASH
+
+
+def test_an_end_for_a_chip_is_the_chips():
+    stopped = WorkerEnd(0, "node-0", 0, -15, ENDED_S, stopped=True)
+    evidence = Evidence(ENDED_S, 30, workers=(stopped,), chip=CHIP, chips=(CHIP,))
+    assert diagnose(evidence).fault == CHIP

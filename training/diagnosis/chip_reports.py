@@ -1,0 +1,44 @@
+"""Reports of chips as evidence: the fault that one makes, and the stall that one explains.
+
+Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from perdure.training.diagnosis.evidence import Evidence
+from perdure.training.recovery.chip_events import STALL_WINDOW_S, chip_key
+from perdure.training.recovery.chips import ChipAnswer
+from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.guards import answer_of
+
+
+def reported_faults(evidence: Evidence) -> Iterator[Fault]:
+    """List the faults of chips that the end of an attempt is blamed on."""
+    if evidence.chip is not None:
+        yield evidence.chip
+    if evidence.silent:
+        yield from (chip for chip in evidence.chips if _began_with_stall(chip, evidence))
+
+
+def explains_stall(faults: Iterable[Fault], evidence: Evidence) -> bool:
+    """Whether a chip has reported a fault since the ranks stalled: they wait for that chip.
+
+    Training went on after a code that is older. A code that was not reported while the processes
+    lived is new: the driver's tools are asked once more at the end.
+    """
+    old = {chip_key(chip) for chip in evidence.chips if not _began_with_stall(chip, evidence)}
+    return bool(evidence.silent) and any(
+        fault.fault_class is not FaultClass.HANG
+        and fault.device is not None
+        and answer_of(fault) not in (None, ChipAnswer.NOTHING)
+        and chip_key(fault) not in old
+        for fault in faults
+    )
+
+
+def _began_with_stall(chip: Fault, evidence: Evidence) -> bool:
+    """Whether a chip reported a fault after the ranks had last made progress, or shortly before."""
+    longest_s = max((silent.silent_s for silent in evidence.silent), default=0.0)
+    return chip.at_s >= evidence.at_s - longest_s - STALL_WINDOW_S
