@@ -13,7 +13,7 @@ ARG EXTRAS=npu,kubernetes,ha
 
 USER root
 WORKDIR /opt/perdure
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml prefect.yaml README.md LICENSE ./
 COPY perdure perdure
 COPY flows flows
 COPY tasks tasks

@@ -6,7 +6,7 @@ again: the same flow run is picked up by a worker and adopts the attempt, which 
 Both see events, which a server that was restarted may hold back for a quarter of an hour; what
 they miss is found by the flow `keep-supervised`.
 
-`ensure` is a build step of prefect.yaml: `prefect deploy --all` creates or updates them.
+`ensure` is a build step of prefect.yaml: `prefect deploy` creates or updates them.
 `on_fault` makes one that sends a message, or starts something, when a certain fault happens:
 
     put([on_fault(FaultClass.NODE_LOST, [RunDeployment(source="selected", deployment_id=...)])])

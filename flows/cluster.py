@@ -1,7 +1,7 @@
 """Set a Prefect server up for Kubernetes: `python -m perdure.flows.cluster TEMPLATE`.
 
-Two work pools, and everything in `deploy/kubernetes/prefect.yaml`. As often as one likes: the
-worker's pod does it each time it starts, so a new image brings its own deployments.
+Two work pools, and the deployments of `prefect.yaml` with the name `cluster`. As often as one
+likes: the worker's pod does it each time it starts, so a new image brings its own deployments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from perdure.tasks.prefect_client import client_without_retries
 
 POD_ENV, NAMESPACE_ENV = "PERDURE_POD", "PERDURE_NAMESPACE"
 RUNS_POOL, KEEPER_POOL = "perdure-cluster", "perdure-keeper"
-DEPLOYMENTS = Path("deploy/kubernetes/prefect.yaml")
 SERVER_TIMEOUT_S = 300.0  # PostgreSQL makes its database, the server its tables
 POLL_S = 2.0
 
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ensure_pool(server, RUNS_POOL, "kubernetes", filled)
         keeper = ProcessWorker.get_default_base_job_template()
         ensure_pool(server, KEEPER_POOL, "process", keeper)
-    command = ["prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
+    command = ["prefect", "--no-prompt", "deploy", "--name", "cluster"]
     return subprocess.run(command, check=False).returncode
 
 

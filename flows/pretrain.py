@@ -24,7 +24,7 @@ from perdure.tasks.job_parameter import (
     TemplateParameter,
     require_job,
 )
-from perdure.tasks.preparation import ensure_data
+from perdure.tasks.preparation import ensure_data, ensure_prepared
 from perdure.tasks.pretrain import (
     check,
     place,
@@ -152,6 +152,10 @@ class TaskSteps(RunSteps):
     def check(self, placement: Placement) -> bool:
         named = check.with_options(task_run_name=f"check placement {placement.number}")
         return data_of(named(self.supervision, placement, return_state=True))
+
+    @override
+    def prepare(self, placement: Placement) -> None:
+        ensure_prepared(self.supervision, placement)
 
     @override
     def train(self, placement: Placement, data_manifest_key: str | None) -> AttemptResult:

@@ -31,7 +31,7 @@ from prefect.exceptions import ObjectNotFound
 
 from perdure.tasks.entry import ALREADY_SUPERVISED
 from perdure.tasks.runs import flow_runs_of
-from perdure.tasks.states import BY_PLATFORM
+from perdure.tasks.states import BY_PLATFORM, UNDECIDED
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, RUNGS
@@ -218,7 +218,7 @@ def _orphaned_task_runs(
 ) -> Iterator[TaskRun]:
     """List the task runs that are not final, or whose state says nothing of what they watched."""
     types = TaskRunFilterStateType(any_=[*_OPEN, StateType.CRASHED])
-    names = TaskRunFilterStateName(any_=[ROLLED_BACK])
+    names = TaskRunFilterStateName(any_=[ROLLED_BACK, UNDECIDED])
     for wanted in (TaskRunFilterState(type=types), TaskRunFilterState(name=names)):
         task_runs = _task_runs(client, flow_runs, wanted)
         yield from (task_run for task_run in task_runs if _is_left(task_run, supervisor_began))
@@ -249,6 +249,8 @@ def _is_left(task_run: TaskRun, supervisor_began: datetime) -> bool:
         return False
     state = task_run.state
     if state is None or not state.is_final():
+        return True
+    if state.name == UNDECIDED:
         return True
     if state.name == LOST:
         return (state.message or "").endswith(WAITS)

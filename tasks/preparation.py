@@ -1,30 +1,38 @@
-"""Data preparation as a cached Prefect task: the manifest is the task's stored result.
+"""Data preparation as a cached Prefect task: the record of what is prepared is its stored result.
 
-The cache key is the fingerprint of the inputs, which names the manifest, and the result storage is
-the run's own object store: a manifest that is there and whole, with all its shards, is a cached
-result, on whatever node the flow runs. Anything else is none, and the task is carried out. Nothing
-that is read from the store is unpickled or names a type. Facts about results: Prefect 3.8.8.
+Of a corpus, the record is the manifest in the run's own object store, and the cache key is the
+fingerprint of the inputs, which names the manifest. Of a job's own command, it is beside the
+outputs, on the nodes, whose agents compare it with inputs and outputs. A record that is there and
+whole, with everything that it names, is a cached result, wherever the flow runs. Anything else is
+none, and the task is carried out. Nothing that is read is unpickled or names a type. Facts about
+results: Prefect 3.8.8.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from prefect import get_run_logger, task
+from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.filesystems import WritableFileSystem
+from prefect.runtime import task_run as this_task_run
 from prefect.serializers import JSONSerializer
+from prefect.tasks import Task
 from pydantic import PrivateAttr
 from typing_extensions import override
 
 from perdure.storage.address import open_store
-from perdure.storage.objects import ObjectStore
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.states import completed, data_of
+from perdure.tasks.supervision import Supervision
 from perdure.training.config.job import Job
+from perdure.training.engines.base import Placement
 from perdure.training.errors import InputError
 from perdure.training.reporting.markdown import counted
+from perdure.training.supervisor.preparing import PreparationError
 from perdure.training.trainer.data.corpus import CorpusError
 from perdure.training.trainer.data.prepare import DataOutcome, find_prepared, inputs_of, prepare
 from perdure.training.trainer.data.tokenizer import open_tokenizer
@@ -34,17 +42,20 @@ from perdure.training.trainer.data.tokenizer import open_tokenizer
 PLAIN = JSONSerializer(object_encoder="builtins.str", object_decoder=None)
 
 
-class PreparedCorpora(WritableFileSystem):
-    """Results of `prepare_data` as Prefect asks for them, by cache key; never saved as a block."""
+class CheckedResults(WritableFileSystem):
+    """Results as Prefect asks for them, by cache key, checked when it asks; no block to be saved.
 
-    _store: ObjectStore = PrivateAttr()
+    What is prepared is the record of it, wherever that is.
+    """
+
+    _find: Callable[[str], Any] = PrivateAttr()
     _records: dict[str, bytes] = PrivateAttr(default_factory=dict)
 
     @classmethod
-    def of(cls, store: ObjectStore) -> PreparedCorpora:
-        """Open the prepared corpora of a store."""
+    def of(cls, find: Callable[[str], Any]) -> CheckedResults:
+        """Have results found by a function; None: there is none, or it does not hold any more."""
         block = cls()
-        block._store = store
+        block._find = find
         return block
 
     @override
@@ -55,19 +66,19 @@ class PreparedCorpora(WritableFileSystem):
             FileNotFoundError: there is none, or it does not hold any more.
         """
         if path not in self._records:
-            result = find_prepared(self._store, path, log=get_run_logger().warning)
+            result = self._find(path)
             if result is None:
                 raise FileNotFoundError(path)
             record = {
                 "metadata": {"storage_key": path, "serializer": PLAIN.model_dump()},
-                "result": PLAIN.dumps(result.outcome.model_dump()).decode(),
+                "result": PLAIN.dumps(result).decode(),
             }
             self._records[path] = json.dumps(record).encode()
         return self._records[path]
 
     @override
     def write_path(self, path: str, content: bytes, **_options: Any) -> None:  # type: ignore[override]
-        """Store a result: the task has committed the manifest already, as its last act."""
+        """Store a result: the task has committed its record already, as its last act."""
 
     def _resolve_path(self, _path: str) -> None:
         """Keys are not paths; without this, Prefect takes them for files below its folder."""
@@ -117,7 +128,13 @@ def ensure_data(job: Job) -> DataOutcome:
     """
     cached = prepare_data.with_options()
     # As an option, Prefect takes only blocks that are saved on its server, with all they hold.
-    cached.result_storage = PreparedCorpora.of(open_store(job.storage, credentials_of(job.storage)))
+    store = open_store(job.storage, credentials_of(job.storage))
+
+    def find(key: str) -> dict[str, Any] | None:
+        result = find_prepared(store, key, log=get_run_logger().warning)
+        return result.outcome.model_dump() if result is not None else None
+
+    cached.result_storage = CheckedResults.of(find)
     outcome = DataOutcome.model_validate(data_of(cached(job, return_state=True)))
     if outcome.skipped:
         get_run_logger().info(
@@ -125,6 +142,54 @@ def ensure_data(job: Job) -> DataOutcome:
             _size(outcome), outcome.duration_s * 1e3, outcome.manifest_key,
         )  # fmt: skip
     return outcome
+
+
+def key_of_command(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    """The cache key: whether the outputs are there is asked on the nodes, for any key."""
+    return str(parameters["placement"].number)
+
+
+def may_prepare_again(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> bool:
+    """Whether the command has failed over something that may pass."""
+    return isinstance(state.data, PreparationError) and state.data.may_pass
+
+
+@task(
+    name="prepare",
+    cache_key_fn=key_of_command,
+    persist_result=True,
+    result_serializer=PLAIN,
+    cache_result_in_memory=False,
+    retry_condition_fn=may_prepare_again,
+)
+def prepare_by_command(supervision: Supervision, placement: Placement) -> list[str]:
+    """Have the job's own command prepare data on the nodes. Returns the nodes."""
+    preparer = supervision.run.preparer(placement)
+    seconds = preparer.prepare(
+        tries=this_task_run.run_count,
+        stop_wanted=supervision.stop_wanted,
+        on_progress=supervision.story.show,
+    )
+    return completed(list(preparer.nodes), f"{', '.join(preparer.nodes)} in {seconds:.1f} s")
+
+
+def ensure_prepared(supervision: Supervision, placement: Placement) -> None:
+    """Have the command of a job prepare its data, or find it prepared.
+
+    Raises:
+        Exception: the command has failed, or a stop was requested.
+    """
+    restart, preparer = supervision.job.restart, supervision.run.preparer(placement)
+    cached = prepare_by_command.with_options(
+        task_run_name=f"prepare on {','.join(preparer.nodes)}",
+        retries=restart.in_place_retries,
+        retry_delay_seconds=restart.delay_s,
+    )
+    cached.result_storage = CheckedResults.of(
+        lambda _key: list(preparer.nodes) if preparer.is_prepared() else None
+    )
+    supervision.story.show("preparing data")
+    data_of(cached(supervision, placement, return_state=True))
 
 
 def _size(outcome: DataOutcome) -> str:

@@ -1,18 +1,17 @@
 """The tasks of a pretraining run: one side effect each, idempotent.
 
 `train` is one placement, and its Prefect retries are the in-place restarts; `attempt`,
-nested in it, is one start of the processes with a bar of its own in the timeline. The ladder
-has decided, and the decision is in the ledger, before an attempt's state is returned, since that
-state is named after it; the attempt's failure hook publishes both, and the retry condition of
-`train` carries the decision out. States that come from another run lose name and data in Prefect
-3.8.8, so every task returns a fresh one.
+nested in it, is one start of the processes with a bar of its own in the timeline. The failure hook
+of `attempt` classifies the failure, asks the ladder, records the decision and names the state after
+it; `train` reads the decision from the ledger, and its retry condition carries it out. States that
+come from another run lose name and data in Prefect 3.8.8, so every task returns a fresh one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -23,7 +22,8 @@ from prefect.tasks import Task
 
 from perdure.tasks.credentials import credentials_of
 from perdure.tasks.env_secrets import check_blocks
-from perdure.tasks.states import BY_PLATFORM, completed, data_of, failed
+from perdure.tasks.state_names import name_state
+from perdure.tasks.states import BY_PLATFORM, UNDECIDED, completed, data_of, failed
 from perdure.tasks.supervision import Supervision
 from perdure.training.config.job import Job
 from perdure.training.config.recommendations import departures
@@ -141,14 +141,34 @@ def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State
     return isinstance(state.data, AttemptResult) and state.data.restarts_in_place
 
 
-def publish_decision(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> None:
-    """Publish what broke an attempt and what answers it: log, fault report, events."""
-    verdict: Any = data_of(state)
-    if not isinstance(verdict, AttemptResult):
-        return  # the task itself raised: nothing was decided
+def decide(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> None:
+    """Decide about an attempt that has failed, and name its state after the decision."""
+    if not isinstance(state.data, AttemptResult):
+        return  # the task itself raised: nothing is to be decided
     # Prefect gives a hook no arguments of its task (3.8.8).
     supervision: Supervision = this_task_run.parameters["supervision"]
-    supervision.story.report_decision(str(state.message), log=get_run_logger())
+    verdict = _conclude(supervision)
+    if verdict.decision is not None:
+        _name_after_decision(supervision, state, verdict)
+
+
+def _conclude(supervision: Supervision) -> AttemptResult:
+    """Have the attempt that was watched on record and published, once for all callers."""
+    verdict = supervision.run.conclude(supervision.stop_wanted)
+    text = _state_text(verdict) if verdict.decision is not None else None
+    supervision.story.attempt_ended(text, log=get_run_logger())
+    return verdict
+
+
+def _name_after_decision(
+    supervision: Supervision, state: State[Any], verdict: AttemptResult
+) -> None:
+    """Name a state after the decision, here and, once the server has it, on the server."""
+    task_run_id = state.state_details.task_run_id
+    assert task_run_id is not None  # noqa: S101 Prefect has set the state
+    named = cast("State[Any]", _state_of(verdict))
+    state.name, state.message = named.name, named.message
+    name_state(supervision.story.reporter, task_run_id, named)
 
 
 @task(name="train", cache_policy=NO_CACHE, retry_condition_fn=may_restart_in_place)
@@ -173,7 +193,14 @@ def train(
     name = f"attempt {placement.number}.{number if adopted else number + 1}"
     step = f" from step {history.committed_step}"
     named = attempt.with_options(task_run_name=name + (" (adopted)" if adopted else step))
-    verdict = data_of(named(supervision, placement, data_manifest_key, return_state=True))
+    with supervision.run.termination.deferred():
+        state = named(supervision, placement, data_manifest_key, return_state=True)
+        verdict = data_of(state)
+        if state.is_failed():
+            verdict = _conclude(supervision)  # of the ledger, where the hook has decided
+    supervision.run.leave_where_asked(verdict)
+    if state.name == UNDECIDED:  # the hook could not decide
+        _name_after_decision(supervision, state, verdict)
     if not verdict.restarts_in_place:
         return _state_of(verdict)
     if tries > restart_options(supervision.job)["retries"]:
@@ -183,21 +210,25 @@ def train(
     return _state_of(verdict)
 
 
-@task(name="attempt", cache_policy=NO_CACHE, on_failure=[publish_decision])
+@task(name="attempt", cache_policy=NO_CACHE, on_failure=[decide])
 def attempt(
     supervision: Supervision, placement: Placement, data_manifest_key: str | None
 ) -> AttemptResult:
-    """Start the training processes, or adopt the living attempt, and watch it to its end."""
+    """Start the training processes, or adopt the living attempt, and watch it to its end.
+
+    Its hook decides about a failure; `train` does where the hook could not.
+    """
     adopted = supervision.run.refresh().open_attempt is not None
     supervision.story.show("watching an adopted attempt" if adopted else "starting processes")
-    verdict = supervision.run.attempt(
+    result = supervision.run.watch(
         placement,
         data_manifest_key=data_manifest_key,
         stop_wanted=supervision.stop_wanted,
         on_progress=supervision.story.on_progress,
     )
-    supervision.story.attempt_ended()
-    return _state_of(verdict)
+    if result.kind is EndKind.FAILED:
+        return failed(result, f"ended{_at(result)}: the ladder is asked", name=UNDECIDED)
+    return _state_of(_conclude(supervision))
 
 
 def _state_of(verdict: AttemptResult) -> AttemptResult:

@@ -31,6 +31,7 @@ from perdure.tasks.prefect_client import without_retries
 # wait: the end of the flow run needs the server, too, and the run has ended already.
 CLOSE_TIMEOUT_S = 60.0
 RETRY_S = 5.0
+NOT_YET_S = 0.5
 LAST_RETRY_S = 0.5  # once the run has ended: what is not sent soon is never sent
 MAX_EVENTS = 1000  # that wait: an outage of days must not fill the memory of the flow's process
 EVENT = "event-"  # how the names of events begin
@@ -39,6 +40,10 @@ PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
 LABELS = ("fault_class", "rung", "point", "node", "recoverable_by", "need")
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
+
+
+class NotYet(Exception):  # noqa: N818 no error: it is soon time
+    """The report has to wait for something that is under way; nothing is wrong."""
 
 
 class Reporter:
@@ -166,6 +171,8 @@ class Reporter:
                 # Retried here: a server that is back is to be noticed before the run ends.
                 with without_retries():
                     send()
+            except NotYet:
+                self._keep(name, send, NOT_YET_S)
             except Exception as error:  # noqa: BLE001 a dead server must never end a run
                 if is_final(error):
                     self._give_up(name, error)
@@ -198,14 +205,17 @@ class Reporter:
             self._logger.warning(f"{why}, retrying: %s", name, error)
         self._refused.add(name)
         self._why = why
+        # A busy SQLite refuses a call now and then (3.8.8), the last ones of a run as well.
+        self._keep(name, send, RETRY_S)
+
+    def _keep(self, name: str, send: Callable[[], None], wait_s: float) -> None:
         with self._wake:
             self._waiting.setdefault(name, send)
             if time.monotonic() > self._give_up_s:
                 self._logger.warning("never sent: %s", ", ".join(self._waiting))
                 self._waiting.clear()
                 return
-            # A busy SQLite refuses a call now and then (3.8.8), the last ones of a run as well.
-            self._wake.wait_for(lambda: self._closing, RETRY_S)
+            self._wake.wait_for(lambda: self._closing, wait_s)
         if self._closing:
             time.sleep(LAST_RETRY_S)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
+UNDECIDED = "Undecided"  # of an attempt that has failed, until the hook has its decision
 BY_PLATFORM = "EndedByPlatform"  # of type Crashed: whoever has it is started again
 
 T = TypeVar("T")

@@ -118,6 +118,7 @@ class RunReporter:
         self._account_period_s = UPDATE_PERIOD_S
         self._last: StepRecord | None = None
         self._called_for: set[tuple[NeedKind, str]] = set()
+        self._reported: tuple[int, int] | None = None  # the attempt whose end is
         self._was_interrupted = False  # at the last look, by a pause or a recovery
         self.limits: Sequence[str] = ()  # concurrency limits on its flow run
 
@@ -182,24 +183,27 @@ class RunReporter:
             history = self._run.history
             self.reporter.artifacts("account", lambda: self._account_artifacts(history))
 
-    def attempt_ended(self) -> None:
-        """Report that the newest attempt is over, and recoveries inside it that its end cut off."""
-        self._agents_wait = None
+    def attempt_ended(self, decided: str | None, *, log: Log) -> None:
+        """Report, once, that the newest attempt is over, with recoveries that its end cut off.
+
+        Args:
+            decided: fault and decision on one line; None where nothing broke it.
+            log: logger of the task, whose page shows this line and no state's message (3.8.8).
+        """
         view = self._run.history.attempts[-1]
+        if self._reported == view.key:
+            return
+        self._reported = view.key
+        self._agents_wait = None
         for recovery in view.recoveries:
             if recovery.ended is None and view.ended is not None:
                 facts = RecoveryFacts.of(view, recovery).payload
                 self.reporter.event("recovery", facts, at_s=view.ended.at_s)
         self.update()
+        if decided is not None:
+            self._report_decision(view, decided, log)
 
-    def report_decision(self, text: str, *, log: Log) -> None:
-        """Report what broke the newest attempt, and what was decided about it.
-
-        Args:
-            text: fault and decision on one line.
-            log: logger of the task, whose page shows this line and no state's message (3.8.8).
-        """
-        view = self._run.history.attempts[-1]
+    def _report_decision(self, view: AttemptView, text: str, log: Log) -> None:
         assert view.ended is not None  # noqa: S101 the caller saw it fail
         assert view.ended.fault is not None  # noqa: S101 the caller saw it fail
         assert view.decision is not None  # noqa: S101 the caller saw it fail

@@ -31,7 +31,7 @@ from perdure.tasks.orphaned_task_runs import close_flow_runs, close_orphaned_tas
 from perdure.tasks.pausing import PauseLink, ServedFlowRun, was_resumed
 from perdure.tasks.prefect_client import client_without_retries
 from perdure.tasks.remote_jobs import artifact_of, is_kept
-from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, Reporter
+from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, NotYet, Reporter
 from perdure.tasks.retry_delay import RetryDelay
 from perdure.tasks.runs import flow_runs_of, run_of
 from perdure.tasks.story import RunReporter
@@ -284,6 +284,10 @@ class Supervision:
 
     def _close_orphaned_task_runs(self, history: RunHistory) -> None:
         """End the task runs, and the flow runs, of supervisors before this one."""
+        if history.undecided_attempt is not None:
+            history = self.run.refresh()
+            if history.undecided_attempt is not None:
+                raise NotYet("the ladder is about to be asked about their attempt")
         took = history.supervisor
         by = f"supervisor {took.epoch} (process {took.pid} on {took.host})" if took else None
         process_began = datetime.fromtimestamp(psutil.Process().create_time(), UTC)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 # Dense bf16/fp16 peak of one device in TFLOP/s, by a part of the device's name: NVIDIA's from its
-# data sheets, the sources of Ascend's in docs/ascend.md. A 910C has two dies, each a device of its
-# own. A matmul measures other devices.
+# data sheets, that of the first Ascend 910 from Huawei's talk at Hot Chips 2019. Huawei publishes
+# none of the 910B and 910C: theirs are third parties' figures, and `peak_tflops` of a job replaces
+# them. A 910C has two dies, each a device of its own. A matmul measures other devices.
 _PEAK_TFLOPS: Mapping[str, float] = {
     "H200": 989.0,
     "H100": 989.0,

@@ -204,7 +204,7 @@ def test_no_secret_stands_in_a_job_or_in_the_pod_of_a_flow_run(installation):
 
 
 def test_the_keeper_learns_the_runs_of_the_cluster_and_looks_after_them(installation):
-    printed = installation.prefect("deployment", "run", "checkpoint-retention-of-all/cluster")
+    printed = installation.prefect("deployment", "run", "checkpoint-retention/cluster")
     (line,) = (line for line in printed.splitlines() if "UUID:" in line)
     flow_run_id = line.split()[-1]
 

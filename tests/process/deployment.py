@@ -21,8 +21,8 @@ from tests.waiting import PATIENCE_S, wait_for
 
 POOL = "perdure"
 PRETRAIN = "pretrain/local"
-KEEP_SUPERVISED = "keep-supervised/each-minute"
-RETENTION = "checkpoint-retention-of-all/hourly-retention"
+KEEP_SUPERVISED = "keep-supervised/local"
+RETENTION = "checkpoint-retention/local"
 
 
 def start_worker(bench: Workbench) -> subprocess.Popen[bytes]:
@@ -45,9 +45,9 @@ def kill_worker(worker: subprocess.Popen[bytes]) -> None:
 
 
 def deploy(bench: Workbench, api: Api) -> None:
-    """`prefect deploy --all`, with schedules off."""
+    """`prefect deploy` of all that is for one machine, with schedules off."""
     bench.prefect("work-pool", "create", POOL, "--type", "process", "--overwrite")
-    bench.prefect("--no-prompt", "deploy", "--all")
+    bench.prefect("--no-prompt", "deploy", "--name", "local")
     set_schedules_off(api)
 
 

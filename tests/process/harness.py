@@ -73,6 +73,7 @@ class Workbench:
 
     Attributes:
         cwd: folder that commands are started in; None: that of the tests.
+        program: the interpreter's arguments for the command line of Perdure.
     """
 
     home: Path
@@ -80,6 +81,7 @@ class Workbench:
     corpus: Path
     env: dict[str, str] = field(default_factory=dict)
     cwd: Path | None = None
+    program: tuple[str, ...] = ("-m", "perdure")
 
     def job(self, run_id: str, **changes: Any) -> dict[str, Any]:
         """The small job that most tests run: four ranks, two nodes, one spare."""
@@ -137,7 +139,7 @@ class Workbench:
         path.write_text(yaml.safe_dump(document))
         log = (self.home / f"{document['run_id']}.out").open("ab")
         process = subprocess.Popen(
-            [sys.executable, "-m", "perdure", "run", str(path), *options],
+            [sys.executable, *self.program, "run", str(path), *options],
             env=self.environment,
             cwd=self.cwd,
             stdin=subprocess.DEVNULL,

@@ -90,7 +90,7 @@ def test_a_web_hook_is_told_what_failed_and_what_needs_somebody(bench, api, rece
         reporter.event("action_required", ISOLATED)
         reporter.close()
     wait_for(lambda: received, what="the first message")
-    fail(api, flow_run_of(api, "checkpoint-retention-of-all", "all runs"), "not a run")
+    fail(api, flow_run_of(api, "checkpoint-retention", "all runs"), "not a run")
     fail(api, notified, "max_restarts used 3 of 3; 4 attempts on 4 placements")
     wait_for(lambda: len(received) >= 2, what="the second message")
 

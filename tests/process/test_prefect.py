@@ -66,7 +66,7 @@ def test_the_pause_button_stops_the_ranks_and_resume_has_them_go_on(
 @pytest.mark.long
 def test_a_schedule_starts_the_run_and_prepare_data_is_a_deployment(bench, deployed, api):
     job = bench.pair("scheduled", steps=10, env={"PACE_S": "0"})
-    start_flow_run(api, "prepare-data/corpus", {"job": {**job, "run_id": "prepared"}})
+    start_flow_run(api, "prepare-data/local", {"job": {**job, "run_id": "prepared"}})
     api.wait_for("prepared", "Completed")
     soon = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=30)).isoformat()
     deployment = api.deployment("pretrain/local")
@@ -96,7 +96,7 @@ def test_checkpoint_retention_gives_up_what_the_policy_does_not_keep(bench, depl
 
     def retain(*, dry_run: bool, reported: str) -> None:
         bench.prefect(
-            "deployment", "run", "checkpoint-retention/retention",
+            "deployment", "run", RETENTION,
             "-p", f"job={json.dumps(job)}", "-p", "older_than_s=0",
             "-p", f"dry_run={json.dumps(dry_run)}",
         )  # fmt: skip
@@ -155,7 +155,7 @@ def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
     job = bench.job("drilled", parallelism={"kind": "hsdp", "replicas": 2})
     name = "replace-rank"
     given = ["-p", f"name={name}", "-p", f"job={json.dumps(job)}"]
-    bench.prefect("deployment", "run", "drill/drills", *given)
+    bench.prefect("deployment", "run", "drill/local", *given)
     api.wait_for(name, "Completed")
     assert {"without a fault", name} <= set(api.task_runs(name))
     table = api.artifacts("drilled-drills")["drilled-drills"]
@@ -174,7 +174,7 @@ def test_drills_are_tasks_of_a_deployment_with_a_table(bench, deployed, api):
 @pytest.mark.long
 def test_of_drills_that_are_cancelled_no_process_is_left(bench, deployed, api):
     name = "hang"
-    bench.prefect("deployment", "run", "drill/drills", "-p", f"name={name}")
+    bench.prefect("deployment", "run", "drill/local", "-p", f"name={name}")
     folder = bench.home / "drills"
     (home,) = wait_for(lambda: list(folder.glob("*")), what="the drills' folder")
     local = LocalRun(home, "hang-ddp")
@@ -253,6 +253,7 @@ def test_the_death_of_flow_server_and_worker_costs_no_step(
     assert "outages-fault-p1-a1" in keys, (
         "what could not be reported during the outage was reported later"
     )
+    api.wait_for_tasks("outages", {"attempt 1.1 (adopted)": "RestartInPlace"})
     assert running.curve() == undisturbed_long.curve()
     assert list(running.curve()) == list(range(1, LONG_STEPS + 1))
     running.leave_nothing()

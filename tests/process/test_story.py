@@ -9,7 +9,9 @@ from datetime import datetime
 import pytest
 
 from perdure.tasks.artifacts import GOES_ON
+from perdure.training.recovery.rungs import RUNGS
 from tests.process.rest import ask
+from tests.process.test_restart_policy import states
 from tests.process.truth import assert_true, task_runs
 from tests.waiting import wait_for
 
@@ -95,6 +97,13 @@ def test_artifacts_are_changed_without_an_event(broken, api):
 
 def test_a_finished_run_is_told_as_its_ledger_has_it(broken, api):
     assert_true(api, broken)
+    for view in broken.history.attempts[:-1]:
+        (name,) = [
+            name for name in api.task_runs("main-job") if "attempt {}.{} ".format(*view.key) in name
+        ]
+        passed = states(api, "main-job", name)
+        assert passed[:3] == ["Pending", "Running", "Undecided"], "the hook has decided"
+        assert passed[3:] == [RUNGS[view.decision.rung].state_name]
     (flow_run,) = api.flow_runs("main-job")
     message = flow_run["state"]["message"]
     assert "faults: 1 hang, 1 native_crash and 1 node_lost" in message

@@ -56,6 +56,7 @@ from perdure.training.wire.agent import (
 from perdure.training.wire.agent_status import AgentState, AgentStatus
 from perdure.training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
 from perdure.training.wire.node import DevicesQuery, HealOrder
+from perdure.training.wire.preparation import PrepareOrder
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
@@ -198,6 +199,9 @@ class Agent:
             case NoticeOrder() | RejoinOrder():
                 no_attempt = AgentReply(error="the attempt has no coordinator here")
                 reply = attempt.relay(order) if attempt is not None else no_attempt
+            case PrepareOrder():
+                preparation = self._container.preparation.prepare(order, config)
+                reply = AgentReply(preparation=preparation)
             case KillOrder():
                 reply = kill_in_container(order, config, self._container.marker)
         return reply

@@ -35,6 +35,7 @@ from perdure.training.agent.obstacles import (
     describe_obstacles,
     remove_leftovers,
 )
+from perdure.training.agent.preparing import NodePreparation
 from perdure.training.agent.sampler import PeriodicSampler
 from perdure.training.agent.unmarked import UnmarkedRecord
 from perdure.training.agent.workers import WorkerGroup
@@ -97,6 +98,7 @@ class Container:
     launcher: Launcher = field(init=False)
     checkpoint_server: CheckpointServerProcess = field(init=False)
     healing: NodeHealing = field(init=False)
+    preparation: NodePreparation = field(init=False)
     sampler: PeriodicSampler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +106,7 @@ class Container:
         self.launcher = Launcher(self.folder, self.config.host)
         self.checkpoint_server = CheckpointServerProcess(self.folder, self.config.host)
         self.healing = NodeHealing(self.config, self.folder, self.launcher.fork)
+        self.preparation = NodePreparation(self.folder, self.marker)
         self.sampler = PeriodicSampler(self.folder)
 
     def attempt_folder(self, order: StartOrder | HealOrder) -> Path:

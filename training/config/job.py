@@ -41,6 +41,7 @@ from perdure.training.config.model import (
     Precision,
     TokenizerSpec,
 )
+from perdure.training.config.preparation import PrepareSpec
 from perdure.training.config.reading import field_of, message_of
 from perdure.training.config.recovery import (
     CheckpointSpec,
@@ -87,6 +88,9 @@ class Job(SettingsModel):
     worker: WorkerSpec = Field(WorkerSpec(), description="training program")
     model: ModelSpec = Field(ModelSpec(), description="sizes of the built-in decoder")
     data: DataSpec | None = Field(None, description="corpus; the built-in trainer needs it")
+    prepare: PrepareSpec | None = Field(
+        None, description="command that prepares data before the program starts"
+    )
     tokenizer: TokenizerSpec = Field(
         TokenizerSpec(),
         description="tokenizer of the corpus: raw bytes, or a file of the `tokenizers` library",
@@ -218,6 +222,18 @@ class Job(SettingsModel):
         if self.worker.checkpoints is not None:
             self.worker.checkpoints.check_upload(
                 nodes=engine.nodes, on_this_machine=engine.on_this_machine
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prepare(self) -> Self:
+        is_session = not self.worker.is_command
+        if self.prepare is None or self.prepare.per == "run" or not is_session:
+            return self
+        if self.restart.node_replace:
+            raise ValueError(
+                "prepare.per=node needs restart.node_replace=false: a node that joins a living "
+                "attempt is not prepared"
             )
         return self
 

@@ -41,6 +41,7 @@ from perdure.training.wire.agent import (
     MetricsQuery,
     NodeLog,
     NoticeOrder,
+    Order,
     RejoinOrder,
     RendezvousOrder,
     SavedQuery,
@@ -231,10 +232,14 @@ class Fleet:
 
     def heal(self, node: str, order: HealOrder) -> HealReply:
         """Heal the chips of a node in the background. A repeated call returns the progress."""
+        return self.order(node, order).healing or HealReply()
+
+    def order(self, node: str, order: Order) -> AgentReply:
+        """Give an order to the agent of a node."""
         contact = next((c for c in self._engine.contacts().values() if c.node == node), None)
         if contact is None:
             raise AgentUnreachable(f"no container is on {node}")
-        return self._calls.client(contact).call(order).healing or HealReply()
+        return self._calls.client(contact).call(order)
 
     def start(self, order: StartOrder) -> None:
         """Start the processes of an attempt in every container, after opening its rendezvous."""

@@ -295,8 +295,8 @@ class Reactions(Operations):
 
     def _with_rank(self, fault: Fault) -> Fault:
         ranks, device = self._ranks_of(fault.node), fault.device
-        is_used = device is not None and device < len(ranks)
-        return replace(fault, rank=ranks[device] if is_used else None, step=self.memory.step)
+        rank = ranks[device] if device is not None and device < len(ranks) else None
+        return replace(fault, rank=rank, step=self.memory.step)
 
     @_method_of(Reaction.ANSWER_SILENT_NODE)
     def _answer_silent_node(self, stimulus: stimuli.NodeSilent) -> None:

@@ -69,6 +69,8 @@ class Healer:
             decision: answers the fault.
             stop_wanted: polled meanwhile; a request to stop ends the wait, not the healing.
         """
+        if view.healed is not None and view.healed.succeeded:
+            return decision
         ended = self.decider.writer.history.attempts[-1].ended
         hurt = hardware_fault(fault, ended.runners_up if ended is not None else ())
         if decision.rung not in RESTARTS_IN_PLACE or hurt is None or hurt.node is None:
@@ -148,8 +150,11 @@ class Decider:
     writer: LedgerWriter
 
     def decide(self, view: AttemptView, fault: Fault) -> Decision:
-        """Decide about the fault that ended an attempt."""
+        """Decide about the fault that ended an attempt, unless the ledger has the decision."""
         history = self.writer.refresh()
+        decided = self.writer.now(view).decision
+        if decided is not None:
+            return decided  # by whoever asked first: a fault has one decision
         # With the node at fault: isolated earlier, it may have been used for want of another.
         healthy = self.num_healthy(set(history.isolated) - {fault.node})
         decision = self._ask(fault, history, healthy=healthy, no_replica=no_replica_of(self.job))
@@ -315,16 +320,25 @@ class AttemptFinisher:
     def conclude(
         self, view: AttemptView, end: AttemptEnd, stop_wanted: Callable[[], bool]
     ) -> AttemptResult:
-        """Diagnose, decide, put both on record, and heal where the answer is to stay."""
-        end = self._complete_if_done(view, end)
-        diagnosis = self.record_end(view, end)
-        if diagnosis is None:
+        """Diagnose, decide, put both on record, and heal where the answer is to stay.
+
+        What is on record already, of an earlier call that was cut off, is not done again.
+        """
+        self._writer.refresh()
+        if self._writer.now(view).ended is None:
+            self.record_end(view, end)
+        view = self._now(view)
+        if view.fault is None:
             return AttemptResult(end.kind, *view.key, end.last_step, notes=end.notes)
-        fault = diagnosis.fault
-        decision = self._decider.decide(view, fault)
-        decision = self.healer.heal(view, fault, decision, stop_wanted=stop_wanted)
-        healed = self._writer.refresh().attempts[-1].healed
-        return AttemptResult(end.kind, *view.key, end.last_step, fault, decision, healed)
+        decision = self._decider.decide(view, view.fault)
+        decision = self.healer.heal(view, fault_of(view), decision, stop_wanted=stop_wanted)
+        view = self._now(view)
+        fault = view.ended.fault if view.ended is not None else None
+        return AttemptResult(end.kind, *view.key, end.last_step, fault, decision, view.healed)
+
+    def _now(self, view: AttemptView) -> AttemptView:
+        self._writer.refresh()
+        return self._writer.now(view)
 
     def record_end(self, view: AttemptView, end: AttemptEnd) -> Diagnosis | None:
         """Put the end of an attempt on record, with the diagnosis where it has failed."""
@@ -340,7 +354,7 @@ class AttemptFinisher:
         )
         return diagnosis
 
-    def _complete_if_done(self, view: AttemptView, end: AttemptEnd) -> AttemptEnd:
+    def complete_if_done(self, view: AttemptView, end: AttemptEnd) -> AttemptEnd:
         """Turn a failure after the last step, whose checkpoint is complete, into a note."""
         if end.kind is not EndKind.FAILED or end.done_step is None:
             return end

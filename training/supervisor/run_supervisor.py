@@ -12,14 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from perdure.storage.address import Credentials
 from perdure.storage.errors import StorageError
-from perdure.storage.objects import ObjectStore
 from perdure.training.agent.log_collection import await_collected
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.compiled import start_compiler
@@ -27,17 +25,15 @@ from perdure.training.engines.base import Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.attempt_view import AttemptView
-from perdure.training.journal.events import AlertKind, AlertRaised
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import DataReady, RunCreated, RunEnded
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
-from perdure.training.reporting.fault_report import save_hang_report
+from perdure.training.supervisor.attempt_recorder import AttemptRecorder
 from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.cancelling import CancelPoll, forget_cancel
 from perdure.training.supervisor.chip_watch import ChipWatch
-from perdure.training.supervisor.evidence import progress_of
 from perdure.training.supervisor.exit_zero import RunSoFar
 from perdure.training.supervisor.finishing import (
     AttemptFinisher,
@@ -51,6 +47,7 @@ from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
 from perdure.training.supervisor.observing import placement_of
 from perdure.training.supervisor.placing import Placer
+from perdure.training.supervisor.preparing import Preparer
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import begin_store, check_takeover
 from perdure.training.supervisor.stall_check import StallCheck
@@ -58,7 +55,7 @@ from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
 from perdure.training.supervisor.termination import Termination
 from perdure.training.supervisor.warm_spares import WarmSpares
-from perdure.training.supervisor.watch import AttemptStart, EndKind, Progress
+from perdure.training.supervisor.watch import AttemptEnd, AttemptStart, EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome
 from perdure.training.wire.requests import clear_requests
 from perdure.training.wire.store_wait import Wait, Waiter, write_wait
@@ -107,6 +104,7 @@ class RunSupervisor(RunHandle):
         self._fleet: Fleet | None = None
         self._warm_spares: WarmSpares | None = None
         self._cancel_poll: CancelPoll | None = None
+        self._watched: tuple[AttemptWatch, AttemptView, AttemptEnd] | None = None
         self.termination = Termination()
 
     @property
@@ -233,6 +231,11 @@ class RunSupervisor(RunHandle):
         """
         return self._placer.check(placement)
 
+    def preparer(self, placement: Placement) -> Preparer:
+        """Build what has data prepared on the nodes of a placement, by the job's command."""
+        epoch = self.ledger.epoch
+        return Preparer(self.job, self.fleet, self.store, placement, epoch, self._cwd)
+
     def attempt(
         self,
         placement: Placement,
@@ -241,20 +244,31 @@ class RunSupervisor(RunHandle):
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
-        """Start the next attempt, or adopt the living attempt, and watch it to its end."""
+        """Start the next attempt, or adopt the living attempt, and conclude it at its end."""
         with self.termination.deferred():
-            result = self._attempt(placement, data_manifest_key, stop_wanted, on_progress)
-        if self.termination.is_wanted and result.kind not in LAST_ENDS:
-            self.termination.leave_now()
+            self.watch(
+                placement,
+                data_manifest_key=data_manifest_key,
+                stop_wanted=stop_wanted,
+                on_progress=on_progress,
+            )
+            result = self.conclude(stop_wanted)
+        self.leave_where_asked(result)
         return result
 
-    def _attempt(
+    def watch(
         self,
         placement: Placement,
+        *,
         data_manifest_key: str | None,
         stop_wanted: Callable[[], bool],
         on_progress: Callable[[Progress], None],
     ) -> AttemptResult:
+        """Start the next attempt, or adopt the living attempt, and watch it to its end.
+
+        Returns:
+            How it ended; of a failure neither the fault nor a decision: conclude() has both.
+        """
         start_compiler()  # or the recovery from the first fault would wait for it
         stop_wanted = self._or_cancelled(stop_wanted)
         view = self.refresh().open_attempt
@@ -263,7 +277,25 @@ class RunSupervisor(RunHandle):
         starter = self._starter(view, placement, data_manifest_key)
         watch = self._watch(starter, stop_wanted, on_progress)
         with self._stopping_meanwhile(watch):
-            return self._run_attempt(starter, placement, watch, stop_wanted)
+            end = self._end_of(starter, placement, watch)
+            end = self._finisher.complete_if_done(view, end)
+        self._watched = (watch, view, end)
+        return AttemptResult(end.kind, *view.key, end.last_step, notes=end.notes)
+
+    def conclude(self, stop_wanted: Callable[[], bool]) -> AttemptResult:
+        """Put the end of the attempt that was watched on record, with the decision about it.
+
+        A second call, or a call after one that was cut off, does what is not on record yet.
+        """
+        assert self._watched is not None, "watch() first"  # noqa: S101 our own bug
+        watch, view, end = self._watched
+        with self._stopping_meanwhile(watch):
+            return self._finisher.conclude(view, end, self._or_cancelled(stop_wanted))
+
+    def leave_where_asked(self, result: AttemptResult) -> None:
+        """End this process where the platform has asked for it while an attempt was under way."""
+        if self.termination.is_wanted and result.kind not in LAST_ENDS:
+            self.termination.leave_now()
 
     @contextmanager
     def _stopping_meanwhile(self, watch: AttemptWatch) -> Iterator[None]:
@@ -285,23 +317,18 @@ class RunSupervisor(RunHandle):
         finally:
             self._outage.meanwhile = lambda: None
 
-    def _run_attempt(
-        self,
-        starter: AttemptStarter,
-        placement: Placement,
-        watch: AttemptWatch,
-        stop_wanted: Callable[[], bool],
-    ) -> AttemptResult:
-        view = starter.view
+    def _end_of(
+        self, starter: AttemptStarter, placement: Placement, watch: AttemptWatch
+    ) -> AttemptEnd:
         if starter.has_started():
-            return self._finisher.conclude(view, watch.run(), stop_wanted)
+            return watch.run()
         # First: a process of an earlier attempt that lives on can commit nothing from here on.
-        self._writer.fence(placement, view.key)
+        self._writer.fence(placement, starter.view.key)
         try:
             starter.start()
         except (EngineError, AgentUnreachable) as error:
-            return self._finisher.conclude(view, watch.wind_up(refusal=str(error)), stop_wanted)
-        return self._finisher.conclude(view, watch.run(), stop_wanted)
+            return watch.wind_up(refusal=str(error))
+        return watch.run()
 
     def _starter(
         self, view: AttemptView, placement: Placement, data_manifest_key: str | None
@@ -334,7 +361,7 @@ class RunSupervisor(RunHandle):
             job, self.fleet, self._placer, history=lambda: self.history, clock=time.monotonic
         )
         spares, writer = self._warm_spares, self._writer
-        recorder = _AttemptRecorder(
+        recorder = AttemptRecorder(
             writer, view, health, self.fleet, self.store, job.run_id, spares, on_progress
         )
         watch = AttemptWatch(
@@ -440,46 +467,6 @@ class RunSupervisor(RunHandle):
         view = self.history.attempts[-1]
         assert view.ended is not None  # noqa: S101 the caller saw it end
         return AttemptResult(EndKind.STOPPED, *view.key, view.ended.to_step)
-
-
-@dataclass(frozen=True, slots=True)
-class _AttemptRecorder:
-    """Puts every poll of one attempt on record.
-
-    Attributes:
-        store: takes the stacks of hangs.
-        spares: warm containers, which are kept while the attempt trains.
-        on_progress: called last, with the events that were not on record before.
-    """
-
-    writer: LedgerWriter
-    view: AttemptView
-    health: AttemptHealth
-    fleet: Fleet
-    store: ObjectStore
-    run_id: str
-    spares: WarmSpares
-    on_progress: Callable[[Progress], None]
-
-    def record(self, progress: Progress) -> None:
-        """Record the progress since the last poll."""
-        # A supervisor that adopts an attempt reads its log from the beginning.
-        recorded = self.writer.progress(self.view, progress)
-        alerts = self.health.update(progress, self.writer.history)
-        if any(isinstance(a, AlertRaised) and a.point is AlertKind.HANG for a in alerts):
-            self._report_hang(progress)
-        progress.events = [*recorded, *self.writer.record_events(self.view, alerts)]
-        self.spares.update(trains=progress.trains)
-        self.on_progress(progress)
-
-    def _report_hang(self, progress: Progress) -> None:
-        """Save the stacks of a hang that ends nothing; when it is over they are lost."""
-        statuses = progress.snapshot.agents.values()
-        stacks, ranks = self.fleet.stacks(), tuple(progress_of(statuses))
-        try:
-            _log.info(save_hang_report(self.store, self.run_id, self.view.key, stacks, ranks))
-        except StorageError as error:
-            _log.warning("the stacks of the ranks in the hang could not be saved: %s", error)
 
 
 def _folder_of_workers(job: Job, caller: Path) -> str:

@@ -20,11 +20,14 @@ from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.exit_zero import good_end_text
 from perdure.training.supervisor.finishing import AttemptResult
+from perdure.training.supervisor.preparing import PreparationError
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome, prepare
 from perdure.training.trainer.data.tokenizer import open_tokenizer
 from perdure.training.wire.requests import request_cancel
+
+_log = logging.getLogger("perdure.supervisor")
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 
@@ -73,6 +76,24 @@ class RunSteps:
         """
         return self.run.check(placement).is_passed
 
+    def prepare(self, placement: Placement) -> None:
+        """Have the job's own command prepare data on the nodes; what is there is kept.
+
+        Raises:
+            PreparationError: the command has failed, and as often as the policy has it.
+            EngineError: a stop was requested.
+        """
+        preparer, stop_wanted = self.run.preparer(placement), self.stop_wanted
+        for tries in range(1, self.run.job.restart.in_place_retries + 2):
+            try:
+                preparer.prepare(tries=tries, stop_wanted=stop_wanted, on_progress=_log.info)
+            except PreparationError as error:
+                if not error.may_pass or tries > self.run.job.restart.in_place_retries:
+                    raise
+                _log.warning("%s; it is tried again", error)
+            else:
+                return
+
     def train(self, placement: Placement, data_manifest_key: str | None) -> AttemptResult:
         """Run at least one attempt on a placement. Returns how the last attempt ended."""
         self.run.wait_to_restart(placement, self.stop_wanted)
@@ -111,6 +132,13 @@ def _train(steps: RunSteps, log: Log) -> RunEnd:
                 "cancelled" if steps.stop_wanted() else "failed"
             )
             return RunEnd(outcome, f"no placement: {error}")
+        if steps.run.job.prepare is not None and steps.run.history.open_attempt is None:
+            try:
+                steps.prepare(placement)
+            except PreparationError as error:
+                return RunEnd("failed", str(error))
+            except EngineError:
+                return RunEnd("cancelled", "stopped on request")
         verdict = steps.train(placement, manifest_key)
         stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
         if verdict.kind is EndKind.RESTARTED:

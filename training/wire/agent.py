@@ -34,6 +34,7 @@ from perdure.training.wire.node import (
     HealReply,
     NodeDevices,
 )
+from perdure.training.wire.preparation import PrepareOrder, PrepareReply
 from perdure.training.wire.transport import INTO_A_CONNECTION
 
 NO_MEMBER = -1  # the member of a warm spare
@@ -343,6 +344,7 @@ Order = Annotated[
     | CheckOrder
     | SavedQuery
     | HealOrder
+    | PrepareOrder
     | KillOrder
     | NoticeOrder
     | RejoinOrder
@@ -388,6 +390,7 @@ class AgentReply(FrozenModel):
     pieces: tuple[LogPiece, ...] = ()
     checks: tuple[Check, ...] = ()
     healing: HealReply | None = None
+    preparation: PrepareReply | None = None
     devices: NodeDevices | None = None
     at_s: float | None = None
     collected: Collected | None = None

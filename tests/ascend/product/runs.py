@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perdure.training.config.job import Job
+from perdure.training.config.job import Job, parse_job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import list_recoveries
@@ -50,9 +50,10 @@ def job_of(
     fault: DeviceFault | None = None,
     env: Mapping[str, str] | None = None,
     changes: Mapping[str, Any] | None = None,
+    top: Mapping[str, Any] | None = None,
     steps: int = STEPS,
 ) -> Job:
-    """The job of a run."""
+    """The job of a run: `changes` are fields of its sections, `top` those beside the sections."""
     variables = dict(env or {})
     if fault is not None:
         variables |= {
@@ -65,7 +66,7 @@ def job_of(
             variables[device_fault.WAIT_S] = str(fault.wait_s)
     changes = dict(changes or {})
     engine = {"spares": 1, **changes.pop("engine", {})}
-    return drill_job(
+    job = drill_job(
         home,
         name,
         kind=kind,
@@ -78,6 +79,7 @@ def job_of(
             **changes,
         },
     )
+    return parse_job({**job.model_dump(mode="json"), **top}) if top else job
 
 
 def run(home: Path, name: str, **which: Any) -> RunOutcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from perdure.training.config.model import ParallelKind
-from perdure.training.drill.evaluation import differences
+from perdure.training.drill.evaluation import differences, list_recoveries
 from tests.ascend.product import runs
 
 
@@ -24,3 +24,16 @@ def test_sharded_models_have_the_loss_curve_of_the_cpu(home, kind):
     on_cpu = runs.run(home, f"cpu-{kind}", kind=kind, env=runs.ON_THE_CPU)
     assert sharded.ended == "completed", runs.summary(sharded)
     assert differences(sharded.curve, on_cpu.curve) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_trains_on_an_npu_as_on_the_cpu(home, precision):
+    changes = {"precision": precision}
+    on_npu = runs.run(home, f"npu-{precision}", top=changes)
+    on_cpu = runs.run(home, f"cpu-{precision}", top=changes, env=runs.ON_THE_CPU)
+    assert on_npu.ended == "completed", runs.summary(on_npu)
+    assert list(on_npu.curve) == list(range(1, runs.STEPS + 1))
+    assert on_npu.curve[runs.STEPS] < on_npu.curve[1]
+    assert differences(on_npu.curve, on_cpu.curve) == []
+    assert list_recoveries(on_npu.history) == []

@@ -152,16 +152,28 @@ def test_policies_know_supervisors_and_agents_by_the_labels_that_they_have():
         assert supervisor.items() <= template["metadata"]["labels"].items()
 
 
+def deployments_of(place: str) -> list[dict[str, Any]]:
+    """The deployments for a place in prefect.yaml."""
+    document = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+    return [one for one in document["deployments"] if one["name"] == place]
+
+
+def test_a_machine_and_a_cluster_have_deployments_of_the_same_flows():
+    flows = [one["entrypoint"] for one in deployments_of("local")]
+    assert [one["entrypoint"] for one in deployments_of("cluster")] == flows
+    assert {one["work_pool"]["name"] for one in deployments_of("local")} == {"perdure"}
+
+
 def test_deployments_of_the_cluster_are_of_flows_that_are_there_and_of_pools_that_are_made():
     from perdure.flows import cluster
 
-    document = yaml.safe_load((ROOT / cluster.DEPLOYMENTS).read_text(encoding="utf-8"))
-    for one in document["deployments"]:
+    deployments = deployments_of("cluster")
+    for one in deployments:
         module, _, function = one["entrypoint"].rpartition(".")
         path = ROOT / f"{module.replace('.', '/')}.py"
         assert f"def {function}(" in path.read_text(encoding="utf-8")
         assert one["work_pool"]["name"] in (cluster.RUNS_POOL, cluster.KEEPER_POOL)
-    assert len(document["deployments"]) == 6
+    assert len(deployments) == 5
     worker, keeper = named("Deployment", "perdure-worker"), named("Deployment", "perdure-keeper")
     assert cluster.RUNS_POOL in json.dumps(worker)
     assert cluster.KEEPER_POOL in json.dumps(keeper)
@@ -178,9 +190,10 @@ def test_the_worker_pod_fills_its_image_and_namespace_into_the_template():
 
 
 def test_flow_runs_are_loaded_from_the_folder_that_the_image_names():
-    deployments = yaml.safe_load((KUBERNETES / "prefect.yaml").read_text(encoding="utf-8"))
-    (step,) = deployments["pull"]
-    folder = step["prefect.deployments.steps.set_working_directory"]["directory"]
+    (folder,) = {
+        one["pull"][0]["prefect.deployments.steps.set_working_directory"]["directory"]
+        for one in deployments_of("cluster")
+    }
     name = re.fullmatch(r"\{\{ \$(\w+) \}\}", folder)
     assert name is not None
     image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -192,7 +205,5 @@ def test_flow_runs_are_loaded_from_the_folder_that_the_image_names():
 @pytest.mark.parametrize("path", sorted(KUBERNETES.rglob("*.yaml")), ids=lambda path: path.name)
 def test_no_manifest_has_an_anchor(path):
     # kubectl 1.21 and 1.22 lose them (kustomize before 4.4.0, issue 3614).
-    if path.name == "prefect.yaml":  # is read by Prefect
-        return
     events = yaml.parse(path.read_text(encoding="utf-8"))
     assert [found for one in events if (found := getattr(one, "anchor", None))] == []

@@ -371,7 +371,12 @@ def test_a_pod_reschedule_that_fails_becomes_a_job_reschedule():
 def test_a_rung_that_failed_for_one_node_is_open_for_another():
     other = replace(NODE, node="node-2")
     pod = failing(NODE, Rung.POD_RESCHEDULE)
-    for policy in ({}, {"unconditional": False}, {"allow_without_isolation": False}):
+    policies: list[dict[str, Any]] = [
+        {},
+        {"unconditional": False},
+        {"allow_without_isolation": False},
+    ]
+    for policy in policies:
         assert choose(other, pod, pod_retries=2, **policy).rung is Rung.POD_RESCHEDULE
         decision = choose(other, pod, pod_retries=1, **policy)
         assert (decision.rung, decision.isolate) == (Rung.JOB_RESCHEDULE_ISOLATED, "node-2")

@@ -12,7 +12,7 @@ from prefect.exceptions import ObjectNotFound
 
 from perdure.storage.errors import StorageError, TimedOut
 from perdure.tasks import reporting
-from perdure.tasks.reporting import Reporter, is_final, labels_of
+from perdure.tasks.reporting import NotYet, Reporter, is_final, labels_of
 from perdure.training.journal.events import StepRecord
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.reporting.rows import (
@@ -41,6 +41,20 @@ def reporter(monkeypatch):
     reporter.start()
     yield reporter
     reporter.close()
+
+
+def test_what_is_not_due_yet_is_sent_once_it_is_and_no_line_says_so(reporter, caplog, monkeypatch):
+    monkeypatch.setattr(reporting, "NOT_YET_S", 0.01)
+    sent, answers = threading.Event(), iter([False, False, True])
+
+    def send() -> None:
+        if not next(answers):
+            raise NotYet("the task run has not ended on the server")
+        sent.set()
+
+    reporter.submit("state of a task run", send)
+    assert sent.wait(240)
+    assert caplog.text == ""
 
 
 def test_what_the_server_did_not_take_is_sent_again_until_it_does(reporter, caplog):

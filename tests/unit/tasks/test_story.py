@@ -125,8 +125,8 @@ def test_a_recovery_that_is_read_whole_is_reported_whole(see, reported, caplog):
 def test_the_end_of_an_attempt_is_one_line_two_events_and_a_report(see, story, reported, caplog):
     see(ended=True)
     caplog.clear()
-    story.attempt_ended()
-    story.report_decision("native_crash on rank 1", log=logging.getLogger("test"))
+    for _caller in ("the hook", "the task around it"):
+        story.attempt_ended("native_crash on rank 1", log=logging.getLogger("test"))
     (record,) = caplog.records
     assert (record.levelname, record.message) == (
         "WARNING",
@@ -208,13 +208,18 @@ def test_where_the_time_went_is_reported_and_stays_in_the_store(run, story, see,
 
 def test_a_recovery_that_its_attempts_end_cut_off_is_reported_as_failed(see, story, reported):
     see(LINK_BEGAN, LINK_RECOVERED, CRASH_BEGAN, ended=True)
-    story.attempt_ended()
+    story.attempt_ended(None, log=logging.getLogger("test"))
     recoveries = [facts for kind, facts in reported.events if kind == "recovery"]
     assert [(facts["number"], facts["succeeded"]) for facts in recoveries] == [(2, False)]
+
+
+def test_a_recovery_whose_own_end_was_reported_is_not_reported_with_its_attempts_end(
+    see, story, reported
+):
     see(CRASH_BEGAN, CRASH_FAILED, ended=True)
     reported.events.clear()
-    story.attempt_ended()
-    assert reported.events == [], "its own end was reported already"
+    story.attempt_ended(None, log=logging.getLogger("test"))
+    assert reported.events == []
 
 
 def test_an_end_whose_beginning_was_lost_ends_no_supervision(see, reported):

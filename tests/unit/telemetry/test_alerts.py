@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def test_what_the_platform_reports_of_a_chip_is_one_alert_with_what_its_driver_r
     report = ChipReport("node-0", 0, "80E01801", reporter="MindCluster")
     ill = device(health="Alarm", error_codes=("80E01801",))
     for nodes in ({}, ill):
-        conditions = raised(lambda s, nodes=nodes: RunSample(s, nodes, reports=[report]), until_s=9)
+        sample = partial(RunSample, nodes=nodes, reports=[report])
+        conditions = raised(sample, until_s=9)
         assert points(conditions) == [AlertKind.DEVICE_UNHEALTHY]
         assert "80E01801" in conditions[0][1].text
 
