@@ -18,7 +18,6 @@ from prefect import get_run_logger, task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.filesystems import WritableFileSystem
-from prefect.runtime import task_run as this_task_run
 from prefect.serializers import JSONSerializer
 from prefect.tasks import Task
 from pydantic import PrivateAttr
@@ -166,7 +165,6 @@ def prepare_by_command(supervision: Supervision, placement: Placement) -> list[s
     """Have the job's own command prepare data on the nodes. Returns the nodes."""
     preparer = supervision.run.preparer(placement)
     seconds = preparer.prepare(
-        tries=this_task_run.run_count,
         stop_wanted=supervision.stop_wanted,
         on_progress=supervision.story.show,
     )

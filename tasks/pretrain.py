@@ -143,7 +143,8 @@ def may_restart_in_place(_task: Task[..., Any], _task_run: TaskRun, state: State
 
 def decide(_task: Task[..., Any], _task_run: TaskRun, state: State[Any]) -> None:
     """Decide about an attempt that has failed, and name its state after the decision."""
-    if not isinstance(state.data, AttemptResult):
+    # Not `state.data`, which is the record of a result by now (3.8.8).
+    if not isinstance(state.result(raise_on_failure=False), AttemptResult):
         return  # the task itself raised: nothing is to be decided
     # Prefect gives a hook no arguments of its task (3.8.8).
     supervision: Supervision = this_task_run.parameters["supervision"]
@@ -197,7 +198,8 @@ def train(
         state = named(supervision, placement, data_manifest_key, return_state=True)
         verdict = data_of(state)
         if state.is_failed():
-            verdict = _conclude(supervision)  # of the ledger, where the hook has decided
+            # Of the ledger, where the hook has decided.
+            verdict = _conclude(supervision)
     supervision.run.leave_where_asked(verdict)
     if state.name == UNDECIDED:  # the hook could not decide
         _name_after_decision(supervision, state, verdict)

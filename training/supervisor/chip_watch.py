@@ -74,9 +74,11 @@ class ChipWatch:
         statuses = progress.snapshot.agents.values()
         progress.platform_reports = self._platform.newest()
         nodes = _reports(statuses, progress.platform_reports)
+        slots = self.starter.job.engine.slots_per_node
         faults = [
             self._fault_of(event, progress)
             for event in self._events.update(nodes, answered, now_s=progress.at_s)
+            if event.report.device < slots  # where it is not known which chips are the pod's
         ]
         progress.chips = (*progress.chips, *faults)
         if self.starter.job.watch.chip_events is ChipEventAction.REPORT:

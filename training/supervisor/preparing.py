@@ -1,11 +1,12 @@
 """The preparation of data by a command of the job, on the nodes of a placement.
 
-A node that does not answer is none of its business: the attempt meets the same node, and the ladder
+A node that stays silent is none of its business: the attempt meets the same node, and the ladder
 answers. Times are seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from perdure.training.recovery.rungs import LADDER, Rung
 from perdure.training.wire.preparation import PrepareOrder, PrepareReply
 
 POLL_S = 0.2
-TRIES_PER_EPOCH = 1000  # a later supervisor tries again; one number is never tried twice
+SILENT_S = 30.0  # a command runs for hours, and one lost reply is not its end
+CALLS_PER_EPOCH = 1_000_000  # a later supervisor prepares again; no number comes twice
+_calls = itertools.count(1)
 
 
 class PreparationError(PerdureError):
@@ -75,12 +78,11 @@ class Preparer:
         return all(reply.is_prepared for reply in replies)
 
     def prepare(
-        self, *, tries: int, stop_wanted: Callable[[], bool], on_progress: Callable[[str], None]
+        self, *, stop_wanted: Callable[[], bool], on_progress: Callable[[str], None]
     ) -> float:
         """Prepare on every node that needs it, on all at once. Returns the time that it took.
 
         Args:
-            tries: number of this try of the supervisor, from 1.
             stop_wanted: polled meanwhile; the commands end with their containers.
             on_progress: called with the newest line of a command's output.
 
@@ -88,8 +90,9 @@ class Preparer:
             PreparationError: on one of them.
             EngineError: a stop was requested.
         """
-        number, began_s = self.epoch * TRIES_PER_EPOCH + tries, time.monotonic()
+        number, began_s = self.epoch * CALLS_PER_EPOCH + next(_calls), time.monotonic()
         waiting, shown = list(self.nodes), ""
+        answered_s = dict.fromkeys(waiting, began_s)
         while waiting:
             if stop_wanted():
                 raise EngineError("stopped on request")
@@ -97,8 +100,10 @@ class Preparer:
                 try:
                     reply = self._ask(node, number=number, starts=True)
                 except (AgentUnreachable, EngineError):
-                    waiting.remove(node)
+                    if time.monotonic() - answered_s[node] > SILENT_S:
+                        waiting.remove(node)
                     continue
+                answered_s[node] = time.monotonic()
                 if reply.is_running:
                     text = f"preparing data on {node}: {reply.last_line}".rstrip(": ")
                     if text != shown:

@@ -86,7 +86,7 @@ class RunSteps:
         preparer, stop_wanted = self.run.preparer(placement), self.stop_wanted
         for tries in range(1, self.run.job.restart.in_place_retries + 2):
             try:
-                preparer.prepare(tries=tries, stop_wanted=stop_wanted, on_progress=_log.info)
+                preparer.prepare(stop_wanted=stop_wanted, on_progress=_log.info)
             except PreparationError as error:
                 if not error.may_pass or tries > self.run.job.restart.in_place_retries:
                     raise
