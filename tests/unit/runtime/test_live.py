@@ -331,3 +331,33 @@ def test_of_a_sharded_tensor_the_own_part_is_kept():
     tensor.to_local().fill_(9)
     snapshots.restore({"weight": tensor})
     assert torch.equal(tensor.to_local(), torch.full((4,), 3.0))
+
+
+def test_a_part_of_the_program_may_have_any_name_and_grow_between_copies():
+    source, training = made(1), made(2)
+    history = Grown(torch.zeros(1))
+    source.state, training.state = {"tensor": history}, {"tensor": Grown(torch.ones(3))}
+    adopt(training, source)
+    assert training.state["tensor"].state_dict()["values"].tolist() == [0.0]
+    snapshots = Snapshots()
+    for step_number in (1, 2):
+        tensors, extra = LiveState(source).whole()
+        snapshots.take(step_number, tensors, extra)
+        history.values = torch.zeros(step_number + 1)
+    history.values = torch.ones(2)
+    LiveState(source).adopt(snapshots.extra, snapshots.restore)
+    assert snapshots.step == 2
+    assert history.values.tolist() == [0.0, 0.0]
+
+
+class Grown:
+    """A history of values, as programs keep it."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.values = state["values"]

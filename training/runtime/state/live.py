@@ -127,7 +127,8 @@ class LiveState:
         elif not training.has_optimizer_state and not self._allocate_state(layouts or {}):
             self.tensors()
         tensors, _ = self._trained()
-        beside = with_room(self.program.take()[0], dict(layouts_of(extra["program"])))
+        layouts_beside = chain.from_iterable(map(layouts_of, extra["program"].values()))
+        beside = with_room(self.program.take()[0], dict(layouts_beside))
         fill(tensors | beside)
         if not self._are_live(tensors):
             self.put(tensors, extra)
@@ -248,6 +249,7 @@ class Snapshots:
         self._copies: list[_Copy] = []
         self._newest: int | None = None
         self._names: tuple[str, ...] = ()
+        self._layouts: tuple[Any, ...] = ()
 
     @property
     def step(self) -> int | None:
@@ -259,13 +261,14 @@ class Snapshots:
 
         Args:
             step: completed steps.
-            tensors: by name; other names than the last time make the older copies void.
+            tensors: by name; other names or shapes than the last time make the older copies void.
             extra: everything else; kept as it is given.
         """
-        if (names := tuple(tensors)) != self._names:
-            self._names, self._newest = names, None
-            self._copies.clear()
         live = [local_part(tensor) for tensor in tensors.values()]
+        layouts = tuple((name, t.dtype, t.shape) for name, t in zip(tensors, live, strict=True))
+        if layouts != self._layouts:
+            self._names, self._layouts, self._newest = tuple(tensors), layouts, None
+            self._copies.clear()
         if len(self._copies) < 2:
             self._copies.append(_Copy([_on_host(tensor) for tensor in live]))
         free = 0 if self._newest is None else 1 - self._newest

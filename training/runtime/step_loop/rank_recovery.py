@@ -305,11 +305,12 @@ class RankRecovery:
             training.model.parameters(),
             training.model.buffers(),
             training.kept_tensors(),
-            self.checkpointer.live.program.take()[0].values(),
         )
         local_tensors = [local_part(tensor) for tensor in tensors]
         is_whole = self.healing.clean(local_tensors, is_damaged=state.is_damaged)
-        state.is_dirty = state.is_dirty or not is_whole
+        # The device is not asked about state of the program: `state_dict` may need it running.
+        is_doubtful = state.is_damaged and bool(training.state)
+        state.is_dirty = state.is_dirty or not is_whole or is_doubtful
         state.is_damaged = False
 
     def _end_step_in_flight(self, state: RankState, plan: RepairPlan) -> None:
