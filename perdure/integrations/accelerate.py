@@ -14,6 +14,7 @@ run` has not started they are plain calls of accelerate.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,8 +28,11 @@ from perdure.integrations.accelerate_settings import check_loader, check_loop, s
 from perdure.integrations.framework_steps import measure
 from perdure.training.errors import InputError
 from perdure.training.runtime.errors import NotApplied
-from perdure.training.runtime.program import MicroBatch
+from perdure.training.runtime.program import MicroBatch, Stateful
 from perdure.training.runtime.session import Session
+from perdure.training.runtime.state.program_state import ProgramState
+
+_log = logging.getLogger("perdure.accelerate")
 
 
 class TrainingStep(Protocol):
@@ -129,13 +133,22 @@ def training_steps(
         scheduler=schedulers,
         scaler=accelerator.scaler,
         clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), limit),
-        state={
-            f"custom_checkpoint_{number}": part
-            for number, part in enumerate(accelerator._custom_objects)  # noqa: SLF001 no other way
-        },
+        state=dict(_savable(accelerator._custom_objects)),  # noqa: SLF001 no other way
         on_applied=on_applied,
     )
     yield from _session_steps(session)
+
+
+def _savable(parts: Sequence[Stateful]) -> Iterator[tuple[str, Stateful]]:
+    """Name the objects that a program registered with accelerate, as far as they can be saved."""
+    for number, part in enumerate(parts):
+        name = f"custom_checkpoint_{number}"
+        try:
+            ProgramState({name: part}).take()
+        except InputError as error:
+            _log.warning(f"{type(part).__name__} is not saved: {error}")
+        else:
+            yield name, part
 
 
 def _session_steps(session: Session) -> Iterator[TrainingStep]:

@@ -275,9 +275,10 @@ class Collector:
                 store = open_store(work.job.storage)
                 if group is not None and group.step_follower is not None:
                     group.step_follower.upload(store)  # the report of the run's end reads it
-                self._put_all_logs(work, store)
+                # Before the logs, which wait for the driver's tools: the container may go soon.
                 if group is not None and group.checkpoint_watcher is not None:
                     group.checkpoint_watcher.upload_last(store)
+                self._put_all_logs(work, store)
             except Exception as error:  # noqa: BLE001 the supervisor that waits gets it
                 self._add(key, problem=f"{type(error).__name__}: {error}")
             finally:
@@ -430,8 +431,9 @@ def _newest_first(
 
 def _driver_reports(folder: Path) -> Iterator[Log]:
     """List what the driver's tools report after a failure, if they are installed."""
-    for report in write_driver_reports(folder):
-        yield from logs_at(report)
+    with suppress(OSError):  # of a full disk; what the store has so far is still listed
+        for report in write_driver_reports(folder):
+            yield from logs_at(report)
     yield from _newest_first([folder / MSNPUREPORT])
 
 
