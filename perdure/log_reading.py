@@ -151,6 +151,14 @@ def content_of(store: ObjectStore, row: LogRow) -> bytes:
     return gzip.decompress(content) if row.key.endswith(_PACKED) else content
 
 
+def all_rows(run: RunHandle, index: LogIndex) -> list[LogRow]:
+    """The logs in the store, then those that only the nodes of the living attempt have."""
+    stored = {(row.placement, row.attempt, row.node, row.file) for row in index.rows}
+    living = living_rows(run)
+    only = [r for r in living if (r.placement, r.attempt, r.node, r.file) not in stored]
+    return [*index.rows, *only]
+
+
 def living_rows(run: RunHandle) -> list[LogRow]:
     """The logs that nodes on this machine have of the living attempt, with their present sizes.
 

@@ -21,9 +21,9 @@ from perdure.log_reading import (
     LogFilter,
     LogIndex,
     LogRow,
+    all_rows,
     content_of,
     follow_logs,
-    living_rows,
     living_text,
     newest_matches,
     read_index,
@@ -73,13 +73,7 @@ def logs(
         return
     history = observed.refresh()
     index = read_index(observed.store, observed.job.run_id)
-    stored = {(row.placement, row.attempt, row.node, row.file) for row in index.rows}
-    living = [
-        row
-        for row in living_rows(observed)
-        if (row.placement, row.attempt, row.node, row.file) not in stored
-    ]
-    rows = [r for r in (*index.rows, *living) if key in (None, (r.placement, r.attempt))]
+    rows = [r for r in all_rows(observed, index) if key in (None, (r.placement, r.attempt))]
     if log_filter != LogFilter():
         _print(observed, rows, log_filter)
         return

@@ -24,7 +24,7 @@ import typer
 from rich.filesize import decimal
 
 from perdure.console import RunName
-from perdure.log_reading import LogRow, content_of, living_rows, living_text, read_index
+from perdure.log_reading import LogRow, all_rows, content_of, living_text, read_index
 from perdure.logs import gaps
 from perdure.monitor import RunMonitor
 from perdure.runs import run_to_observe
@@ -135,11 +135,7 @@ def _files(run: RunHandle) -> Iterator[SupportFile]:
     for info in run.store.list(ledger):
         name = f"ledger/{info.key.removeprefix(ledger)}"
         yield SupportFile(name, "record of the ledger", partial(run.store.get, info.key))
-    index = read_index(run.store, run_id)
-    stored = {(row.placement, row.attempt, row.node, row.file) for row in index.rows}
-    for row in (*index.rows, *living_rows(run)):
-        if row.is_living and (row.placement, row.attempt, row.node, row.file) in stored:
-            continue
+    for row in all_rows(run, read_index(run.store, run_id)):
         yield _log_file(run, row)
 
 

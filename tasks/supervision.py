@@ -285,7 +285,8 @@ class Supervision:
     def _close_orphaned_task_runs(self, history: RunHistory) -> None:
         """End the task runs, and the flow runs, of supervisors before this one."""
         if history.undecided_attempt is not None:
-            history = self.run.refresh()
+            # Not refresh(): this is the reporter's thread, and the run's history is the flow's.
+            history = self.run.ledger.read()
             if history.undecided_attempt is not None:
                 raise NotYet("the ladder is about to be asked about their attempt")
         took = history.supervisor

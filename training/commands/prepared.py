@@ -18,8 +18,6 @@ from pydantic import ValidationError
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.files import write_whole
 
-_CHUNK_BYTES = 1 << 20
-
 
 class PreparedFile(FrozenModel):
     """A file that the command has written."""
@@ -140,8 +138,5 @@ def _why_damaged(file: PreparedFile) -> str | None:
 
 
 def _hash_of(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

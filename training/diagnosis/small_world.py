@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from perdure.training.diagnosis.evidence import Evidence
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
+from perdure.training.diagnosis.plain_fault import build_plain_fault
+from perdure.training.recovery.faults import Fault, FaultClass
 
 CODE = "SMALL_WORLD"
 _WHY = (
@@ -25,16 +27,7 @@ def blame_small_world(evidence: Evidence) -> Iterator[Fault]:
     small = evidence.small_world
     if small is None:
         return
-    traits = TRAITS[FaultClass.LAUNCH_MISCONFIGURED]
-    yield Fault(
-        FaultClass.LAUNCH_MISCONFIGURED,
-        evidence.at_s,
-        small.line,
-        code=CODE,
-        step=evidence.step,
-        explanation=_WHY,
-        action=_ACTION,
-        recoverable_by=traits.recoverable_by,
-        user_fault=traits.user_fault,
-        hardware_fault=traits.hardware_fault,
+    fault = build_plain_fault(
+        FaultClass.LAUNCH_MISCONFIGURED, evidence, small.line, code=CODE, why=_WHY
     )
+    yield replace(fault, action=_ACTION)

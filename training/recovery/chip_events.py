@@ -79,12 +79,10 @@ class ChipEvents:
     Attributes:
         answered: codes that earlier attempts of the run answered.
         clear_s: a code that was gone for longer is a new event.
-        events: that asked to act, oldest first.
     """
 
     answered: Collection[ChipKey] = ()
     clear_s: float = CLEAR_S
-    events: list[ChipEvent] = field(default_factory=list)
     _last_s: dict[ChipKey, float] = field(default_factory=dict)
     _sampled_s: dict[str, tuple[float | None, float]] = field(default_factory=dict)
 
@@ -98,13 +96,11 @@ class ChipEvents:
             faults: of this attempt that are answered already.
             now_s: the moment.
         """
-        new = [
+        return [
             ChipEvent(report, now_s)
             for node, sample in nodes.items()
             for report in self._new_of(node, sample, faults, now_s)
         ]
-        self.events += new
-        return new
 
     def _new_of(
         self, node: str, sample: NodeReports, faults: Sequence[Fault], now_s: float

@@ -7,7 +7,6 @@ epoch.
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from perdure.training.journal.time_account import (
     account_time,
 )
 from perdure.training.recovery.rungs import RUNGS
+from perdure.training.reporting.pictures import new_figure, png_of
 
 # For the terminal and the picture: greens train, reds were lost to faults.
 COLOURS: Mapping[str, str] = {
@@ -148,14 +148,10 @@ def duration_text(seconds: float) -> str:
 
 def timeline_picture(account: Account) -> bytes:
     """Draw a bar for the whole run and a bar for each of its newest attempts, as PNG."""
-    # The font cache makes this import slow, and most of a run does without it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415 slow to import
 
     rows = _rows(account)
-    figure = Figure(figsize=(11, 2.3 + 0.32 * len(rows)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 2.3 + 0.32 * len(rows))
     axes = figure.add_subplot()
     unit, unit_s = next(
         (choice for choice in _UNITS if account.wall_s >= 3 * choice[1]), _UNITS[-1]
@@ -175,9 +171,7 @@ def timeline_picture(account: Account) -> bytes:
         if seconds > 0
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png_of(figure)
 
 
 def _rows(account: Account) -> list[tuple[str, list[Interval]]]:

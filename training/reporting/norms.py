@@ -7,12 +7,12 @@ steps.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from perdure.training.journal.events import StepRecord
+from perdure.training.reporting.pictures import new_figure, png_of
 
 MIN_STEPS = 100
 QUANTILE = 0.999
@@ -91,12 +91,7 @@ def _round_up(value: float) -> float:
 
 def norm_picture(norms: Mapping[int, float], proposal: NormProposal) -> bytes:
     """Draw the norm of every step with the quantile and the threshold, as PNG."""
-    # The font cache makes this import slow.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 4.5)
     axes = figure.add_subplot()
     axes.plot(list(norms), list(norms.values()), color="#1f5fa8", linewidth=0.8)
     quantile = f"{QUANTILE:.1%} quantile {proposal.quantile:.3g}"
@@ -109,6 +104,4 @@ def norm_picture(norms: Mapping[int, float], proposal: NormProposal) -> bytes:
     axes.set_ylabel("gradient norm before clipping")
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png_of(figure)

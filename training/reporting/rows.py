@@ -7,7 +7,6 @@ store. Times are seconds.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from perdure.training.recovery.protocol import (
 )
 from perdure.training.recovery.repair import SkippedBatch
 from perdure.training.reporting.markdown import clock_text, counted
+from perdure.training.reporting.pictures import new_figure, png_of
 
 RECOVERING = "recovering"
 RECOVERED = "recovered"
@@ -261,12 +261,7 @@ def num_kept(history: RunHistory, records: Mapping[int, StepRecord]) -> int:
 
 def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> bytes:
     """Draw the loss of every kept step with the faults marked, as PNG."""
-    # The font cache makes this import slow, and most of a run does without it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(10, 4.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 4.5)
     axes = figure.add_subplot()
     losses = losses_of_steps(records)
     axes.plot(list(losses), list(losses.values()), color="#1f5fa8", linewidth=1.2)
@@ -291,9 +286,7 @@ def loss_picture(history: RunHistory, records: Mapping[int, StepRecord]) -> byte
     axes.set_ylabel("loss")
     axes.grid(alpha=0.25)
     axes.set_title("Loss of every kept step; faults in red, recovered in the processes in orange")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return png_of(figure)
 
 
 def _marks(history: RunHistory) -> list[tuple[int, str, str]]:

@@ -52,9 +52,11 @@ from perdure.training.supervisor.watch import (
     AttemptEnd,
     AttemptStart,
     AttemptWatcher,
+    Culprit,
     EndKind,
     Progress,
     WatchResult,
+    first_culprit,
 )
 from perdure.training.supervisor.world_check import WorldCheck
 from perdure.training.wire.agent import NodeLog
@@ -78,13 +80,11 @@ class _Failure:
     at_s: float
     snapshot: Snapshot
     refusal: str | None = None
-    slow: SlowNode | None = None
-    chip: Fault | None = None
+    culprit: Culprit | None = None
     stacks: tuple[tuple[str, NodeLog], ...] = ()
     given_up: AttemptGivenUp | None = None
     silent: tuple[SilentRank, ...] = ()
     is_late_start: bool = False
-    small_world: SmallWorld | None = None
 
 
 class AttemptWatch:
@@ -194,9 +194,8 @@ class AttemptWatch:
         is_fault = has_failed or any(result.is_fault for result in results)
         if request is not None and (not is_fault or self._ended_on_request):
             return self._end_on_request(request)
-        culprit = next((result.culprit for result in results if result.culprit is not None), None)
         if EndKind.FAILED in ends:
-            return self.wind_up(culprit=culprit)
+            return self.wind_up(culprit=first_culprit(results, EndKind.FAILED))
         if _all_done(snapshot):
             return self._end(EndKind.COMPLETED, snapshot)
         starting = [node for node in starting_nodes(snapshot) if node not in answered]
@@ -208,6 +207,7 @@ class AttemptWatch:
             return self.wind_up(refusal=text, is_late_start=True)
         if has_failed or (snapshot.is_over and not starting):
             return self.wind_up()
+        culprit = first_culprit(results, None)
         return self.wind_up(culprit=culprit) if culprit is not None else None
 
     def _end_on_request(self, request: EndKind) -> AttemptEnd:
@@ -264,7 +264,7 @@ class AttemptWatch:
         *,
         refusal: str | None = None,
         is_late_start: bool = False,
-        culprit: SlowNode | SilentRank | SmallWorld | Fault | None = None,
+        culprit: Culprit | None = None,
     ) -> AttemptEnd:
         """Let the others report after the first failure, stop them, and poll once more.
 
@@ -282,13 +282,10 @@ class AttemptWatch:
         given_up = self._progress.given_up
         silent = tuple(silent_of(failed.agents.values()))
         silent = silent or ((culprit,) if isinstance(culprit, SilentRank) else ())
-        slow = culprit if isinstance(culprit, SlowNode) else None
-        chip = culprit if isinstance(culprit, Fault) else None
-        small = culprit if isinstance(culprit, SmallWorld) else None
         # Before the order to stop, which would change them.
         stacks = tuple(self._fleet.stacks()) if silent else ()
         # Ranks that all live can save together; peers of a dead one cannot.
-        all_live = slow is not None or chip is not None
+        all_live = isinstance(culprit, SlowNode | Fault)
         grace_s = self._request_grace_s if all_live else self._failover_grace_s
         grace_s = HANG_GRACE_S if silent else grace_s
         self._fleet.stop(grace_s)
@@ -296,9 +293,7 @@ class AttemptWatch:
         if self.is_from_outside(final):
             return self.end_from_outside()
         lost = tuple(dict.fromkeys((*failed.lost, *final.lost, *unfinished_nodes(final))))
-        failure = _Failure(
-            at_s, failed, refusal, slow, chip, stacks, given_up, silent, is_late_start, small
-        )
+        failure = _Failure(at_s, failed, refusal, culprit, stacks, given_up, silent, is_late_start)
         return self._end(EndKind.FAILED, Snapshot(final.agents, lost), failure)
 
     def end_of_failure(self) -> AttemptEnd | None:
@@ -368,6 +363,7 @@ class AttemptWatch:
     ) -> AttemptEnd:
         self._read_log_to_its_end()
         failure = failure or _Failure(time.time(), snapshot)
+        culprit = failure.culprit
         logs = {} if kind in _WITHOUT_LOGS else self._logs()
         exits = self._exit_check
         last, shown = self._progress.last, newest_of(snapshot, now_s=time.time())
@@ -388,15 +384,15 @@ class AttemptWatch:
             is_late_start=failure.is_late_start,
             outputs=tuple(self._outputs()) if kind is EndKind.FAILED else (),
             rank_progress=tuple(progress_of(failure.snapshot.agents.values())),
-            slow=failure.slow,
-            chip=failure.chip,
+            slow=culprit if isinstance(culprit, SlowNode) else None,
+            chip=culprit if isinstance(culprit, Fault) else None,
             chips=tuple(self._progress.chips),
             given_up=failure.given_up,
             coordinator=next(lost_coordinators(statuses), None),
             ended_ranks=exits.early.ranks(step=step) if exits is not None else (),
             restart_codes=self._restart_codes,
             obstacles=tuple(obstacle for s in statuses for obstacle in s.obstacles),
-            small_world=failure.small_world,
+            small_world=culprit if isinstance(culprit, SmallWorld) else None,
         )
         return AttemptEnd(
             kind,

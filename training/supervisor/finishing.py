@@ -324,8 +324,7 @@ class AttemptFinisher:
 
         What is on record already, of an earlier call that was cut off, is not done again.
         """
-        self._writer.refresh()
-        if self._writer.now(view).ended is None:
+        if self._now(view).ended is None:
             self.record_end(view, end)
         view = self._now(view)
         if view.fault is None:

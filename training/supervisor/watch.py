@@ -183,6 +183,9 @@ class Progress:
         return bool(agents) and all(status.state is AgentState.RUNNING for status in agents)
 
 
+Culprit = SlowNode | SilentRank | SmallWorld | Fault
+
+
 @dataclass(frozen=True, slots=True)
 class WatchResult:
     """The answer of a watcher to one poll.
@@ -198,8 +201,13 @@ class WatchResult:
 
     end: EndKind | None = None
     is_fault: bool = False
-    culprit: SlowNode | SilentRank | SmallWorld | Fault | None = None
+    culprit: Culprit | None = None
     answered_nodes: frozenset[str] = frozenset()
+
+
+def first_culprit(results: Iterable[WatchResult], end: EndKind | None) -> Culprit | None:
+    """Return what a watcher with this result blames: another watcher's is not why it ends."""
+    return next((r.culprit for r in results if r.end is end and r.culprit is not None), None)
 
 
 class AttemptWatcher(Protocol):

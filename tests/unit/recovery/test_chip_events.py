@@ -11,10 +11,18 @@ from perdure.training.recovery.faults import Fault, FaultClass
 HBM = ChipReport("node-1", 0, "80E01801")  # level restart_job
 
 
-def seen(events: ChipEvents, at_s: float, *reports: ChipReport, faults=()) -> list[str]:
-    """The codes of the events that are new in a sample of node-1."""
+def seen(
+    events: ChipEvents,
+    at_s: float,
+    *reports: ChipReport,
+    faults=(),
+    began: list[float] | None = None,
+) -> list[str]:
+    """The codes of the events that are new in a sample of node-1; their times go into `began`."""
     sample = NodeReports(at_s, reports)
     new = events.update({"node-1": sample}, faults, now_s=at_s)
+    if began is not None:
+        began += [event.since_s for event in new]
     return [event.report.code for event in new]
 
 
@@ -50,14 +58,15 @@ def test_the_level_of_the_reporter_comes_before_that_of_the_tables():
 
 def test_a_code_that_stays_flickers_or_has_two_reporters_is_one_event():
     events = ChipEvents()
+    began: list[float] = []
     other = ChipReport("node-1", 0, HBM.code, ChipLevel.RESTART_JOB, reporter="MindCluster")
-    assert seen(events, 10.0) == []
-    assert seen(events, 20.0, other, HBM) == [HBM.code]
-    assert seen(events, 30.0, HBM) == []
-    assert seen(events, 40.0) == []
-    assert seen(events, 50.0, other) == [], "gone for less than the limit"
-    assert seen(events, 100.0, HBM) == [HBM.code], "gone for longer"
-    assert [event.since_s for event in events.events] == [20.0, 100.0]
+    assert seen(events, 10.0, began=began) == []
+    assert seen(events, 20.0, other, HBM, began=began) == [HBM.code]
+    assert seen(events, 30.0, HBM, began=began) == []
+    assert seen(events, 40.0, began=began) == []
+    assert seen(events, 50.0, other, began=began) == [], "gone for less than the limit"
+    assert seen(events, 100.0, HBM, began=began) == [HBM.code], "gone for longer"
+    assert began == [20.0, 100.0]
 
 
 def test_other_codes_chips_and_nodes_are_other_events():

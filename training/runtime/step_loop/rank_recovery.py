@@ -302,9 +302,7 @@ class RankRecovery:
         """Have the device take work again; a device that cannot is left to a new process."""
         training = self.training
         tensors = chain(
-            training.model.parameters(),
-            training.model.buffers(),
-            training.kept_tensors(),
+            training.model.parameters(), training.model.buffers(), training.kept_tensors()
         )
         local_tensors = [local_part(tensor) for tensor in tensors]
         is_whole = self.healing.clean(local_tensors, is_damaged=state.is_damaged)
