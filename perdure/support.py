@@ -13,6 +13,7 @@ import os
 import platform
 import tarfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from perdure.log_reading import LogRow, all_rows, content_of, living_text, read_
 from perdure.logs import gaps
 from perdure.monitor import RunMonitor
 from perdure.runs import run_to_observe
+from perdure.storage.errors import StorageError
 from perdure.training.errors import InputError
 from perdure.training.masking import mask_stream, secret_values
 from perdure.training.reporting.fault_report import ReportPlace, fault_reports
@@ -72,7 +74,7 @@ def support(
 
 
 def write_archive(run: RunHandle, target: Path, *, now_s: float) -> int:
-    """Write the archive, and return the number of its files.
+    """Write the archive, and return the number of its files; the contents name what is unreadable.
 
     Raises:
         OSError: it cannot be written.
@@ -81,11 +83,19 @@ def write_archive(run: RunHandle, target: Path, *, now_s: float) -> int:
     secrets = secret_values(os.environ) | secret_values(run.job.env)
     folder = target.name.removesuffix(".gz").removesuffix(".tar")
     rows: list[str] = []
+    num_unreadable = 0
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with tarfile.open(temporary, "w:gz") as archive:
             for file in _files(run):
-                content = b"".join(mask_stream([file.read()], secrets))
+                try:
+                    raw = file.read()
+                except (OSError, EOFError, zlib.error, StorageError) as error:
+                    problem = f"{file.meaning}: cannot be read: {type(error).__name__}"
+                    rows.append(f"| `{file.name}` | - | {problem} |")
+                    num_unreadable += 1
+                    continue
+                content = b"".join(mask_stream([raw], secrets))
                 rows.append(f"| `{file.name}` | {decimal(len(content))} | {file.meaning} |")
                 _add(archive, f"{folder}/{file.name}", content, now_s)
             contents = _contents(run, rows, now_s).encode()
@@ -93,7 +103,7 @@ def write_archive(run: RunHandle, target: Path, *, now_s: float) -> int:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-    return len(rows) + 1
+    return len(rows) - num_unreadable + 1
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes, now_s: float) -> None:

@@ -164,4 +164,5 @@ def _device_bytes(job: Job) -> int | None:
         chips = parse_table(vendor_tools.run_tool((NPU_SMI, "info")))
     except vendor_tools.NoAnswer:
         return None
-    return min((chip.memory_total_bytes for chip in chips), default=None)
+    # A chip that is ill may show none.
+    return min((c.memory_total_bytes for c in chips if c.memory_total_bytes), default=None)

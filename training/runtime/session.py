@@ -242,6 +242,9 @@ class Session:
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
+        step = self._loop.state.in_flight if self._loop is not None else None
+        if step is not None and step.error is not None:
+            return  # the others wait for this rank to report it, which the next step does
         if self._groups is None:
             store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 there is no public way
             meet(PrefixStore("meetings", store), self.world_size)

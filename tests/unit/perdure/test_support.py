@@ -78,6 +78,19 @@ def test_secrets_are_masked_once_more(run, tmp_path, monkeypatch):
     assert "rank 9 is not in group" in text
 
 
+@pytest.mark.parametrize("damaged", [b"no gzip", gzip.compress(b"text" * 99)[:20]])
+def test_a_damaged_log_is_named_and_the_others_are_there(run, tmp_path, damaged):
+    name = "logs/p0001-a0001/node-0/rank-00001.stderr.log"
+    prefix = f"{logs_prefix('small', 1, 1)}node-0/"
+    open_store(run.storage).put(f"{prefix}rank-00001.stderr.log.gz", damaged)
+    printed = perdure("support", "small", "--output", tmp_path / "out.tar.gz")
+    files = contents(tmp_path / "out.tar.gz")
+    assert f": {len(files)} files, " in printed
+    assert name not in files
+    assert f"| `{name}` | - | log of node-0, attempt 1.1: cannot be read: " in files["CONTENTS.md"]
+    assert "logs/p0001-a0001/node-0/npu-smi.txt" in files
+
+
 def test_an_archive_that_cannot_be_written_is_an_input_error(run, tmp_path, capsys):
     line = error_line(capsys, "support", "small", "--output", tmp_path / "none" / "out.tar.gz")
     assert "--output" in line

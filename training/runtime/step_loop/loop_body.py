@@ -15,8 +15,9 @@ def notice_of(frame: FrameType) -> str | None:
         return None
     return (
         f"{path}, line {behind}, stands behind `with step:`, so that it also runs for a step that "
-        "a fault has undone and that comes again: move it into the block; what updates state, "
-        "such as an average of weights, belongs in session.register(on_applied=...)"
+        "a fault has undone and that comes again: move it into the block, or an evaluation before "
+        "it; what updates state, such as an average of weights, belongs in "
+        "session.register(on_applied=...)"
     )
 
 
