@@ -417,7 +417,9 @@ def end_late(member: Member) -> Any:
     end()
     member.send(work.is_completed())
     work.wait()
-    return float(total)
+    member.send(float(total))
+    # Its thread may not have reported yet, and would end with the process.
+    return wait_for(member, "over")
 
 
 def _hold_replay(member: Member, signal: str) -> None:
