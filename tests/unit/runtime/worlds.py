@@ -59,6 +59,12 @@ class Member:
     connections: ReplayableConnections | None = None
     _announced: threading.Condition = field(default_factory=threading.Condition)
     _reporting: threading.Lock = field(default_factory=threading.Lock)
+    _reconnects: list[threading.Thread] = field(default_factory=list)
+
+    def await_reports(self) -> None:
+        """Wait until what was reconnected is reported: the process may be done a moment before."""
+        for thread in self._reconnects:
+            thread.join(TIMEOUT_S)
 
     def send(self, message: Any) -> None:
         """Send the test something."""
@@ -81,9 +87,11 @@ class Member:
             except EOFError:
                 os._exit(1)  # the test is gone
             if connection is not None:
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._reconnect, args=(number, connection), daemon=True
-                ).start()
+                )
+                self._reconnects.append(thread)
+                thread.start()
                 continue
             self.generations.announce(number)
             with self._announced:
@@ -247,4 +255,5 @@ def _take_part(
         end.send(program(member, *arguments))
     except BaseException:  # noqa: BLE001 whatever it is, the test reports it
         end.send(Failed(traceback.format_exc()))
+    member.await_reports()
     os._exit(0)
