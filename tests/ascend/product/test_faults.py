@@ -49,14 +49,10 @@ CASES = {
     "op-retry-failed": Case(
         "retry-failed", "HCCL OP RETRY FAILED", FaultClass.LINK_DOWN, (Rung.STEP_RETRY,)
     ),
-    "aicore": Case(
-        "aicore", "exception of aicore error", FaultClass.OPERATOR_ERROR, (Rung.IN_PLACE_RESTART,)
-    ),
+    # The driver's sentence goes to whichever thread asks first; the code is in every exception.
+    "aicore": Case("aicore", "code=507015", FaultClass.OPERATOR_ERROR, (Rung.IN_PLACE_RESTART,)),
     "aicore-timeout": Case(
-        "aicore-timeout",
-        "exception of aicore timeout",
-        FaultClass.OPERATOR_ERROR,
-        (Rung.IN_PLACE_RESTART,),
+        "aicore-timeout", "code=507014", FaultClass.OPERATOR_ERROR, (Rung.IN_PLACE_RESTART,)
     ),
     "oom": Case("oom", "out of memory", FaultClass.DEVICE_OOM, (Rung.IN_PLACE_RESTART,)),
 }
