@@ -64,4 +64,6 @@ def _device(address: DeviceAddress, rank: int) -> dict[str, str]:
     device = {"device_id": str(address.device_id), "device_ip": address.device_ip}
     if address.super_device_id is not None:
         device["super_device_id"] = address.super_device_id
+    if address.backup_device_ip is not None:
+        device["backup_device_ip"] = address.backup_device_ip
     return {**device, "rank_id": str(rank)}

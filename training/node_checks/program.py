@@ -102,7 +102,7 @@ def _check_host(job: Job, task: NodeTask) -> list[Check]:
         checks += _run_timed(lambda: [check_secrets(job, os.environ)])
     query = query_of(job)
     if query is not None:
-        checks += _run_timed(lambda: [check_rank_table(query)])
+        checks += _run_timed(lambda: [check_rank_table(query, task.node)])
     if task.with_store:
         checks += _run_timed(lambda: [check_job_store(job)])
     return checks

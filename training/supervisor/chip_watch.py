@@ -33,6 +33,7 @@ from perdure.training.recovery.protocol import ChipReported
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.watch import Progress, WatchResult
+from perdure.training.telemetry.mounted_files import RESET_FILE
 from perdure.training.wire.agent import NoticeOrder
 from perdure.training.wire.agent_status import AgentStatus
 
@@ -179,6 +180,11 @@ def _reports(
             ChipReport(status.node, device.index, code)
             for device in sample.devices
             for code in device.error_codes
+        ]
+        reports += [
+            ChipReport(status.node, device.index, code.code, code.level, reporter=RESET_FILE.name)
+            for device in sample.devices
+            for code in device.platform_codes
         ]
         # The platform's own level of a code counts, where it has one.
         further = [report for report in platform if report.node == status.node]

@@ -17,6 +17,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.chips import ChipLevel
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
 
@@ -43,11 +44,14 @@ class DeviceAddress(FrozenModel):
         device_id: physical number on the node.
         device_ip: address of its network port.
         super_device_id: SDID, in a super pod.
+        backup_device_ip: address of the port of the chip's other die, in a super pod, which HCCL's
+            operator retry takes when this one is lost; None: not known.
     """
 
     device_id: int
     device_ip: str
     super_device_id: str | None = None
+    backup_device_ip: str | None = None
 
 
 class NodeDevices(FrozenModel):
@@ -181,6 +185,13 @@ def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
     return max(outcomes, key=order.index, default=CheckOutcome.SKIPPED)
 
 
+class ChipCode(FrozenModel):
+    """A chip's code from the platform; `level` is the platform's own, None where it has none."""
+
+    code: str
+    level: ChipLevel | None = None
+
+
 class DeviceSample(FrozenModel):
     """One device.
 
@@ -188,6 +199,7 @@ class DeviceSample(FrozenModel):
         index: as workers count them (LOCAL_RANK).
         health: word of its driver: OK, Warning, Alarm, Critical; None when it reports none.
         error_codes: present error codes of the driver.
+        platform_codes: present codes in the platform's report that is mounted.
         link_is_up: state of its network port.
         net_health: word of hccn_tool: Success, Init, Socket failed, ...
     """
@@ -196,6 +208,7 @@ class DeviceSample(FrozenModel):
     name: str = ""
     health: str | None = None
     error_codes: tuple[str, ...] = ()
+    platform_codes: tuple[ChipCode, ...] = ()
     utilisation_percent: float | None = None
     memory_percent: float | None = None
     memory_total_bytes: int | None = None
