@@ -152,6 +152,7 @@ class NodeChecks:
             gang_host=order.gang_host,
             gang_port=order.gang_port,
             timeout_s=order.timeout_s,
+            pings=order.pings,
         )
         environment = {**interface_variables(self._config.host), **os.environ, **order.variables}
         return self._program.run(task, environment)

@@ -327,11 +327,12 @@ IGNORED_ENTRIES: Mapping[str, str] = {
         (
             "job_template", "jupyter-lab/enable", "tensorboard/enable",
             "mindstudio-insight/enable", "performance_diagnosis_enabled", "record/code-dir",
-            "framework", "ring-controller.atlas", "tor-affinity", "sp-block",
+            "framework", "ring-controller.atlas", "tor-affinity",
             "huawei.com/schedule_policy", "huawei.com/schedule_minAvailable",
         ),
         "is not about recovery",
     ),
+    "sp-block": "is engine.volcano.sp_block here",
     "process-recover-enable": "follows from recover-strategy",
     "huawei.com/recover_policy_path": "a rescheduled pod that fails goes on to the job level here",
     "wait-reschedule-timeout": "is restart.spare_wait_s here",

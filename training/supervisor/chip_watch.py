@@ -74,7 +74,7 @@ class ChipWatch:
         answered = self._answered(progress)
         statuses = progress.snapshot.agents.values()
         progress.platform_reports = self._platform.newest()
-        nodes = _reports(statuses, progress.platform_reports)
+        nodes = node_reports(statuses, progress.platform_reports)
         slots = self.starter.job.engine.slots_per_node
         faults = [
             self._fault_of(event, progress)
@@ -168,7 +168,7 @@ def _answers(other: Fault, fault: Fault) -> bool:
     return is_same_place and other.at_s >= fault.at_s
 
 
-def _reports(
+def node_reports(
     statuses: Iterable[AgentStatus], platform: Sequence[ChipReport]
 ) -> dict[str, NodeReports]:
     nodes: dict[str, NodeReports] = {}

@@ -161,21 +161,24 @@ def mounted_devices(
     if with_super_pod and (pod is None or any(d.super_device_id is None for d in in_order)):
         raise ValueError(f"{path} has no super pod for {server.server_id}")
     return NodeDevices(
-        devices=tuple(_address(devices, devices[number], with_super_pod) for number in wanted),
+        devices=tuple(
+            _place(devices, devices[number]) if with_super_pod else _address(devices[number])
+            for number in wanted
+        ),
         super_pod_id=pod if with_super_pod else None,
     )
 
 
-def _address(
-    devices: Mapping[int, _Device], device: _Device, with_super_pod: bool
-) -> DeviceAddress:
-    address = DeviceAddress(device_id=device.device_id, device_ip=device.device_ip)
-    if not with_super_pod:
-        return address
+def _address(device: _Device) -> DeviceAddress:
+    return DeviceAddress(device_id=device.device_id, device_ip=device.device_ip)
+
+
+def _place(devices: Mapping[int, _Device], device: _Device) -> DeviceAddress:
+    """Return a device with its place in a super pod."""
     other = devices.get(other_die(device.device_id))
     backup = device.backup_device_ip or (other.device_ip if other is not None else None)
     places = {"super_device_id": device.super_device_id, "backup_device_ip": backup or None}
-    return address.model_copy(update=places)
+    return _address(device).model_copy(update=places)
 
 
 def other_die(device_id: int) -> int:

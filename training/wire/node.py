@@ -142,6 +142,20 @@ class Check(FrozenModel):
     figures: dict[str, float] = Field(default={})
 
 
+class PingTarget(FrozenModel):
+    """A port of another node, and the device of this node that pings it.
+
+    Attributes:
+        device: local rank.
+        member: the other node's.
+        address: of the port.
+    """
+
+    device: int
+    member: int
+    address: str
+
+
 class NodeTask(FrozenModel):
     """Task of checking a node.
 
@@ -154,6 +168,7 @@ class NodeTask(FrozenModel):
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first rank listens; None: no check of the gang.
         with_store: whether the keys of the store are there.
+        pings: ports of other nodes.
     """
 
     job: Job
@@ -169,6 +184,7 @@ class NodeTask(FrozenModel):
     gang_port: int = 0
     timeout_s: float
     with_store: bool = True
+    pings: tuple[PingTarget, ...] = ()
 
 
 CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])

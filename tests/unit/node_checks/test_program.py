@@ -94,7 +94,7 @@ def test_a_node_is_asked_for_the_devices_that_its_workers_will_see(job, tmp_path
     job_with_table = job.model_copy(update={"comm": comm, "env": {VISIBLE: "6,4"}})
     query = query_of(job_with_table)
     assert query is not None
-    check = check_rank_table(query)
+    check = check_rank_table(query, "node-0")
     assert (check.outcome, check.seen) == (CheckOutcome.OK, "6: 10.0.0.6, 4: 10.0.0.4")
     assert query_of(job) is None
 
