@@ -65,7 +65,8 @@ class CheckpointSpec(SettingsModel):
     failure_domains: dict[str, str] = Field(
         {}, description="partner_copies: failure domain (rack, super pod, power supply) by node "
         "name; a node's copies lie outside its own domain. A node that is not listed is a domain "
-        "of its own"
+        "of its own. Default: the super pods of the rank table, if none has more than half of the "
+        "nodes"
     )  # fmt: skip
     node_disk: bool | None = Field(
         None, description="also keep the newest saves on the node's disk; default: true unless "
@@ -367,7 +368,8 @@ class CommSpec(SettingsModel):
     )
     rank_table: RankTableForm | None = Field(
         None, description="write hccl.json for each attempt, with the addresses from "
-        "/etc/hccn.conf, and set RANK_TABLE_FILE; v1.0 for clusters, v1.2 for super pods; "
+        "/etc/hccn.conf or the rank table that MindCluster mounts, and set RANK_TABLE_FILE; v1.0 for "
+        "clusters, v1.2 for super pods; "
         "default: no rank table"
     )  # fmt: skip
     op_retry: OpRetrySpec = Field(OpRetrySpec(), description="HCCL's operator-level retry")

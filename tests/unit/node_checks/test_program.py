@@ -15,8 +15,9 @@ from perdure.training.node_checks.runner import NodeProgram, check_this_machine
 from perdure.training.node_checks.verdict import verdict_of
 from perdure.training.telemetry import device_addresses
 from perdure.training.telemetry.device_addresses import HCCN_CONF, check_rank_table, query_of
-from perdure.training.wire.node import VISIBLE, Check, CheckOutcome, NodeTask
+from perdure.training.wire.node import VISIBLE, Check, CheckOutcome, NodeTask, PingTarget
 from tests.jobs import small_job
+from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
 
 
 @pytest.fixture
@@ -72,6 +73,23 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
     assert (joined.name, joined.outcome) == ("join", CheckOutcome.OK)
     assert reduced.outcome is CheckOutcome.WARNING
     assert reduced.seen == "no answer from ranks 1 within 7 s"
+
+
+def test_a_node_that_stays_checks_its_ports_against_the_other_nodes(job, tmp_path, monkeypatch):
+    tools = only_tools_of(tmp_path / "tools", monkeypatch)
+    install(tools, "npu-smi", f"cat {SAMPLES}/npu-smi-info.txt")
+    answers = """case "$*" in
+*-tls*) echo "dev_id:0, tls switch[1](0:disable, 1:enable), tls preconfigured[1]" ;;
+*"-ping -g address 10.1.1.0") echo "6 packets transmitted, 0 received, 100.00% packet loss" ;;
+esac"""
+    install(tools, "hccn_tool", answers)
+    pings = (PingTarget(device=0, member=1, address="10.1.1.0"),)
+    task = task_of(job, tmp_path, gang_host="127.0.0.1", pings=pings)
+    checks = NodeProgram().run(task, os.environ)
+    assert [(c.name, c.outcome, c.seen) for c in checks if c.name.startswith("device_")] == [
+        ("device_tls", CheckOutcome.OK, "TLS on"),
+        ("device_ping", CheckOutcome.FAILED, "device 0 to node 1 (10.1.1.0): 100% lost"),
+    ]
 
 
 def test_a_node_whose_rank_table_cannot_be_written_is_found_before_an_attempt(job, tmp_path):
