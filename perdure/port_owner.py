@@ -17,6 +17,9 @@ ANOTHER_PORT = "choose another port with 'perdure server start --port N'"
 MAX_COMMAND = 80  # characters
 _PREFECT_APP = "prefect.server.api.server"  # in the command of uvicorn, whoever starts it (3.8.8)
 _ANSWER_S = 2.0
+_SAME_ADDRESSES = frozenset(
+    ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::")  # noqa: S104 compared, not bound
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,17 @@ class PortOwner:
 
 
 def owner_of(port: int) -> PortOwner | None:
-    """The process that listens on a port, as far as this user may see it; None: no process."""
+    """The process that listens where the server would, as far as this user may see it.
+
+    Listeners on other addresses of the machine do not keep the server from 127.0.0.1.
+    """
     listening = [
         connection.pid
         for connection in psutil.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
         and connection.laddr
         and connection.laddr.port == port
+        and connection.laddr.ip in _SAME_ADDRESSES
     ]
     if not listening:
         return None

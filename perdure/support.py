@@ -14,7 +14,8 @@ import platform
 import tarfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +37,7 @@ from perdure.training.reporting.fault_report import ReportPlace, fault_reports
 from perdure.training.supervisor.run_handle import RunHandle
 
 CONTENTS = "CONTENTS.md"
+LIVING_LIMIT_BYTES = 64 << 20  # of one log of the living attempt, whose file has no limit yet
 _PACKAGES = ("perdure", "torch", "torch_npu", "prefect", "numpy", "transformers", "mindspore")
 
 
@@ -155,8 +157,22 @@ def _log_file(run: RunHandle, row: LogRow) -> SupportFile:
     cut = f", without its first {decimal(row.cut_bytes)}" if row.cut_bytes else ""
     meaning = f"log of {node}, attempt {row.placement}.{row.attempt}{cut}"
     if row.is_living:
-        return SupportFile(name, meaning, lambda: "".join(living_text(run, row)).encode())
+        return SupportFile(name, meaning, lambda: end_of(living_text(run, row)))
     return SupportFile(name, meaning, lambda: content_of(run.store, row))
+
+
+def end_of(pieces: Iterable[str], limit_bytes: int = LIVING_LIMIT_BYTES) -> bytes:
+    """Return the text, without its first pieces where it is longer than the limit."""
+    newest: deque[bytes] = deque()
+    size_bytes = dropped_bytes = 0
+    for piece in pieces:
+        newest.append(piece.encode())
+        size_bytes += len(newest[-1])
+        while size_bytes > limit_bytes and len(newest) > 1:
+            size_bytes -= len(newest[0])
+            dropped_bytes += len(newest.popleft())
+    head = f"[without the first {decimal(dropped_bytes)}]\n".encode() if dropped_bytes else b""
+    return head + b"".join(newest)
 
 
 def _status(run: RunHandle) -> bytes:

@@ -56,6 +56,13 @@ class EngineError(PerdureError):
     """The engine could not do what was asked."""
 
 
+class StopRequested(EngineError):  # noqa: N818 a state of affairs, named as it is shown
+    """Somebody has asked for the end of the run."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped on request")
+
+
 class NoCapacity(EngineError):  # noqa: N818 a state of affairs, named as it is shown
     """Fewer healthy nodes than the job needs."""
 

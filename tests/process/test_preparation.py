@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from perdure.storage.local import LocalStore
+from perdure.training.wire.requests import request_cancel
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect]
@@ -151,3 +153,14 @@ def test_a_supervisor_that_dies_meanwhile_is_followed_by_one_that_waits_for_the_
     assert second.finish() == 0, second.out
     assert folder.runs == ["node-0"]
     second.leave_nothing()
+
+
+@pytest.mark.long
+def test_a_cancel_in_the_store_ends_the_command_and_the_run(folder):
+    (folder.path / "prepare.py").write_text(SCRIPT + "\nimport time\ntime.sleep(600)\n")
+    running = folder.start("cancelled")
+    wait_for((folder.path / "runs").exists, what="the command")
+    request_cancel(LocalStore(folder.bench.home / "store"), "cancelled")
+    assert running.finish() == 0, running.out
+    assert running.history.ended.outcome == "cancelled"
+    running.leave_nothing()

@@ -38,7 +38,8 @@ class PeriodicSampler:
         sample, silent_s = self._newest, self._clock() - self._taken_s
         if sample is None or self._ended.is_set() or silent_s <= self._stale_s:
             return sample
-        return NodeSample(at_s=sample.at_s, gaps=(f"no sample of the node for {silent_s:.0f} s",))
+        gap = f"no sample of the node for {silent_s:.0f} s"
+        return NodeSample(at_s=sample.at_s, gaps=(gap,), is_complete=False)
 
     def begin(
         self, num_devices: int, every_s: float, on_sample: Callable[[NodeSample], object]

@@ -58,10 +58,12 @@ class NodeReports:
 
     Attributes:
         at_s: when the node was sampled.
+        is_complete: False where a tool gave no answer: a code that is missing may still be there.
     """
 
     at_s: float
     reports: Sequence[ChipReport] = ()
+    is_complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,12 @@ class ChipEvents:
 
     Attributes:
         answered: codes that earlier attempts of the run answered.
-        clear_s: a code that was gone for longer is a new event.
+        clear_s: a code that complete samples have not shown for longer is a new event.
     """
 
     answered: Collection[ChipKey] = ()
     clear_s: float = CLEAR_S
-    _last_s: dict[ChipKey, float] = field(default_factory=dict)
+    _gone_s: dict[ChipKey, float | None] = field(default_factory=dict)
     _sampled_s: dict[str, tuple[float | None, float]] = field(default_factory=dict)
 
     def update(
@@ -108,15 +110,27 @@ class ChipEvents:
         previous_s, newest_s = self._sampled_s.get(node, (None, sample.at_s))
         if sample.at_s > newest_s:
             previous_s = newest_s
-        self._sampled_s[node] = previous_s, sample.at_s
+        if sample.is_complete:
+            self._sampled_s[node] = previous_s, sample.at_s
+            self._note_absences(node, sample)
         for report in sample.reports:
-            last_s = self._last_s.get(report.key)
-            self._last_s[report.key] = now_s
-            is_same = last_s is not None and now_s - last_s <= self.clear_s
+            is_old = report.key in self._gone_s and not self._is_gone(report.key, now_s)
+            self._gone_s[report.key] = None
             is_left = previous_s is None and report.key in self.answered
-            is_known = is_same or is_left or _is_covered(report, faults, previous_s)
+            is_known = is_old or is_left or _is_covered(report, faults, previous_s)
             if report.acts_at_once and not is_known:
                 yield report
+
+    def _note_absences(self, node: str, sample: NodeReports) -> None:
+        """Note since when the codes that the node has shown are missing."""
+        present = {report.key for report in sample.reports}
+        for key, gone_s in self._gone_s.items():
+            if key[0] == node and key not in present and gone_s is None:
+                self._gone_s[key] = sample.at_s
+
+    def _is_gone(self, key: ChipKey, now_s: float) -> bool:
+        gone_s = self._gone_s[key]
+        return gone_s is not None and now_s - gone_s > self.clear_s
 
 
 def _is_covered(report: ChipReport, faults: Iterable[Fault], since_s: float | None) -> bool:

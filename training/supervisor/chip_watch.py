@@ -40,7 +40,7 @@ from perdure.training.wire.agent_status import AgentStatus
 _log = logging.getLogger("perdure.supervisor")
 
 ANSWER_S = 5.0  # for the coordinator's decision to be seen
-MISSED_SAMPLES = 3  # after which a code counts as gone
+MISSED_SAMPLES = 3  # without a code, after which it counts as gone
 NO_ROOM = "no other node is free"
 
 
@@ -188,7 +188,9 @@ def node_reports(
         ]
         # The platform's own level of a code counts, where it has one.
         further = [report for report in platform if report.node == status.node]
-        nodes[status.node] = NodeReports(sample.at_s, (*further, *reports))
+        nodes[status.node] = NodeReports(
+            sample.at_s, (*further, *reports), is_complete=sample.is_complete
+        )
     return nodes
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from perdure.training.engines.base import ClockProbe, Placement, plan, plan_replacement
 from perdure.training.environment import variables_of
-from perdure.training.errors import AgentUnreachable, EngineError, NoCapacity
+from perdure.training.errors import AgentUnreachable, EngineError, NoCapacity, StopRequested
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import AlertKind
 from perdure.training.journal.history import RunHistory
@@ -129,6 +129,7 @@ class Placer:
         """Find the placement of the next attempt: the living placement, or a new one.
 
         Raises:
+            StopRequested: while it was looking.
             EngineError: no placement is possible, and the ladder stops the run.
         """
         self._decider.decide_pending()
@@ -147,7 +148,7 @@ class Placer:
                 return self._carry_out(rung, current, stop_wanted)
             except (EngineError, AgentUnreachable) as error:
                 if stop_wanted():
-                    raise EngineError("stopped on request") from error
+                    raise StopRequested from error
                 why = "; ".join((str(error), *_refusals(self._writer.history)))
                 self._decider.rung_failed(rung, why, waited_s=self._waited_s)
                 repairs = False

@@ -20,7 +20,7 @@ from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.engines.base import Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.environment import variables_of
-from perdure.training.errors import AgentUnreachable, EngineError, PerdureError
+from perdure.training.errors import AgentUnreachable, EngineError, PerdureError, StopRequested
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import LADDER, Rung
 from perdure.training.wire.preparation import PrepareOrder, PrepareReply
@@ -54,6 +54,7 @@ class Preparer:
 
     Attributes:
         epoch: the supervisor's.
+        is_cancelled: whether the run's store has a request to cancel it.
         cwd: folder of the workers.
     """
 
@@ -63,6 +64,7 @@ class Preparer:
     placement: Placement
     epoch: int
     cwd: str
+    is_cancelled: Callable[[], bool]
 
     @property
     def nodes(self) -> Sequence[str]:
@@ -88,14 +90,14 @@ class Preparer:
 
         Raises:
             PreparationError: on one of them.
-            EngineError: a stop was requested.
+            StopRequested: meanwhile.
         """
         number, began_s = self.epoch * CALLS_PER_EPOCH + next(_calls), time.monotonic()
         waiting, shown = list(self.nodes), ""
         answered_s = dict.fromkeys(waiting, began_s)
         while waiting:
-            if stop_wanted():
-                raise EngineError("stopped on request")
+            if stop_wanted() or self.is_cancelled():
+                raise StopRequested
             for node in list(waiting):
                 try:
                     reply = self._ask(node, number=number, starts=True)

@@ -233,8 +233,15 @@ class RunSupervisor(RunHandle):
 
     def preparer(self, placement: Placement) -> Preparer:
         """Build what has data prepared on the nodes of a placement, by the job's command."""
-        epoch = self.ledger.epoch
-        return Preparer(self.job, self.fleet, self.store, placement, epoch, self._cwd)
+        return Preparer(
+            self.job,
+            self.fleet,
+            self.store,
+            placement,
+            epoch=self.ledger.epoch,
+            cwd=self._cwd,
+            is_cancelled=self._or_cancelled(lambda: False),
+        )
 
     def attempt(
         self,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from perdure.training.diagnosis.ending import SHORT_CODES
 from perdure.training.engines.base import Placement
-from perdure.training.errors import EngineError, RunConflict
+from perdure.training.errors import EngineError, RunConflict, StopRequested
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
@@ -81,7 +81,7 @@ class RunSteps:
 
         Raises:
             PreparationError: the command has failed, and as often as the policy has it.
-            EngineError: a stop was requested.
+            StopRequested: meanwhile.
         """
         preparer, stop_wanted = self.run.preparer(placement), self.stop_wanted
         for tries in range(1, self.run.job.restart.in_place_retries + 2):
@@ -127,18 +127,17 @@ def _train(steps: RunSteps, log: Log) -> RunEnd:
     while True:
         try:
             placement = _place(steps)
+        except StopRequested as stop:
+            return RunEnd("cancelled", str(stop))
         except EngineError as error:
-            outcome: Literal["cancelled", "failed"] = (
-                "cancelled" if steps.stop_wanted() else "failed"
-            )
-            return RunEnd(outcome, f"no placement: {error}")
+            return RunEnd("failed", f"no placement: {error}")
         if steps.run.job.prepare is not None and steps.run.history.open_attempt is None:
             try:
                 steps.prepare(placement)
             except PreparationError as error:
                 return RunEnd("failed", str(error))
-            except EngineError:
-                return RunEnd("cancelled", "stopped on request")
+            except StopRequested as stop:
+                return RunEnd("cancelled", str(stop))
         verdict = steps.train(placement, manifest_key)
         stops = verdict.decision is not None and verdict.decision.rung is Rung.STOP
         if verdict.kind is EndKind.RESTARTED:

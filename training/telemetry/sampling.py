@@ -62,17 +62,24 @@ class Sampler:
         except OSError as error:
             host = HostSample()
             gaps.append(f"host: {error}")
-        devices = self._add_platform_codes(self._sample_devices(gaps), gaps)
-        return NodeSample(at_s=self._now(), devices=devices, host=host, gaps=tuple(gaps))
+        unanswered: list[str] = []
+        devices = self._add_platform_codes(self._sample_devices(gaps, unanswered), unanswered)
+        return NodeSample(
+            at_s=self._now(),
+            devices=devices,
+            host=host,
+            gaps=(*gaps, *unanswered),
+            is_complete=not unanswered,
+        )
 
     def _add_platform_codes(
-        self, devices: tuple[DeviceSample, ...], gaps: list[str]
+        self, devices: tuple[DeviceSample, ...], unanswered: list[str]
     ) -> tuple[DeviceSample, ...]:
         """Add the codes in MindCluster's reset.json, where it is mounted."""
         try:
             codes = reset_codes(self._num_devices)
         except ValueError as error:
-            gaps.append(str(error))
+            unanswered.append(str(error))
             return devices
         if codes and not devices:  # no tool shows them
             devices = tuple(DeviceSample(index=index) for index in range(self._num_devices))
@@ -81,9 +88,12 @@ class Sampler:
             for device in devices
         )
 
-    def _sample_devices(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+    def _sample_devices(self, gaps: list[str], unanswered: list[str]) -> tuple[DeviceSample, ...]:
         if find_tool(NPU_SMI) is not None:
-            return self._sample_npus(gaps)
+            has_hccn = find_tool(HCCN_TOOL) is not None
+            if not has_hccn:
+                gaps.append(f"{HCCN_TOOL}: not installed")
+            return self._sample_npus(unanswered, has_hccn=has_hccn)
         gaps.append(f"{NPU_SMI}: not installed")
         try:
             return nvml.read_devices(self._num_devices)
@@ -91,28 +101,27 @@ class Sampler:
             gaps.append(f"nvml: {error}")
             return ()
 
-    def _sample_npus(self, gaps: list[str]) -> tuple[DeviceSample, ...]:
+    def _sample_npus(self, unanswered: list[str], *, has_hccn: bool) -> tuple[DeviceSample, ...]:
         """Sample the NPUs; a tool that hangs would hang for the next device, too."""
         until_s = self._clock() + SAMPLE_LIMIT_S
-        has_hccn = find_tool(HCCN_TOOL) is not None
-        if not has_hccn:
-            gaps.append(f"{HCCN_TOOL}: not installed")
         samples: list[DeviceSample] = []
         try:
             chips = npu_smi.parse_table(self._ask((NPU_SMI, "info")))[: self._num_devices]
             if not chips:
-                gaps.append(f"{NPU_SMI}: no table of devices")
+                unanswered.append(f"{NPU_SMI}: no table of devices")
             for index, chip in enumerate(chips):
                 samples.append(device_of(index, chip))
             for index, chip in enumerate(chips):
                 if index not in self._detailed_devices:
                     continue
                 if self._clock() > until_s:
-                    gaps.append(f"devices {index} on: not asked, {SAMPLE_LIMIT_S:g} s are over")
+                    unanswered.append(
+                        f"devices {index} on: not asked, {SAMPLE_LIMIT_S:g} s are over"
+                    )
                     break
                 samples[index] = self._read_details(index, chip, has_hccn=has_hccn)
         except NoAnswer as error:
-            gaps.append(f"no answer: {error}")
+            unanswered.append(f"no answer: {error}")
         return tuple(samples)
 
     def _read_details(self, index: int, chip: npu_smi.Chip, *, has_hccn: bool) -> DeviceSample:

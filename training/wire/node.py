@@ -254,9 +254,15 @@ class HostSample(FrozenModel):
 
 
 class NodeSample(FrozenModel):
-    """A sample of a node."""
+    """A sample of a node.
+
+    Attributes:
+        gaps: tools and files that gave no reading, and why.
+        is_complete: False where a tool that is there gave no answer.
+    """
 
     at_s: float
     devices: tuple[DeviceSample, ...] = ()
     host: HostSample = HostSample()
     gaps: tuple[str, ...] = ()
+    is_complete: bool = True

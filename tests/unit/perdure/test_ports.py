@@ -59,6 +59,14 @@ def test_the_owner_of_a_port_is_the_process_that_listens_on_it():
     assert owner_of(free_port()) is None
 
 
+def test_a_listener_on_another_address_does_not_own_the_port_of_the_server():
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        assert owner_of(port) is None
+        with socket.create_server(("", free_port())) as everywhere:
+            assert owner_of(everywhere.getsockname()[1]) is not None
+
+
 def test_server_start_on_the_port_of_another_program_names_it_and_starts_nothing(
     capsys, perdure_home
 ):

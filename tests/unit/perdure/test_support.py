@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from perdure.storage.address import open_store
+from perdure.support import end_of
 from perdure.training.agent.log_collection import COLLECTED_FILE
 from perdure.training.supervisor.job_registry import remember_job
 from perdure.training.supervisor.run_handle import RunHandle
@@ -99,3 +100,17 @@ def test_an_archive_that_cannot_be_written_is_an_input_error(run, tmp_path, caps
 
 def test_a_run_that_never_started_has_no_archive(job, capsys):
     assert "has not been started" in error_line(capsys, "support", "small")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (["one ", "two"], b"one two"),
+        ([], b""),
+        (["a" * 9, "b" * 9, "c" * 9], b"[without the first 9 bytes]\n" + b"b" * 9 + b"c" * 9),
+        (["a" * 50], b"a" * 50),
+        (["a", "b" * 50], b"[without the first 1 byte]\n" + b"b" * 50),
+    ],
+)
+def test_the_log_of_a_living_attempt_keeps_its_end_and_says_what_is_left_out(pieces, text):
+    assert end_of(pieces, limit_bytes=20) == text

@@ -15,11 +15,12 @@ def seen(
     events: ChipEvents,
     at_s: float,
     *reports: ChipReport,
+    is_complete: bool = True,
     faults=(),
     began: list[float] | None = None,
 ) -> list[str]:
     """The codes of the events that are new in a sample of node-1; their times go into `began`."""
-    sample = NodeReports(at_s, reports)
+    sample = NodeReports(at_s, reports, is_complete=is_complete)
     new = events.update({"node-1": sample}, faults, now_s=at_s)
     if began is not None:
         began += [event.since_s for event in new]
@@ -65,8 +66,24 @@ def test_a_code_that_stays_flickers_or_has_two_reporters_is_one_event():
     assert seen(events, 30.0, HBM, began=began) == []
     assert seen(events, 40.0, began=began) == []
     assert seen(events, 50.0, other, began=began) == [], "gone for less than the limit"
+    assert seen(events, 60.0, began=began) == []
     assert seen(events, 100.0, HBM, began=began) == [HBM.code], "gone for longer"
     assert began == [20.0, 100.0]
+
+
+def test_a_tool_that_gives_no_answer_for_a_while_makes_no_code_new():
+    events = ChipEvents()
+    assert seen(events, 10.0, HBM) == [HBM.code]
+    for at_s in (20.0, 60.0, 100.0):
+        assert seen(events, at_s, is_complete=False) == []
+    assert seen(events, 110.0, HBM) == []
+    assert seen(events, 500.0, HBM) == [], "no sample in between"
+
+
+def test_a_code_that_the_attempt_before_answered_is_not_new_behind_a_first_sample_without_answer():
+    events = ChipEvents(answered={HBM.key})
+    assert seen(events, 10.0, is_complete=False) == []
+    assert seen(events, 20.0, HBM) == []
 
 
 def test_other_codes_chips_and_nodes_are_other_events():
@@ -82,6 +99,7 @@ def test_a_code_that_the_attempt_before_answered_is_new_only_after_it_was_gone()
 
     left, healed, unknown = later(), later(), ChipEvents()
     assert seen(left, 10.0, HBM) == []
+    assert seen(left, 20.0) == []
     assert seen(left, 200.0, HBM) == [HBM.code], "gone meanwhile"
     assert seen(healed, 10.0) == []
     assert seen(healed, 20.0, HBM) == [HBM.code]

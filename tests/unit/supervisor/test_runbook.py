@@ -8,8 +8,9 @@ from perdure.storage.local import LocalStore
 from perdure.training.config.job import Job, parse_job
 from perdure.training.drill.driver import RunDriver, RunHook, RunOutcome
 from perdure.training.engines.base import Placement
-from perdure.training.errors import EngineError
+from perdure.training.errors import EngineError, NoCapacity
 from perdure.training.recovery.faults import FaultClass
+from perdure.training.supervisor.job_registry import job_path
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.node import Check, CheckOutcome
@@ -61,6 +62,20 @@ def test_the_first_failure_is_told_when_the_containers_cannot_be_taken_down_eith
     message = "no placement: no pods; the containers cannot be taken down: no answer"
     with pytest.raises(EngineError, match=message):
         play(job, Cluster(["done"]))
+
+
+@pytest.mark.usefixtures("without_waits")
+def test_a_run_that_is_cancelled_while_it_looks_for_nodes_is_cancelled_not_failed(
+    job, play, monkeypatch, tmp_path
+):
+    def refuse(_fleet: FakeFleet, _action: object) -> None:
+        job_path(tmp_path, job.run_id).with_name("cancel-wanted").touch()
+        raise NoCapacity("no node is free")
+
+    monkeypatch.setattr(FakeFleet, "submit", refuse)
+    played = play(job, Cluster(["done"]))
+    end = played.history.ended
+    assert (end.outcome, end.message) == ("cancelled", "stopped on request")
 
 
 class Damage:
