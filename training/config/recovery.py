@@ -368,9 +368,8 @@ class CommSpec(SettingsModel):
     )
     rank_table: RankTableForm | None = Field(
         None, description="write hccl.json for each attempt, with the addresses from "
-        "/etc/hccn.conf or the rank table that MindCluster mounts, and set RANK_TABLE_FILE; v1.0 for "
-        "clusters, v1.2 for super pods; "
-        "default: no rank table"
+        "/etc/hccn.conf or the rank table that MindCluster mounts, and set RANK_TABLE_FILE; v1.0 "
+        "for clusters, v1.2 for super pods; default: no rank table"
     )  # fmt: skip
     op_retry: OpRetrySpec = Field(OpRetrySpec(), description="HCCL's operator-level retry")
     link_retry: bool = Field(

@@ -70,13 +70,13 @@ def check_tls(slots: int, *, ask_tool: Ask = run_tool) -> tuple[Check, ...]:
     for number, switch in switches.items():
         by_word.setdefault("off" if switch == "0" else "on", []).append(str(number))
     if not by_word:
-        seen, outcome = "hccn_tool shows no switch", CheckOutcome.SKIPPED
+        text, outcome = "hccn_tool shows no switch", CheckOutcome.SKIPPED
     elif len(by_word) == 1:
-        seen, outcome = f"TLS {next(iter(by_word))}", CheckOutcome.OK
+        text, outcome = f"TLS {next(iter(by_word))}", CheckOutcome.OK
     else:
         words = [f"{word} for device {', '.join(of)}" for word, of in sorted(by_word.items())]
-        seen, outcome = f"TLS {' and '.join(words)}", CheckOutcome.FAILED
-    return (Check(name=TLS, outcome=outcome, seen=seen, allowed=allowed),)
+        text, outcome = f"TLS {' and '.join(words)}", CheckOutcome.FAILED
+    return (Check(name=TLS, outcome=outcome, seen=text, allowed=allowed),)
 
 
 def _physical(slots: int, ask_tool: Ask) -> Sequence[int]:
@@ -101,9 +101,9 @@ def _check_each(
         ]
     except NoAnswer as error:
         findings = [(CheckOutcome.WARNING, f"no answer: {error}")]
-    outcome = worst([found for found, _ in findings])
-    seen = "; ".join(text for found, text in findings if found is outcome)
-    return Check(name=name, outcome=outcome, seen=seen or "nothing known", allowed=allowed)
+    outcome = worst([result for result, _ in findings])
+    summary = "; ".join(text for result, text in findings if result is outcome)
+    return Check(name=name, outcome=outcome, seen=summary, allowed=allowed)
 
 
 def _optics(ask_tool: Ask, number: int) -> Iterator[_Finding]:
@@ -249,8 +249,8 @@ def _judge_pings(job: Job, losses: Sequence[tuple[float, str]], silent: Sequence
     is_super_pod = job.comm.chip == "a3" or job.comm.rank_table is RankTableForm.V1_2
     if losses and all(loss == 100 for loss, _ in losses) and not is_super_pod:
         outcome = CheckOutcome.FAILED
-    seen = "; ".join((*bad, *silent)) or f"{len(losses)} ports of other nodes answer"
-    return Check(name=PING, outcome=outcome, seen=seen, allowed="every ping answered")
+    summary = "; ".join((*bad, *silent)) or f"{len(losses)} ports of other nodes answer"
+    return Check(name=PING, outcome=outcome, seen=summary, allowed="every ping answered")
 
 
 def parse_loss(text: str) -> float | None:

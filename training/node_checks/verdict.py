@@ -97,7 +97,7 @@ def _compare_tls(checks: Sequence[Check]) -> Sequence[Check]:
         return checks
     (usual, most), (_, next_most) = counts.most_common(2)
     if most == next_most:
-        words = ", ".join(f"{seen} on {count} nodes" for seen, count in sorted(counts.items()))
+        words = ", ".join(f"{text} on {count} nodes" for text, count in sorted(counts.items()))
         return [_fail(c, words) if c.name == TLS and c.seen in counts else c for c in checks]
     return [
         _fail(c, f"{c.seen}; most nodes have {usual}")

@@ -171,6 +171,7 @@ def _answers(other: Fault, fault: Fault) -> bool:
 def node_reports(
     statuses: Iterable[AgentStatus], platform: Sequence[ChipReport]
 ) -> dict[str, NodeReports]:
+    """List what drivers and platform report about the chips of the nodes with a sample."""
     nodes: dict[str, NodeReports] = {}
     for status in statuses:
         sample = status.sample

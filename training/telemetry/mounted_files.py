@@ -202,8 +202,8 @@ def local_names(node: str) -> tuple[str, ...]:
     addresses = [a.address for of in psutil.net_if_addrs().values() for a in of]
     variables = [os.environ[name] for name in _ADDRESS_VARIABLES if os.environ.get(name)]
     # Every node has the addresses of its loopback.
-    own = [a for a in addresses if not a.startswith("127.") and a != "::1"]
-    return (*([node] if node else []), socket.gethostname(), *variables, *own)
+    outer = [a for a in addresses if not a.startswith("127.") and a != "::1"]
+    return (*([node] if node else []), socket.gethostname(), *variables, *outer)
 
 
 def is_super_pod(super_pod_id: str) -> bool:
