@@ -17,6 +17,7 @@ from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
 
 LIFE_PREFIX = "life-"
+PROC_START_CNT = "MA_PROC_START_CNT"
 # Arguments by which torchrun meets on its own machine: told of the other nodes beside them, it
 # would wait for these without end.
 _ALONE = re.compile(
@@ -47,7 +48,7 @@ def platform_variables(
         "MA_MOUNT_PATH": mount,
         "MA_LOG_DIR": order.log_path or mount,
         "MA_SCHEDULE_CNT": str(config.schedule_cnt),
-        "MA_PROC_START_CNT": str(proc_start_cnt),
+        PROC_START_CNT: str(proc_start_cnt),
         "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": str(order.failover_grace_s),
         "VC_TASK_INDEX": str(config.member),
         "VC_WORKER_NUM": str(order.num_nodes),

@@ -259,6 +259,23 @@ def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_p
     wait_for(lambda: (tmp_path / "lives").read_text() == "\n4\n")
 
 
+def test_a_replaced_worker_is_one_start_more_and_the_others_stay_as_they_were(
+    coordinated, tmp_path
+):
+    script = 'echo $MA_PROC_START_CNT >> starts-$LOCAL_RANK; exec sleep 600'
+    group = coordinated("sh", "-c", script, slots_per_node=2, cwd=str(tmp_path))
+    for generation in (2, 3):
+        starts = "".join(f"{start}\n" for start in range(1, generation))
+        wait_for(lambda starts=starts: (tmp_path / "starts-1").read_text() == starts)
+        assert group.proc_start_cnt == generation - 1
+        replace(group, group.ranks[1], generation)
+    wait_for(lambda: (tmp_path / "starts-1").read_text() == "1\n2\n3\n")
+    assert (tmp_path / "starts-0").read_text() == "1\n"
+    replace(group, group.ranks[0], 4)
+    wait_for(lambda: (tmp_path / "starts-0").read_text() == "1\n2\n")
+    assert group.proc_start_cnt == 3, "the highest of all ranks"
+
+
 def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tmp_path):
     group = coordinated("sh", "-c", "echo $$ >> lives; exec sleep 600", slots_per_node=1)
     wait_for((tmp_path / "lives").exists)
