@@ -262,7 +262,7 @@ def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_p
 def test_a_replaced_worker_is_one_start_more_and_the_others_stay_as_they_were(
     coordinated, tmp_path
 ):
-    script = 'echo $MA_PROC_START_CNT >> starts-$LOCAL_RANK; exec sleep 600'
+    script = "echo $MA_PROC_START_CNT >> starts-$LOCAL_RANK; exec sleep 600"
     group = coordinated("sh", "-c", script, slots_per_node=2, cwd=str(tmp_path))
     for generation in (2, 3):
         starts = "".join(f"{start}\n" for start in range(1, generation))
