@@ -1,4 +1,4 @@
-"""MA_PROC_START_CNT as the processes see it, where one of them, all, or a container is made anew."""
+"""MA_PROC_START_CNT as processes see it, where one of them, all, or a container is made anew."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class RestartSpec(JobPolicy):
         "outlives the hang limit"
     )  # fmt: skip
     unmount_after_s: int = Field(
-        -1, ge=-1, le=MAX_GRACE_S, description="seconds after which the volumes of a container that "
+        -1, ge=-1, le=MAX_GRACE_S, description="seconds after which volumes of a container that "
         "goes away are unmounted, asynchronously (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS): "
         "processes and saves end before, and the next container does not wait for the unmount; "
         "-1: it waits"

@@ -129,8 +129,8 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
 
     Those that isolate are among them on evidence that it is the node, whatever the class; without
     it, a container that was taken away, or with RSC that of a process that ended, is made anew and
-    isolates nothing. A code that a chip reported allows the job to be rescheduled, too; and a device for which its code
-    asks no more than a restart or a reset is not lost.
+    isolates nothing. A code that a chip reported allows the job to be rescheduled, too; and a
+    device for which its code asks no more than a restart or a reset is not lost.
     """
     fault = case.fault
     ladder = LADDER[fault.fault_class]
@@ -442,7 +442,7 @@ def _isolated_refusal(rung: Rung, case: LadderInput) -> str | None:
 
 
 def _isolated_alone(past: Recovery, policy: Policy) -> bool:
-    """Whether a pod_reschedule isolated its node; a container that is just made anew isolates none."""
+    """Whether a pod_reschedule isolated its node; a container only made anew isolates none."""
     is_anew = past.fault.fault_class is FaultClass.CONTAINER_LOST or _renews_pod(past.fault, policy)
     return past.rung is Rung.POD_RESCHEDULE and (not is_anew or points_at_hardware(past.fault))
 

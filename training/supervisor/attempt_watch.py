@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from perdure.training.agent.preparation import leaving_grace_s
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.counts import find_target
 from perdure.training.diagnosis.ending import FalseSuccess
@@ -23,7 +24,6 @@ from perdure.training.diagnosis.evidence import (
     SmallWorld,
     WorkerEnd,
 )
-from perdure.training.agent.preparation import leaving_grace_s
 from perdure.training.engines.base import Snapshot
 from perdure.training.engines.fleet import Fleet
 from perdure.training.errors import EngineError

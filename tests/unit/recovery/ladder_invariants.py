@@ -127,7 +127,7 @@ def failed_here(asked: Asked) -> list[Recovery]:
 
 
 def has_isolated(past: Recovery, policy: Policy) -> bool:
-    """Whether a rung that moves took its node out: a container that is just made anew takes none."""
+    """Whether a rung that moves took its node out: a container only made anew takes none."""
     anew = past.fault.fault_class is FaultClass.CONTAINER_LOST or ends_its_pod(past.fault, policy)
     return past.rung in ISOLATING and (not anew or is_hardware(past.fault))
 
