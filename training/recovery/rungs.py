@@ -297,8 +297,8 @@ def restarts_in_a_row(policy: Policy) -> int:
 
     Each restart for another fault ends a row of hangs, so that the next one is counted anew.
     """
-    others = policy.in_place_retries if policy.in_place else 0
-    return others + (HANG_RESTARTS_IN_A_ROW * (others + 1) if policy.hang else 0)
+    in_place = policy.in_place_retries if policy.in_place else 0
+    return in_place + (HANG_RESTARTS_IN_A_ROW * (in_place + 1) if policy.hang else 0)
 
 
 _MOVE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)
