@@ -264,15 +264,19 @@ def test_a_replaced_worker_is_one_start_more_and_the_others_stay_as_they_were(
 ):
     script = "echo $MA_PROC_START_CNT >> starts-$LOCAL_RANK; exec sleep 600"
     group = coordinated("sh", "-c", script, slots_per_node=2, cwd=str(tmp_path))
-    for generation in (2, 3):
-        starts = "".join(f"{start}\n" for start in range(1, generation))
-        wait_for(lambda starts=starts: (tmp_path / "starts-1").read_text() == starts)
-        assert group.proc_start_cnt == generation - 1
-        replace(group, group.ranks[1], generation)
-    wait_for(lambda: (tmp_path / "starts-1").read_text() == "1\n2\n3\n")
-    assert (tmp_path / "starts-0").read_text() == "1\n"
+
+    def await_starts(first: str, second: str) -> None:
+        for local_rank, starts in enumerate((first, second)):
+            file = tmp_path / f"starts-{local_rank}"
+            wait_for(lambda f=file, s=starts: f.exists() and f.read_text().split() == s.split())
+
+    await_starts("1", "1")
+    replace(group, group.ranks[1], 2)
+    await_starts("1", "1 2")
+    replace(group, group.ranks[1], 3)
+    await_starts("1", "1 2 3")
     replace(group, group.ranks[0], 4)
-    wait_for(lambda: (tmp_path / "starts-0").read_text() == "1\n2\n")
+    await_starts("1 2", "1 2 3")
     assert group.proc_start_cnt == 3, "the highest of all ranks"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from perdure.training.diagnosis.classify import diagnose
@@ -85,7 +87,7 @@ def test_each_switch_is_about_faults_of_its_own(entries, printed, rung):
 def test_a_pod_is_next_once_what_comes_before_it_has_failed(text, failed, printed):
     policy = read_platform({TFT: text}).policy()
     history = [Recovery(met(printed), rung, progressed=False, failed=True) for rung in failed]
-    asked = {"now_s": 11.0, "supported": frozenset(Rung), "policy": policy}
+    asked: dict[str, Any] = {"now_s": 11.0, "supported": frozenset(Rung), "policy": policy}
     assert decide(met(printed), history=history, survivors=True, **asked).rung is POD
     assert decide(met(printed), history=history, **asked).rung is POD, "its processes have ended"
 
