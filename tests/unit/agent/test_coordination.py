@@ -7,6 +7,8 @@ import queue
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,10 +267,12 @@ def test_a_replaced_worker_is_one_start_more_and_the_others_stay_as_they_were(
     script = "echo $MA_PROC_START_CNT >> starts-$LOCAL_RANK; exec sleep 600"
     group = coordinated("sh", "-c", script, slots_per_node=2, cwd=str(tmp_path))
 
+    def has_starts(file: Path, starts: str) -> bool:
+        return file.exists() and file.read_text().split() == starts.split()
+
     def await_starts(first: str, second: str) -> None:
         for local_rank, starts in enumerate((first, second)):
-            file = tmp_path / f"starts-{local_rank}"
-            wait_for(lambda f=file, s=starts: f.exists() and f.read_text().split() == s.split())
+            wait_for(partial(has_starts, tmp_path / f"starts-{local_rank}", starts))
 
     await_starts("1", "1")
     replace(group, group.ranks[1], 2)
