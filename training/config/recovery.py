@@ -194,9 +194,14 @@ class RestartSpec(JobPolicy):
     spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
     failover_grace_s: int = Field(
         3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
-        "that survive another process's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); "
-        "-1: no SIGKILL, except for a process that outlives the hang limit; default with "
-        "ModelArts' annotations: -1"
+        "that survive another process's failure; -1: no SIGKILL, except for a process that "
+        "outlives the hang limit"
+    )  # fmt: skip
+    unmount_after_s: int = Field(
+        -1, ge=-1, le=MAX_GRACE_S, description="seconds after which volumes of a container that "
+        "goes away are unmounted, asynchronously (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS): "
+        "processes and saves end before, and the next container does not wait for the unmount; "
+        "-1: it waits"
     )  # fmt: skip
     every_s: float | None = Field(
         None, ge=1, description="seconds after which the processes restart in their containers, "
