@@ -47,6 +47,7 @@ from perdure.training.engines.kubernetes.pods import (
     lost_with_node,
     read_pods,
     vanished,
+    without_token,
 )
 from perdure.training.engines.kubernetes.watching import Informer
 from perdure.training.errors import EngineError
@@ -227,7 +228,11 @@ class KubernetesEngine:
             if counts.get(pod.member) == pod.schedule_cnt
         }
         self._learn_tokens([*self._current.values(), *self.warm_spares()])
-        living = {name for name, pod in self._pods.items() if pod.is_up and not pod.is_leaving}
+        living = {
+            name
+            for name, pod in self._pods.items()
+            if pod.is_up and not pod.is_leaving and name in self._tokens
+        }
         return frozenset(index for index, name in self._current.items() if name in living)
 
     def contacts(self) -> Mapping[int, AgentEndpoint]:
@@ -327,10 +332,12 @@ class KubernetesEngine:
         loss = pod.loss()
         if loss is not None and loss.fault_class is FaultClass.CONTAINER_LOST:
             loss = pod.loss(self._pod_events(name))
+        if loss is None and not token:
+            loss = without_token(pod)
         contact = AgentEndpoint(
             pod.node,
             token,
-            self._address(pod) if pod.is_up else None,
+            self._address(pod) if pod.is_up and token else None,
             pod.host,
             self._with_node(loss) if loss is not None else None,
             self._cluster_nodes.problem(pod.node),
@@ -350,18 +357,22 @@ class KubernetesEngine:
         return pod.host, self._spec.agent_port
 
     def _learn_tokens(self, names: Iterable[str]) -> None:
-        """Read the tokens of agents that an earlier supervisor has started."""
+        """Read the tokens of agents that an earlier supervisor has started.
+
+        A Secret that is gone, or has no configuration, costs its pod alone.
+        """
         for name in names:
             if name in self._tokens:
                 continue
             try:
-                data = self._api.get(SECRETS, name)["data"]
+                data = self._api.get(SECRETS, name).get("data") or {}
+                config = base64.b64decode(data[CONFIG_FILE])
+                self._tokens[name] = AgentConfig.model_validate_json(config).token
             except ApiError as error:
                 if not error.is_absent:
                     raise
-                continue  # its run is being taken down
-            config = base64.b64decode(data[CONFIG_FILE])
-            self._tokens[name] = AgentConfig.model_validate_json(config).token
+            except (KeyError, ValueError) as error:
+                _log.warning("Secret %s has no configuration of an agent: %r", name, error)
 
     def _pod_events(self, name: str) -> Sequence[Document]:
         """Read the events about a pod, oldest first, where the run has the right to.

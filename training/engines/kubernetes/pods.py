@@ -247,6 +247,12 @@ def vanished(node: str) -> NodeLoss:
     return NodeLoss(node, FaultClass.CONTAINER_LOST, "POD_DELETED", text)
 
 
+def without_token(pod: Pod) -> NodeLoss:
+    """The loss of a pod whose agent obeys nobody, since the Secret with its token is gone."""
+    text = f"Secret {pod.name} with the token of its agent is gone, so that nobody can speak to it"
+    return NodeLoss(pod.node, FaultClass.CONTAINER_LOST, "SECRET_LOST", text)
+
+
 def lost_with_node(loss: NodeLoss, absence: str) -> NodeLoss:
     """The loss of a pod whose node has left the cluster, as the loss of a node.
 
