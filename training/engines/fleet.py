@@ -23,12 +23,12 @@ from perdure.training.engines.base import (
     Engine,
     Placement,
     Snapshot,
+    suspected_loss,
 )
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.engines.spare_containers import SpareContainers
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.recovery.chip_events import ChipReport
-from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Rung
 from perdure.training.telemetry.device_addresses import query_of
@@ -146,12 +146,8 @@ class Fleet:
         """
         contacts = self._engine.contacts().values()
         reported = [contact.loss for contact in contacts if contact.loss is not None]
-        suspected = [
-            NodeLoss(contact.node, FaultClass.NODE_LOST, "NODE_NOT_READY", contact.node_problem)
-            for contact in contacts
-            if contact.loss is None and contact.node in lost and contact.node_problem
-        ]
-        return [*reported, *suspected]
+        silent = (c for c in contacts if c.loss is None and c.node in lost)
+        return [*reported, *filter(None, map(suspected_loss, silent))]
 
     def submit(self, placement: Placement) -> None:
         """End the containers that the run has, and start one for every member."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,6 @@ from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
-    EVENTS,
     POD_GROUPS,
     PODS,
     SECRETS,
@@ -39,11 +37,10 @@ from perdure.training.engines.kubernetes.fault_feed import (
 )
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
-from perdure.training.engines.kubernetes.objects import Document
+from perdure.training.engines.kubernetes.pod_events import PodEvents
 from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd
 from perdure.training.engines.kubernetes.pods import (
     Pod,
-    explain_loss,
     lost_with_node,
     read_pods,
     vanished,
@@ -59,7 +56,6 @@ from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeLog
 
 FORWARDED_POLL_S = 1.0  # each call is a separate request to the API server
 POLL_S = 0.2
-EVENTS_APART_S = 0.5  # between two lists of the events about a pod that is being lost
 
 _log = logging.getLogger("perdure.engine")
 
@@ -92,7 +88,7 @@ class KubernetesEngine:
         self._last: dict[str, AgentEndpoint] = {}  # by pod, as of its last document
         self._tokens: dict[str, str] = {}
         self._is_ours = False
-        self._events: dict[str, tuple[float, Sequence[Document]]] = {}  # by pod, with their time
+        self._events = PodEvents(self._api)
         self._feed = FaultFeed(self._api) if self._spec.mindcluster else None
         self._excluded: dict[str, str] = {}  # nodes that MindCluster takes out, with reasons
 
@@ -184,10 +180,10 @@ class KubernetesEngine:
         """Try each request once, since the supervisor watches a run meanwhile.
 
         Raises:
-            EngineError: the API server does not answer.
+            EngineError: the API server does not answer, or refuses.
         """
         if self._informer.is_away:
-            raise EngineError("the API server does not answer")
+            raise EngineError("the API server does not answer, or refuses")
         patience_s, self._api.patience_s = self._api.patience_s, 0.0
         try:
             yield
@@ -331,7 +327,7 @@ class KubernetesEngine:
             return AgentEndpoint(node, token, None, host, loss=self._with_node(vanished(node)))
         loss = pod.loss()
         if loss is not None and loss.fault_class is FaultClass.CONTAINER_LOST:
-            loss = pod.loss(self._pod_events(name))
+            loss = pod.loss(self._events.about(name))
         if loss is None and not token:
             loss = without_token(pod)
         contact = AgentEndpoint(
@@ -341,6 +337,7 @@ class KubernetesEngine:
             pod.host,
             self._with_node(loss) if loss is not None else None,
             self._cluster_nodes.problem(pod.node),
+            unknown=self._informer.refusal,
             was_spare=pod.was_spare,
             schedule_cnt=pod.schedule_cnt,
         )
@@ -373,25 +370,6 @@ class KubernetesEngine:
                     raise
             except (KeyError, ValueError) as error:
                 _log.warning("Secret %s has no configuration of an agent: %r", name, error)
-
-    def _pod_events(self, name: str) -> Sequence[Document]:
-        """Read the events about a pod, oldest first, where the run has the right to.
-
-        The event with the reason of a deletion may be written a moment later.
-        """
-        asked_s, events = self._events.get(name, (0.0, ()))
-        now_s = time.monotonic()
-        if explain_loss(events) or now_s < asked_s + EVENTS_APART_S:
-            return events
-        fields = f"involvedObject.kind=Pod,involvedObject.name={name}"
-        try:
-            items, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
-        except ApiError as error:
-            _log.info("events do not show why pod %s is lost: %s", name, error)
-        else:
-            events = sorted(items, key=lambda event: str(event.get("lastTimestamp")))
-        self._events[name] = (now_s, events)
-        return events
 
     def _prepare(self, placement: Placement) -> None:
         self._begin()

@@ -95,25 +95,20 @@ class PodCreation:
             The token of each pod's agent, by the pod's name.
 
         Raises:
-            NoCapacity: a quota is used up.
-            EngineError: the API server refuses them.
+            NoCapacity: Volcano's queue has no room.
+            EngineError: the API server refuses them, for a quota or otherwise.
         """
         job, spec = self._job, self._spec
         tokens = {plan.name: secrets.token_hex(16) for plan in plans}
-        try:
-            owner = self._owner()
-            store = self._store_secret(owner)
-            if spec.volcano is not None:
-                self._ensure(POD_GROUPS, objects.pod_group(job, spec, spec.volcano, owner))
-            for plan in plans:
-                config = {CONFIG_FILE: self._config_of(plan, tokens[plan.name])}
-                self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
-                document = objects.pod(job, spec, owner, plan, store_secret=store)
-                self._create_pod(document, wait_s=wait_s)
-        except ApiError as error:
-            if error.is_quota:
-                raise NoCapacity(str(error)) from error
-            raise
+        owner = self._owner()
+        store = self._store_secret(owner)
+        if spec.volcano is not None:
+            self._ensure(POD_GROUPS, objects.pod_group(job, spec, spec.volcano, owner))
+        for plan in plans:
+            config = {CONFIG_FILE: self._config_of(plan, tokens[plan.name])}
+            self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
+            document = objects.pod(job, spec, owner, plan, store_secret=store)
+            self._create_pod(document, wait_s=wait_s)
         return tokens
 
     def _create_pod(self, document: Document, *, wait_s: float) -> None:

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from perdure.training.engines import agent_calls
 from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.engines.fleet import Fleet
-from perdure.training.engines.kubernetes import pod_lifecycle
+from perdure.training.engines.kubernetes import pod_lifecycle, watching
+from perdure.training.engines.kubernetes.api import ApiError
+from perdure.training.errors import EngineError
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
 from tests.unit.engines.kubernetes.api_server import ApiServer
+from tests.waiting import wait_for
 
 BOTH = Placement(1, tuple(Member(index=i, node=ANY_NODE, schedule_cnt=1) for i in range(2)))
 
@@ -93,3 +97,84 @@ def test_a_container_whose_secret_is_lost_is_replaced_and_the_other_stays(server
     assert server.pods_of(0) == [stays]
     assert server.pods_of(1) != [lost]
     assert sorted(fleet.poll().agents) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "is_refusal"),
+    [
+        (403, 'pods is forbidden: User "a" cannot create resource "pods"', True),
+        (403, "exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2", True),
+        (403, 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation', True),
+        (400, 'admission webhook "validate.kyverno.svc-fail" denied the request: no', True),
+        (422, 'admission webhook "a.example" denied the request: too large', True),
+        (401, "Unauthorized", True),
+        (500, 'failed calling webhook "a.example": connection refused', True),
+        (None, "the API server cannot be reached: timed out", True),
+        (404, 'namespaces "gone" not found', False),
+        (409, "exists", False),
+        (410, "too old resource version", False),
+        (422, "Pod is invalid: spec.containers[0].image: Required value", False),
+        (400, "unknown field spec.contaners", False),
+    ],
+    ids=str,
+)
+def test_rights_quotas_and_webhooks_refuse_and_an_invalid_pod_is_wrong(status, text, is_refusal):
+    assert ApiError(text, status=status).is_refusal is is_refusal
+
+
+@pytest.mark.parametrize("kind", ["pods", "secrets", "configmaps"])
+def test_a_member_that_the_api_server_does_not_take_leaves_the_other_its_pod(
+    server, supervisor, kind
+):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    (stays,) = server.pods_of(0)
+    moved = BOTH.members[1].model_copy(update={"schedule_cnt": 2})
+    placement = Placement(2, (BOTH.members[0], moved))
+    server.refused = {f"POST {kind}": "exceeded quota: small"}
+    for _ in range(3):
+        with pytest.raises(EngineError, match="exceeded quota: small") as refusal:
+            fleet.replace(placement, {1}, grace_s=0.0)
+        assert refusal.value.is_refusal
+    assert server.pods_of(0) == [stays]
+    server.refused = {}
+    fleet.replace(placement, {1}, grace_s=0.0)
+    assert server.pods_of(0) == [stays]
+    assert len(server.pods_of(1)) == 1
+    assert sorted(fleet.poll().agents) == [0, 1]
+
+
+def test_no_node_is_blamed_for_a_silent_agent_while_the_api_server_refuses_to_tell(
+    server, supervisor, monkeypatch
+):
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.0)
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    server.refused = {"* *": "pods is forbidden"}
+    wait_for(lambda: fleet._engine._informer.refusal, period_s=0.01, what="a refusal")
+    (name,) = server.pods_of(1)
+    server.remove("pods", name)
+    snapshot = fleet.poll()
+    assert list(snapshot.agents) == [0]
+    (loss,) = fleet.losses(snapshot.lost)
+    assert (loss.fault_class, loss.code) == (FaultClass.CONTAINER_LOST, "LOSS_UNKNOWN")
+    assert "pods is forbidden" in loss.line
+    server.refused = {}
+    wait_for(lambda: not fleet._engine._informer.is_away, period_s=0.01, what="an answer")
+    (loss,) = fleet.losses(snapshot.lost)
+    assert loss.code == "POD_DELETED"
+
+
+def test_agents_end_themselves_where_their_pods_may_not_be_deleted(server, supervisor):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    server.refused = {"DELETE pods": "pods is forbidden"}
+    with pytest.raises(EngineError, match="pods is forbidden"):
+        fleet.cancel(0.0)
+    assert {op for _, op in server.orders} == {"shutdown"}
+    names = [*server.objects["pods"]]
+    assert fleet.leftovers()[:2] == [f"pods/{name}" for name in names]
+    server.refused = {}
+    fleet.cancel(0.0)
+    assert fleet.leftovers() == []
