@@ -151,7 +151,14 @@ def terminated(node: str) -> NodeLoss:
     return NodeLoss(node, FaultClass.PREEMPTED, TERMINATED, "SIGTERM has ended its agent")
 
 
-def suspected_loss(contact: AgentEndpoint) -> NodeLoss | None:
+def losses_of(contacts: Collection[AgentEndpoint], lost: Collection[str]) -> list[NodeLoss]:
+    """List the losses that the platform reports, and suspects of containers on lost nodes."""
+    reported = [contact.loss for contact in contacts if contact.loss is not None]
+    silent = (contact for contact in contacts if contact.loss is None and contact.node in lost)
+    return [*reported, *filter(None, map(_suspected_loss, silent))]
+
+
+def _suspected_loss(contact: AgentEndpoint) -> NodeLoss | None:
     """The loss of a container whose agent is silent, as the platform makes it likely.
 
     Where the platform cannot tell, the container may only have been deleted: no node is blamed.
@@ -188,6 +195,10 @@ class Engine(Protocol):
 
     def nodes(self) -> Sequence[str] | None:
         """Names of all nodes, in order of preference; None: the engine chooses them itself."""
+        ...
+
+    def usable_nodes(self) -> Collection[str] | None:
+        """Names of the nodes that could take a container, as the platform shows; None: unknown."""
         ...
 
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:

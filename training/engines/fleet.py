@@ -23,7 +23,7 @@ from perdure.training.engines.base import (
     Engine,
     Placement,
     Snapshot,
-    suspected_loss,
+    losses_of,
 )
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.engines.spare_containers import SpareContainers
@@ -104,6 +104,10 @@ class Fleet:
         """Names of all nodes, in order of preference; None: the engine chooses them itself."""
         return self._engine.nodes()
 
+    def usable_nodes(self) -> Collection[str] | None:
+        """See `Engine.usable_nodes`."""
+        return self._engine.usable_nodes()
+
     def resolve_nodes(
         self, placement: Placement, members: Collection[int] | None = None
     ) -> Placement:
@@ -144,10 +148,7 @@ class Fleet:
         Args:
             lost: nodes whose agent is lost.
         """
-        contacts = self._engine.contacts().values()
-        reported = [contact.loss for contact in contacts if contact.loss is not None]
-        silent = (c for c in contacts if c.loss is None and c.node in lost)
-        return [*reported, *filter(None, map(suspected_loss, silent))]
+        return losses_of(self._engine.contacts().values(), lost)
 
     def submit(self, placement: Placement) -> None:
         """End the containers that the run has, and start one for every member."""
@@ -294,10 +295,9 @@ class Fleet:
 
     @property
     def first_container(self) -> str:
-        """The token of the container that has the attempt's log.
+        """The token of the container with the attempt's log: the first member's.
 
-        The first member has it. Where a command's output shows its steps, the first member that
-        prints them has it.
+        Where a command's output shows its steps, it is the first member that prints them.
         """
         first = self._engine.contacts().get(self._logging_member)
         return first.token if first is not None else ""
@@ -468,8 +468,7 @@ class Fleet:
     def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
         """Have every node put its logs of an ended attempt into the store, in the background.
 
-        Returns the progress of each node that answers at once, with its name. It may be called
-        again.
+        Returns the progress of each node that answers at once. It may be called again.
         """
         order = CollectOrder(placement=placement, attempt=attempt)
         replies = self._agents.query(order, timeout_s=COLLECT_TIMEOUT_S)

@@ -125,12 +125,12 @@ class Placer:
         self._home = home
         self._on_wait = on_wait
         self._waited_s = 0.0
+        self._is_wait_over = False
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
         """Find the placement of the next attempt: the living placement, or a new one.
 
-        A platform that refuses, or does not answer, is waited for: that is no fault of a node and
-        costs no budget. Only before a first attempt, its words are the answer.
+        A platform that refuses, or does not answer, is waited for once there was an attempt.
 
         Raises:
             StopRequested: while it was looking.
@@ -288,7 +288,8 @@ class Placer:
                     return self._new_placement(rung, current)
                 except NoCapacity as error:
                     self._waited_s = time.monotonic() - began_s
-                    if current is None or stop_wanted() or time.monotonic() > deadline_s:
+                    self._is_wait_over = time.monotonic() > deadline_s
+                    if current is None or stop_wanted() or self._is_wait_over:
                         raise
                     self._on_wait(Wait(kind=WaitKind.NODE, since_s=since_s, why=str(error)))
                     time.sleep(SPARE_POLL_S)
@@ -378,8 +379,12 @@ class Placer:
         return self._bind(current, moved), tuple(sorted(moved))
 
     def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
-        """Whether too few healthy nodes are left and the policy lets the job use isolated nodes."""
-        has_too_few = self._decider.num_healthy(avoid) < self._job.engine.nodes
+        """Whether too few healthy nodes are left and the policy lets the job use isolated nodes.
+
+        Where their number is unknown, only a wait for room that is over shows that they are few.
+        """
+        num_healthy, needed = self._decider.num_healthy(avoid), self._job.engine.nodes
+        has_too_few = num_healthy < needed if num_healthy is not None else self._is_wait_over
         return has_too_few and self._job.restart.allow_without_isolation
 
     def _record(

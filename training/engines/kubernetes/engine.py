@@ -141,6 +141,11 @@ class KubernetesEngine:
         """Return None: the cluster's scheduler chooses nodes."""
         return None
 
+    def usable_nodes(self) -> Collection[str] | None:
+        """Names of the nodes that fit a pod, taken or not; None without the right to list nodes."""
+        nodes = self._cluster_nodes.fitting(objects.sample_pod(self._job, self._spec)["spec"])
+        return nodes - self._excluded.keys() if nodes is not None else None
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's pods, and start one for every member."""
         if ready:  # the ConfigMap that owns all stays, or the spares would go with it

@@ -132,6 +132,13 @@ class ApiServer(Api):
                 self._put(kind, document)
             return document
 
+    def set_condition(self, kind: str, name: str, condition: str, status: str) -> None:
+        """Change a condition of an object."""
+        document = self.objects[kind][name]
+        others = [c for c in document["status"]["conditions"] if c["type"] != condition]
+        conditions = [*others, {"type": condition, "status": status}]
+        self._put(kind, document | {"status": document["status"] | {"conditions": conditions}})
+
     def remove(self, kind: str, name: str) -> None:
         """Delete an object; a pod's agent is gone with it."""
         with self._changed:

@@ -178,3 +178,29 @@ def test_agents_end_themselves_where_their_pods_may_not_be_deleted(server, super
     server.refused = {}
     fleet.cancel(0.0)
     assert fleet.leftovers() == []
+
+
+def test_nodes_that_could_take_a_pod_are_known_where_they_may_be_listed(server, supervisor):
+    server.add_node("n4", unschedulable=True)
+    server.add_node("n5", taints=[{"key": "other", "value": "a", "effect": "NoSchedule"}])
+    server.add_node("n6")
+    server.set_condition("nodes", "n6", "Ready", "False")
+    fleet = supervisor()
+    assert fleet.usable_nodes() is None, "nobody has looked yet"
+    fleet.submit(BOTH)
+    assert fleet.usable_nodes() == {"n1", "n2", "n3"}
+
+
+def test_without_the_right_to_list_nodes_their_number_is_unknown(server, supervisor):
+    server.refused = {"* nodes": "nodes is forbidden"}
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    assert fleet.usable_nodes() is None
+
+
+def test_a_cordon_of_the_run_does_not_hide_a_node_that_was_released(server, supervisor):
+    fleet = supervisor(engine={"cordon": True})
+    fleet.submit(Placement(1, BOTH.members, avoid=("n1",)))
+    assert server.objects["nodes"]["n1"]["spec"]["unschedulable"] is True
+    wait_for(lambda: fleet._engine._cluster_nodes.cordoned, period_s=0.01, what="the cordon")
+    assert fleet.usable_nodes() == {"n1", "n2", "n3"}
