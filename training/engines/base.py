@@ -193,6 +193,14 @@ class Engine(Protocol):
         """How often polling all agents is worth its cost."""
         ...
 
+    def find_way(self) -> bool:
+        """Look for another way to the agents, which are all silent: the present one may be cut.
+
+        Returns:
+            Whether the containers run, as far as another way or the platform shows.
+        """
+        ...
+
     def nodes(self) -> Sequence[str] | None:
         """Names of all nodes, in order of preference; None: the engine chooses them itself."""
         ...

@@ -38,7 +38,7 @@ from perdure.training.engines.kubernetes.fault_feed import (
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from perdure.training.engines.kubernetes.pod_events import PodEvents
-from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd
+from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd, answering
 from perdure.training.engines.kubernetes.pods import (
     Pod,
     lost_with_node,
@@ -140,6 +140,32 @@ class KubernetesEngine:
     def nodes(self) -> Sequence[str] | None:
         """Return None: the cluster's scheduler chooses nodes."""
         return None
+
+    def find_way(self) -> bool:
+        """Look for agents that are all silent through the API server.
+
+        Once it leads to one of them, all are reached that way. Without the right to it, the cluster
+        has the last word: pods that are ready, on nodes that it trusts. While it does not answer
+        either, nobody could have heard them.
+        """
+        if self._forwarder is not None:
+            return False
+        if self._informer.is_away:
+            return True
+        pods = [pod for name, pod in self._pods.items() if name in self._current.values()]
+        forwarder = Forwarder(self._api, self._spec.agent_port)
+        if answering({pod.name: forwarder.address(pod.name) for pod in pods if pod.is_up}):
+            _log.warning("no agent answers at its address: all are reached through the API server")
+            self._forwarder = forwarder
+            return True
+        forwarder.keep(())
+        if not forwarder.is_refused:
+            return forwarder.is_cut
+        problem = self._cluster_nodes.problem
+        runs = bool(pods) and all(pod.is_ready and not problem(pod.node) for pod in pods)
+        if runs:
+            _log.warning("no agent answers, but all pods are ready; no right to pods/portforward")
+        return runs
 
     def usable_nodes(self) -> Collection[str] | None:
         """Names of the nodes that fit a pod, taken or not; None without the right to list nodes."""

@@ -292,9 +292,7 @@ class PodEnd:
     def _silent(self, pods: Sequence[Pod]) -> list[str]:
         """Names of the pods that seem to run and whose agents cannot be reached."""
         running = {pod.name: self._address(pod) for pod in pods if pod.is_up}
-        with ThreadPoolExecutor(max_workers=32) as pool:
-            answers = dict(zip(running, pool.map(_answers, running.values()), strict=True))
-        return [name for name, is_there in answers.items() if not is_there]
+        return [*running.keys() - answering(running)]
 
 
 def _left(
@@ -302,6 +300,15 @@ def _left(
 ) -> list[str]:
     """List the pods that are still there; a new pod may have taken a name."""
     return [name for name in names if name in now and Pod(now[name]).uid == deleted[name].uid]
+
+
+def answering(addresses: Mapping[str, tuple[str, int]]) -> frozenset[str]:
+    """Names of the pods whose agents answer at their addresses, all asked at once."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        answers = pool.map(_answers, addresses.values())
+        return frozenset(
+            name for name, is_there in zip(addresses, answers, strict=True) if is_there
+        )
 
 
 def _answers(address: tuple[str, int]) -> bool:

@@ -133,6 +133,11 @@ class Pod:
         return bool(self._agent.get("started"))
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the cluster calls the pod ready; not once its node has stopped to report."""
+        return self.is_up and condition_of(self.document, "Ready").get("status") == "True"
+
+    @property
     def _labels(self) -> Mapping[str, str]:
         labels: Mapping[str, str] = self.document["metadata"]["labels"]
         return labels

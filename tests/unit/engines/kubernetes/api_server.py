@@ -11,8 +11,7 @@ import itertools
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,6 +54,7 @@ class ApiServer(Api):
         self.requests: list[str] = []
         self.orders: list[tuple[str, str]] = []
         self.agents: dict[str, ControlServer] = {}
+        self._handlers: dict[str, tuple[str, Callable[[Request], AgentReply]]] = {}
         self.patience_s = 0.0
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
@@ -210,7 +210,12 @@ class ApiServer(Api):
             )  # fmt: skip
             return AgentReply(status=status, at_s=1.0, port=1)
 
-        self.agents[name] = ControlServer.open(host, config.token, answer, port=self.port)
+        self._handlers[name] = (config.token, answer)
+        self._open(name, host)
+
+    def _open(self, name: str, host: str) -> None:
+        token, answer = self._handlers[name]
+        self.agents[name] = ControlServer.open(host, token, answer, port=self.port)
         self.agents[name].start()
 
     def end_pod(self, name: str) -> None:
@@ -234,12 +239,36 @@ class ApiServer(Api):
     def pods_of(self, member: int) -> list[str]:
         return [name for name in self.objects["pods"] if f"-m{member}-" in name]
 
-    def silence(self, *members: int) -> None:
-        """Keep the supervisor from the agents of members, which go on."""
+    def hide(self, *members: int) -> None:
+        """Keep the supervisor from the agents of members, which go on at another address."""
         for member in members:
             for name in self.pods_of(member):
-                with suppress(KeyError):
-                    self.agents[name].close()
+                self.agents[name].close()
+                self._open(name, f"127.0.4.{next(self._numbers) % 250 + 1}")
+
+
+class Forwards:
+    """The way through the stand-in: to where an agent listens now.
+
+    Attributes:
+        is_refused: whether nobody may go it.
+    """
+
+    is_cut = False
+
+    def __init__(self, server: ApiServer, *, is_refused: bool) -> None:
+        self._server = server
+        self.is_refused = is_refused
+
+    def address(self, pod: str) -> tuple[str, int]:
+        agent = self._server.agents.get(pod)
+        if agent is None or self.is_refused:
+            return "127.0.5.1", self._server.port  # nobody listens there
+        host, port = agent.listeners[0].server_address[:2]
+        return str(host), int(port)
+
+    def keep(self, pods: object) -> None:
+        """Nothing is open."""
 
 
 def _fits(document: Document, labels: str) -> bool:

@@ -9,12 +9,13 @@ import pytest
 from perdure.training.engines import agent_calls
 from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.kubernetes import engine as engine_module
 from perdure.training.engines.kubernetes import pod_lifecycle, watching
 from perdure.training.engines.kubernetes.api import ApiError
 from perdure.training.errors import EngineError
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
-from tests.unit.engines.kubernetes.api_server import ApiServer
+from tests.unit.engines.kubernetes.api_server import ApiServer, Forwards
 from tests.waiting import wait_for
 
 BOTH = Placement(1, tuple(Member(index=i, node=ANY_NODE, schedule_cnt=1) for i in range(2)))
@@ -204,3 +205,67 @@ def test_a_cordon_of_the_run_does_not_hide_a_node_that_was_released(server, supe
     assert server.objects["nodes"]["n1"]["spec"]["unschedulable"] is True
     wait_for(lambda: fleet._engine._cluster_nodes.cordoned, period_s=0.01, what="the cordon")
     assert fleet.usable_nodes() == {"n1", "n2", "n3"}
+
+
+@pytest.fixture
+def hear(server, supervisor, monkeypatch) -> Callable[..., Fleet]:
+    """A fleet of two members for which any silence is too long, and its second way."""
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.0)
+
+    def hear(*, may_forward: bool) -> Fleet:
+        forwards = Forwards(server, is_refused=not may_forward)
+        monkeypatch.setattr(engine_module, "Forwarder", lambda *_: forwards)
+        fleet = supervisor()
+        fleet.submit(BOTH)
+        assert sorted(fleet.poll().agents) == [0, 1]
+        return fleet
+
+    return hear
+
+
+def test_agents_that_are_all_silent_are_reached_through_the_api_server(server, hear, caplog):
+    fleet = hear(may_forward=True)
+    server.hide(0, 1)
+    assert fleet.poll().lost == ()
+    assert sorted(fleet.poll().agents) == [0, 1]
+    assert "all are reached through the API server" in caplog.text
+
+
+def test_without_the_right_to_forward_the_word_of_the_cluster_counts(server, hear, caplog):
+    fleet = hear(may_forward=False)
+    server.hide(0, 1)
+    for _ in range(3):
+        snapshot = fleet.poll()
+        assert (snapshot.lost, sorted(snapshot.unanswered)) == ((), ["n1", "n2"])
+    assert "pods/portforward" in caplog.text
+    for name in server.objects["pods"]:
+        server.set_condition("pods", name, "Ready", "False")
+    fleet._engine._informer.refresh()
+    assert sorted(fleet.poll().lost) == ["n1", "n2"]
+
+
+def test_nodes_that_are_all_lost_are_lost(server, hear):
+    fleet = hear(may_forward=True)
+    for agent in server.agents.values():
+        agent.close()
+    server.agents.clear()
+    assert sorted(fleet.poll().lost) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("may_forward", [True, False])
+def test_an_agent_that_is_silent_alone_is_lost_as_before(server, hear, may_forward):
+    fleet = hear(may_forward=may_forward)
+    server.hide(1)
+    snapshot = fleet.poll()
+    assert (list(snapshot.agents), snapshot.lost) == ([0], ("n2",))
+
+
+def test_silence_of_agents_and_api_server_at_once_is_that_of_the_supervisor(
+    server, hear, monkeypatch
+):
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+    fleet = hear(may_forward=True)
+    server.refused = {"* *": "no answer"}
+    wait_for(lambda: fleet._engine._informer.is_away, period_s=0.01, what="silence")
+    server.hide(0, 1)
+    assert fleet.poll().lost == ()
