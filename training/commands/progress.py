@@ -135,6 +135,7 @@ class StepTracker:
         stride: steps from one that was shown to the next.
         target: last step, as the program prints it.
         num_shown: how many different steps were shown.
+        first: the first step with a record, None before it.
     """
 
     read: Callable[[str], Mapping[str, float]]
@@ -147,6 +148,7 @@ class StepTracker:
     stride: int = 1
     target: int | None = None
     num_shown: int = 0
+    first: StepRecord | None = None
     _recorded: int = 0
     _recorded_s: float | None = None
     _lacks_loss: bool = False
@@ -214,6 +216,7 @@ class StepTracker:
         if not is_due or (not has_loss and (self._shows_loss or step == self._recorded)):
             return []
         record = self._new_record(step, shown, at_s)
+        self.first = self.first or record
         self._recorded, self._recorded_s, self._lacks_loss = step, at_s, not has_loss
         return [record]
 
@@ -394,8 +397,14 @@ class StepFollower:
         step = self.steps.step
         if step is None:
             return None
-        age_s = max(0.0, time.time() - self.steps.stepped_s)
-        return ShownStep(step=step, age_s=age_s, target=self.steps.target)
+        now_s, first = time.time(), self.steps.first
+        return ShownStep(
+            step=step,
+            age_s=max(0.0, now_s - self.steps.stepped_s),
+            target=self.steps.target,
+            first_step=first.step if first is not None else None,
+            first_age_s=max(0.0, now_s - first.at_s) if first is not None else 0.0,
+        )
 
     def beat(self) -> Heartbeat | None:
         """Derive a heartbeat from the output; None before two steps, which give a pace."""

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.nn.parallel import DataParallel
 
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
@@ -65,6 +66,10 @@ from perdure.training.runtime.step_loop.step_records import StepRecords
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
 from perdure.training.wire.store_wait import StoreWaitNote
 
+ONE_PROCESS = (
+    "the model is a DataParallel: one process drives all devices, and the fault of one ends it; "
+    "DistributedDataParallel, with a rank for each device, is faster and loses no step"
+)
 MEETING = "session.evaluation(), which all ranks must enter"  # of 48 characters at most
 
 
@@ -215,6 +220,8 @@ class Session:
             compare=compare,
         )
         settle_buckets(model)
+        if isinstance(model, DataParallel):
+            self._records.notice(ONE_PROCESS)
 
     def measure(
         self, *, tokens_per_step: int, flops_per_step: float = 0.0, peak_flops: float | None = None

@@ -68,6 +68,21 @@ def newest_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
     return max(steps, key=lambda step: (step.step, -step.at_s), default=None)
 
 
+def first_of(snapshot: Snapshot, *, now_s: float) -> SeenStep | None:
+    """Return the first step that the output of a command shows, else the newest that it has.
+
+    A busy supervisor polls a program only after its second step, or its third.
+    """
+    shown = [status.shown for status in snapshot.agents.values() if status.shown is not None]
+    first_steps = [
+        SeenStep(output.first_step, now_s - output.first_age_s)
+        for output in shown
+        if output.first_step is not None
+    ]
+    newest = newest_of(snapshot, now_s=now_s)
+    return min(first_steps, key=lambda step: step.at_s, default=newest)
+
+
 def step_of(snapshot: Snapshot, last: StepRecord | None) -> int | None:
     """Return the last step that every rank has completed, by heartbeats or records."""
     beats = [step for status in snapshot.agents.values() for step in status.steps]

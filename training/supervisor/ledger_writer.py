@@ -76,7 +76,7 @@ class LedgerWriter:
     def progress(self, view: AttemptView, progress: Progress) -> list[LedgerEvent]:
         """Record the news of a poll. Returns the events that were not on record before."""
         if self.now(view).first_step is None:
-            first = progress.steps[0] if progress.steps else progress.command_step
+            first = progress.first_step
             if first is not None:
                 self.append(view, FirstStep, step=first.step, stepped_s=first.at_s)
                 self.refresh()

@@ -18,7 +18,7 @@ from perdure.training.journal.time_account import SeenStep
 from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.protocol import AttemptGivenUp, RecoveryBegan, RecoveryEnded
-from perdure.training.supervisor.evidence import newest_of
+from perdure.training.supervisor.evidence import first_of, newest_of
 from perdure.training.wire.agent import NodeLog
 from perdure.training.wire.agent_status import AgentState, SavedCheckpoint
 
@@ -168,6 +168,13 @@ class Progress:
     def command_step(self) -> SeenStep | None:
         """The newest step of a command in this attempt, by its heartbeats or its output."""
         return newest_of(self.snapshot, now_s=time.time())
+
+    @property
+    def first_step(self) -> StepRecord | SeenStep | None:
+        """The first step of this attempt: by its log, or while that is not read by its output."""
+        if self.steps:
+            return self.steps[0]
+        return first_of(self.snapshot, now_s=time.time())
 
     @property
     def trains(self) -> bool:

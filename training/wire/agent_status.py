@@ -135,11 +135,15 @@ class ShownStep(FrozenModel):
         step: completed steps.
         age_s: since it was printed.
         target: last step, by the program's output.
+        first_step: the first step of the attempt that has a record; None before it.
+        first_age_s: since that was printed.
     """
 
     step: int
     age_s: float
     target: int | None = None
+    first_step: int | None = None
+    first_age_s: float = 0.0
 
 
 class SavedCheckpoint(FrozenModel):

@@ -4,7 +4,9 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <unistd.h>
@@ -19,9 +21,8 @@ using namespace hccl;
 
 namespace {
 
-// The device's number on its server: of the process's visible devices the one that is set.
-int physical_device() {
-  const int index = ascend::current_device();
+// The number on its server of a device, which the process counts among the visible ones.
+int physical_device(int32_t index) {
   const char* visible = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
   std::string left = visible == nullptr ? "" : visible;
   for (int i = 0; !left.empty(); i++) {
@@ -32,7 +33,9 @@ int physical_device() {
   return index;
 }
 
-Member this_rank() { return {server_ip(), listening_address(), physical_device(), getpid()}; }
+Member member_on(int32_t device) {
+  return {server_ip(), listening_address(), physical_device(device), getpid()};
+}
 
 Result make(const Root& root, uint32_t num_ranks, uint32_t rank, const Config* config,
             void** handle) {
@@ -41,14 +44,15 @@ Result make(const Root& root, uint32_t num_ranks, uint32_t rank, const Config* c
     return result;
   }
   std::string error;
+  const int32_t device = ascend::current_device();
   auto members =
-      meet(root, num_ranks, rank, this_rank(), settings.connect_timeout_s, error);
+      meet(root, num_ranks, rank, member_on(device), settings.connect_timeout_s, error);
   if (members.empty()) {
     report_negotiation_timeout(error);
     return Result::timeout;
   }
   *handle = register_communicator(std::make_shared<Communicator>(
-      root.identifier, root.secret, std::move(settings), rank, std::move(members)));
+      root.identifier, root.secret, std::move(settings), device, rank, std::move(members)));
   return Result::success;
 }
 
@@ -86,7 +90,40 @@ Result make_child(Communicator& parent, uint32_t num_ranks, const uint32_t* rank
     return result;
   }
   *handle = register_communicator(std::make_shared<Communicator>(
-      id, parent.secret, std::move(settings), rank, std::move(members)));
+      id, parent.secret, std::move(settings), parent.device, rank, std::move(members)));
+  return Result::success;
+}
+
+// All ranks of a communicator are of this process. They connect here: a thread that gives one
+// operation after the other to each of them cannot wait in the first for the second.
+Result make_all(uint32_t num_devices, const int32_t* devices, void** handles) {
+  Settings settings;
+  if (const Result result = read_settings(nullptr, settings); result != Result::success) {
+    return result;
+  }
+  std::vector<Member> members;
+  for (uint32_t i = 0; i < num_devices; i++) members.push_back(member_on(devices[i]));
+  const std::string secret = random_hex(16);
+  settings.name = server_ip() + "%lo_" + std::to_string(getpid()) + "_" + random_hex(4);
+  std::vector<std::shared_ptr<Communicator>> communicators;
+  for (uint32_t i = 0; i < num_devices; i++) {
+    communicators.push_back(std::make_shared<Communicator>(settings.name, secret, settings,
+                                                           devices[i], i, members));
+  }
+  std::vector<size_t> ranks(num_devices);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::vector<Result> results(num_devices, Result::internal);
+  std::vector<std::jthread> connecting;
+  for (uint32_t i = 0; i < num_devices; i++) {
+    connecting.emplace_back([&, i] { results[i] = communicators[i]->prepare(ranks); });
+  }
+  connecting.clear();
+  for (const Result result : results) {
+    if (result != Result::success) return result;
+  }
+  for (uint32_t i = 0; i < num_devices; i++) {
+    handles[i] = register_communicator(std::move(communicators[i]));
+  }
   return Result::success;
 }
 
@@ -121,7 +158,7 @@ HCCL_API Result HcclGetRootInfo(RootInfo* info) {
     if (const Result result = read_settings(nullptr, settings); result != Result::success) {
       return result;
     }
-    *info = begin_root(physical_device(), settings.connect_timeout_s);
+    *info = begin_root(physical_device(ascend::current_device()), settings.connect_timeout_s);
     return Result::success;
   });
 }
@@ -136,6 +173,12 @@ HCCL_API Result HcclCommInitRootInfoConfig(uint32_t num_ranks, const RootInfo* i
                                            const Config* config, void** handle) {
   HCCL_CALLED;
   return make("HcclCommInitRootInfoConfig", num_ranks, info, rank, config, handle);
+}
+
+HCCL_API Result HcclCommInitAll(uint32_t num_devices, int32_t* devices, void** handles) {
+  HCCL_CALLED;
+  if (devices == nullptr || handles == nullptr) return Result::pointer;
+  return guarded([&] { return make_all(num_devices, devices, handles); });
 }
 
 // Like the library, it makes nothing on a rank that is not in it: there `ranks` is nullptr.

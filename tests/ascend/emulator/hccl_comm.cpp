@@ -60,14 +60,14 @@ Result read_settings(const Config* config, Settings& settings) {
   return Result::success;
 }
 
-Communicator::Communicator(std::string id, const std::string& secret, Settings settings, size_t rank,
-                           std::vector<Member> members)
+Communicator::Communicator(std::string id, const std::string& secret, Settings settings,
+                           int32_t device, size_t rank, std::vector<Member> members)
     : id(std::move(id)),
       secret(secret),
       settings(std::move(settings)),
       rank(rank),
       members(std::move(members)),
-      device(ascend::current_device()),
+      device(device),
       links(this->id, secret, rank, this->members),
       uses_backup_nic(this->members.size(), false),
       num_sends_(this->members.size(), 0),

@@ -31,8 +31,8 @@ struct MemoryRange {
 
 class Communicator {
  public:
-  Communicator(std::string id, const std::string& secret, Settings settings, size_t rank,
-               std::vector<Member> members);
+  Communicator(std::string id, const std::string& secret, Settings settings, int32_t device,
+               size_t rank, std::vector<Member> members);
 
   // Whether an operation may begin; connects the peers, whose ends have to do so too.
   // On an error it reports why and returns its code.

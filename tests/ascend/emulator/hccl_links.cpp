@@ -18,6 +18,11 @@ constexpr int64_t kSliceMs = 50;
 constexpr int64_t kFlushMs = 2000;
 const std::string kWelcome = "welcome";
 
+// A process may have several ranks of a communicator (HcclCommInitAll).
+std::string name_of(const std::string& communicator, size_t rank) {
+  return communicator + "#" + std::to_string(rank);
+}
+
 enum class Kind : uint64_t { data, goodbye };
 
 enum class Answer { none, welcome, gone };
@@ -221,7 +226,7 @@ Links::Links(std::string id, std::string secret, size_t rank, std::vector<Member
   state_->rank = rank;
   state_->members = std::move(members);
   state_->links = std::vector<Link>(state_->members.size());
-  accept_links(state_->id, [weak = std::weak_ptr(state_)](Descriptor fd, size_t from,
+  accept_links(name_of(state_->id, rank), [weak = std::weak_ptr(state_)](Descriptor fd, size_t from,
                                                           const std::string& given) {
     const auto state = weak.lock();
     if (!state || from >= state->links.size() || !is_same_secret(given, state->secret)) return;
@@ -254,7 +259,8 @@ bool Links::connect(const std::vector<size_t>& peers, int64_t until_ms, size_t& 
         continue;
       }
       guard.unlock();
-      if (!dialled) dialled = dial_link(state.members[peer].address, state.id, state.secret, state.rank);
+      if (!dialled) dialled = dial_link(state.members[peer].address, name_of(state.id, peer), state.secret,
+                                       state.rank);
       const Answer answer = dialled ? answer_on(dialled.get()) : Answer::gone;
       if (answer == Answer::gone) {
         dialled = Descriptor();
@@ -342,7 +348,7 @@ void Links::close() {
                              [&] { return !state.has_thread; });
     }
   }
-  refuse_links(state.id);
+  refuse_links(name_of(state.id, state.rank));
 }
 
 bool Links::is_closed() {

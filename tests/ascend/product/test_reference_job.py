@@ -6,6 +6,7 @@ import pytest
 
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.evaluation import differences, list_recoveries
+from perdure.training.journal.events import ProgramNotice
 from tests.ascend.product import runs
 
 
@@ -37,3 +38,28 @@ def test_reduced_precision_trains_on_an_npu_as_on_the_cpu(home, precision):
     assert on_npu.curve[runs.STEPS] < on_npu.curve[1]
     assert differences(on_npu.curve, on_cpu.curve) == []
     assert list_recoveries(on_npu.history) == []
+
+
+@pytest.mark.long
+def test_one_rank_that_drives_two_devices_goes_on_from_its_checkpoint_after_a_kill(home):
+    recipe = {"recipe": "tests.recipes.data_parallel:main", "cwd": str(runs.ROOT)}
+    changes = {
+        "engine": {"nodes": 1, "slots_per_node": 1, "spares": 0},
+        "worker": recipe,
+        "checkpoint": {"every_steps": 4},
+    }
+    alone = runs.run(home, "one-rank", changes=changes)
+    assert alone.ended == "completed", runs.summary(alone)
+    kill = {"faults": [{"kind": "kill", "rank": 0, "step": 7}]}
+    killed = runs.run(home, "one-rank-killed", changes={**changes, "drill": kill})
+    assert killed.ended == "completed", runs.summary(killed)
+    assert [view.from_step for view in killed.history.attempts] == [0, 4]
+    assert differences(killed.curve, alone.curve) == []
+    for outcome in (alone, killed):
+        notices = [
+            event.text
+            for event in outcome.history.attempts[0].events
+            if isinstance(event, ProgramNotice)
+        ]
+        assert notices
+        assert "DistributedDataParallel" in notices[0]

@@ -93,6 +93,8 @@ def test_steps_are_in_the_attempts_log_and_in_the_store(shown, log, tmp_path):
     write(log, "step 3/9 loss 1\n")
     shown.finish()
     assert (shown.newest.step, shown.newest.target) == (3, 9)
+    assert shown.newest.first_step == 1
+    assert shown.newest.first_age_s >= shown.newest.age_s
     shown.upload(store)
     assert {s: record.loss for s, record in read_kept_steps(store, "run").items()} == {
         1: 3,

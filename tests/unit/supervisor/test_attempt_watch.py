@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 from perdure.training.engines.base import Snapshot
+from perdure.training.journal.events import StepRecord
 from perdure.training.supervisor.attempt_watch import AttemptWatch
 from perdure.training.supervisor.watch import AttemptStart, EndKind, Progress, WatchResult
 from perdure.training.wire.agent_status import (
@@ -16,6 +20,7 @@ from perdure.training.wire.agent_status import (
 )
 from tests.jobs import small_job
 from tests.unit.supervisor.cluster import Cluster, FakeFleet
+from tests.values import not_none
 
 
 @pytest.fixture
@@ -116,3 +121,19 @@ def test_a_request_that_comes_while_the_store_is_silent_ends_the_processes_once(
     assert fleet.num_stops == int(is_wanted)
     if is_wanted:
         assert watch.run().kind is EndKind.STOPPED, "an end on request is no fault"
+
+
+def test_the_first_step_of_a_command_is_that_of_its_output_however_late_it_is_polled():
+    def polled(shown: ShownStep, **changes: Any) -> Progress:
+        status = AgentStatus(
+            node="node-0", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+            placement=1, attempt=2, is_command=True, shown=shown,
+        )  # fmt: skip
+        return Progress(snapshot=Snapshot({0: status}), **changes)
+
+    late = ShownStep(step=13, age_s=0.0, first_step=11, first_age_s=2.0)
+    first = not_none(polled(late).first_step)
+    assert (first.step, round(time.time() - first.at_s)) == (11, 2)
+    assert not_none(polled(ShownStep(step=13, age_s=0.0)).first_step).step == 13, "an older agent"
+    logged = StepRecord(11, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1, 0, 1, 2)
+    assert polled(ShownStep(step=13, age_s=0.0), steps=[logged]).first_step is logged
