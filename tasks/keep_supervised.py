@@ -65,6 +65,7 @@ from perdure.training.supervisor.job_registry import (
     unmark_ended,
 )
 from perdure.training.supervisor.run_handle import RunHandle
+from perdure.training.supervisor.runbook import cancel
 
 QUIET = "NothingToDo"
 QUIET_IS_KEPT = timedelta(minutes=10)
@@ -198,7 +199,7 @@ def _of_known(client: SyncPrefectClient, run_id: str) -> RunCase | None:
         if run.ledger.is_supervised():
             return None
         history = run.refresh()
-        if history.ended is not None:
+        if history.ended is not None and not history.ended.left_over:
             note_end(run)
             return None
     except (InputError, StorageError) as error:
@@ -361,8 +362,13 @@ def _apply(case: RunCase) -> str:
                 done = "cancelled while nobody supervised it: its processes are stopped"
                 client.set_flow_run_state(flow_run, Cancelled(message=done), force=True)
                 return f"{case.name}: {done}"
-            case Remedy.START, _, RunHandle() as run:
-                return f"{case.name}: {start(client, run)}"
+            case (Remedy.START | Remedy.CLEAR) as remedy, _, RunHandle() as run:
+                is_over = remedy is Remedy.CLEAR
+                return (
+                    cancel(supervisor_of(run.job))
+                    if is_over
+                    else f"{case.name}: {start(client, run)}"
+                )
             case _:
                 return f"{case.name}: nothing to do"
 

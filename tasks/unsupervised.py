@@ -20,6 +20,7 @@ MAX_FAILED_STARTS = 5
 STEADY_S = 300.0  # a supervisor that lasted this long had started well
 FIRST_PAUSE_S = 60.0
 LONGEST_PAUSE_S = 3600.0
+LEFT_OVER_PAUSE_S = 600.0  # between two tries to take down what an ended run has left over
 
 
 class Remedy(StrEnum):
@@ -29,6 +30,7 @@ class Remedy(StrEnum):
     RESCHEDULE = "reschedule"  # the same flow run is started again
     START = "start"  # a new flow run
     TAKE_DOWN = "take_down"  # what the user has cancelled, and nobody has ended
+    CLEAR = "clear"  # what an ended run has left over is taken down
     GIVE_UP = "give_up"  # the flow run is failed
 
 
@@ -106,7 +108,7 @@ def remedy_for(
         now_s: seconds since the epoch.
     """
     if supervised or history.ended is not None:
-        return Remedy.NOTHING
+        return _after_the_end(history, now_s) if not supervised else Remedy.NOTHING
     if flow_run is not None and flow_run.is_in_a_loop:
         return Remedy.GIVE_UP
     row = ROWS[flow_run.state] if flow_run is not None else GONE
@@ -120,6 +122,14 @@ def remedy_for(
     if flow_run is None or remedy is not Remedy.RESCHEDULE:
         return remedy
     return _another_start(flow_run, now_s, alive=alive)
+
+
+def _after_the_end(history: RunHistory, now_s: float) -> Remedy:
+    """The remedy for a run that has ended, whose containers the platform may have kept."""
+    ended = history.ended
+    has_left_over = ended is not None and bool(ended.left_over)
+    is_due = ended is not None and now_s - ended.at_s >= LEFT_OVER_PAUSE_S
+    return Remedy.CLEAR if has_left_over and is_due else Remedy.NOTHING
 
 
 def _another_start(flow_run: FlowRunFacts, now_s: float, *, alive: bool) -> Remedy:

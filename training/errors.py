@@ -55,6 +55,11 @@ class AlreadySupervised(RunConflict):
 class EngineError(PerdureError):
     """The engine could not do what was asked."""
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the platform refuses, or does not answer: no node is at fault, and it passes."""
+        return False
+
 
 class StopRequested(EngineError):  # noqa: N818 a state of affairs, named as it is shown
     """Somebody has asked for the end of the run."""

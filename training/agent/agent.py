@@ -61,6 +61,18 @@ from perdure.training.wire.preparation import PrepareOrder
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
 CONFIG_FILE = "agent.json"
+IDLE_ORPHAN_S = 3600.0  # a container in which nothing runs holds its node for nobody
+
+
+def is_orphaned(limit_s: float, *, uncalled_s: float, idle_s: float) -> bool:
+    """Whether a container is given up for want of a supervisor.
+
+    Args:
+        limit_s: the job's.
+        uncalled_s: since the last call of a supervisor.
+        idle_s: since that call, or since the last process ended, where that was later.
+    """
+    return uncalled_s > limit_s or idle_s > min(limit_s, IDLE_ORPHAN_S)
 
 
 class Agent:
@@ -75,7 +87,7 @@ class Agent:
         self._collector = Collector(config, folder)
         self._server = ControlServer.of(config, self.handle)
         self._epoch = config.epoch
-        self._called_s = time.monotonic()
+        self._called_s = self._ran_s = time.monotonic()
         self._attempt: NodeAttempt | None = None
         self._command_port: tuple[tuple[int, int], int] | None = None
         self._ending = False
@@ -275,7 +287,14 @@ class Agent:
             self._attempt.stop(self._attempt.order.grace_s if grace_s is None else grace_s)
 
     def _check_orphaned(self) -> None:
-        if time.monotonic() - self._called_s > self._config.orphan_timeout_s:
+        now_s = time.monotonic()
+        if not self._is_quiet:
+            self._ran_s = now_s
+        if is_orphaned(
+            self._config.orphan_timeout_s,
+            uncalled_s=now_s - self._called_s,
+            idle_s=now_s - max(self._called_s, self._ran_s),
+        ):
             self._stop()
             self._ending = True
 

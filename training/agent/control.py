@@ -35,6 +35,7 @@ ADDRESS_FILE = "address.json"
 TERMINATED_FILE = "terminated"  # an agent that SIGTERM ended leaves it in its container's folder
 CALL_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
+WRONG_TOKEN = "wrong token"  # noqa: S105 an answer
 
 
 class WakeupSignal:
@@ -118,7 +119,7 @@ class ControlServer:
             except ValidationError as error:
                 return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
             if not is_authentic(request.token, token):
-                return AgentReply(error="wrong token")
+                return AgentReply(error=WRONG_TOKEN)
             return handler(request)
 
         first = RequestServer(host, answer, token=token, port=port)
@@ -194,13 +195,16 @@ class AgentClient:
         """Parse the line that answers an order.
 
         Raises:
-            AgentUnreachable: it is no reply, or empty: the connection ended.
+            AgentUnreachable: it is no reply, or empty: the connection ended. Or the token is that
+                of no agent there: nobody can speak to the one that was meant.
             EngineError: the agent refused the request.
         """
         try:
             reply = AgentReply.model_validate_json(line)
         except ValueError as error:
             raise self.unreachable(error) from error
+        if reply.error == WRONG_TOKEN:
+            raise self.unreachable(EngineError(WRONG_TOKEN))
         if reply.error is not None:
             at = f"agent at {self.host}:{self.port}"
             raise EngineError(f"{at} refused {order.op}: {reply.error}")

@@ -56,7 +56,8 @@ class EngineSpec(SettingsModel):
     orphan_timeout_s: float = Field(
         86_400.0,
         ge=10,
-        description="seconds without a supervisor after which agents stop on their own",
+        description="seconds without a supervisor after which agents stop their processes and "
+        "end; an agent whose processes have ended waits for a supervisor for an hour at most",
     )
 
     @field_validator("kind")

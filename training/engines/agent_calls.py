@@ -162,8 +162,11 @@ class MemberAgents:
         unanswered: list[str] = []
         since_s, self._polled_s = self._polled_s, time.monotonic()
         unheard_s = min(self._polled_s - since_s, MAX_UNASKED_S)
+        statuses = {index: self._status(index, contact) for index, contact in contacts.items()}
+        if not any(statuses.values()):
+            self._look_for_way(contacts, unheard_s)
         for index, contact in contacts.items():
-            status = self._status(index, contact)
+            status = statuses[index]
             if status is not None:
                 agents[index] = status
                 self._silent.discard(index)
@@ -173,6 +176,19 @@ class MemberAgents:
             else:
                 unanswered.append(contact.node)
         return Snapshot(agents, tuple(lost), tuple(unanswered))
+
+    def _look_for_way(self, contacts: Mapping[int, AgentEndpoint], unheard_s: float) -> None:
+        """Where all agents fall silent at once, ask whether only the way to them is cut.
+
+        If so, their silence counts from now on.
+        """
+        living = {i for i, contact in contacts.items() if contact.address is not None}
+        is_new = any(
+            self._silence_s.get(index, 0.0) + unheard_s > SILENT_AGENT_S
+            for index in living - self._silent
+        )
+        if is_new and self._engine.find_way():
+            self._silence_s.update(dict.fromkeys(living, -unheard_s))
 
     def _status(self, index: int, contact: AgentEndpoint) -> AgentStatus | None:
         """The answer of a member to the poll; None while there is none."""

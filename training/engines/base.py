@@ -127,6 +127,7 @@ class AgentEndpoint:
         host: address for the other members.
         loss: how the container was lost or is being lost, as far as the engine knows.
         node_problem: the platform's complaint about the node, which may train all the same.
+        unknown: why the platform cannot tell what has become of the container; "": it can.
         was_spare: whether the container was started before its member needed it.
         schedule_cnt: how many times its member was scheduled with it, for a former spare.
     """
@@ -137,6 +138,7 @@ class AgentEndpoint:
     host: str
     loss: NodeLoss | None = None
     node_problem: str = ""
+    unknown: str = ""
     was_spare: bool = False
     schedule_cnt: int = 0
 
@@ -147,6 +149,27 @@ TERMINATED = "AGENT_TERMINATED"
 def terminated(node: str) -> NodeLoss:
     """The loss of a container whose agent SIGTERM has ended: the node is not to blame."""
     return NodeLoss(node, FaultClass.PREEMPTED, TERMINATED, "SIGTERM has ended its agent")
+
+
+def losses_of(contacts: Collection[AgentEndpoint], lost: Collection[str]) -> list[NodeLoss]:
+    """List the losses that the platform reports, and suspects of containers on lost nodes."""
+    reported = [contact.loss for contact in contacts if contact.loss is not None]
+    silent = (contact for contact in contacts if contact.loss is None and contact.node in lost)
+    return [*reported, *filter(None, map(_suspected_loss, silent))]
+
+
+def _suspected_loss(contact: AgentEndpoint) -> NodeLoss | None:
+    """The loss of a container whose agent is silent, as the platform makes it likely.
+
+    Where the platform cannot tell, the container may only have been deleted: no node is blamed.
+    """
+    node = contact.node
+    if contact.node_problem:
+        return NodeLoss(node, FaultClass.NODE_LOST, "NODE_NOT_READY", contact.node_problem)
+    if contact.unknown:
+        text = f"its agent is silent, and the platform does not tell why: {contact.unknown}"
+        return NodeLoss(node, FaultClass.CONTAINER_LOST, "LOSS_UNKNOWN", text)
+    return None
 
 
 class Engine(Protocol):
@@ -170,8 +193,20 @@ class Engine(Protocol):
         """How often polling all agents is worth its cost."""
         ...
 
+    def find_way(self) -> bool:
+        """Look for another way to the agents, which are all silent: the present one may be cut.
+
+        Returns:
+            Whether the containers run, as far as another way or the platform shows.
+        """
+        ...
+
     def nodes(self) -> Sequence[str] | None:
         """Names of all nodes, in order of preference; None: the engine chooses them itself."""
+        ...
+
+    def usable_nodes(self) -> Collection[str] | None:
+        """Names of the nodes that could take a container, as the platform shows; None: unknown."""
         ...
 
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:

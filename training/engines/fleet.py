@@ -23,12 +23,12 @@ from perdure.training.engines.base import (
     Engine,
     Placement,
     Snapshot,
+    losses_of,
 )
 from perdure.training.engines.rank_table import Server, rank_table
 from perdure.training.engines.spare_containers import SpareContainers
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.recovery.chip_events import ChipReport
-from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Rung
 from perdure.training.telemetry.device_addresses import query_of
@@ -104,6 +104,10 @@ class Fleet:
         """Names of all nodes, in order of preference; None: the engine chooses them itself."""
         return self._engine.nodes()
 
+    def usable_nodes(self) -> Collection[str] | None:
+        """See `Engine.usable_nodes`."""
+        return self._engine.usable_nodes()
+
     def resolve_nodes(
         self, placement: Placement, members: Collection[int] | None = None
     ) -> Placement:
@@ -144,14 +148,7 @@ class Fleet:
         Args:
             lost: nodes whose agent is lost.
         """
-        contacts = self._engine.contacts().values()
-        reported = [contact.loss for contact in contacts if contact.loss is not None]
-        suspected = [
-            NodeLoss(contact.node, FaultClass.NODE_LOST, "NODE_NOT_READY", contact.node_problem)
-            for contact in contacts
-            if contact.loss is None and contact.node in lost and contact.node_problem
-        ]
-        return [*reported, *suspected]
+        return losses_of(self._engine.contacts().values(), lost)
 
     def submit(self, placement: Placement) -> None:
         """End the containers that the run has, and start one for every member."""
@@ -299,10 +296,9 @@ class Fleet:
 
     @property
     def first_container(self) -> str:
-        """The token of the container that has the attempt's log.
+        """The token of the container with the attempt's log: the first member's.
 
-        The first member has it. Where a command's output shows its steps, the first member that
-        prints them has it.
+        Where a command's output shows its steps, it is the first member that prints them.
         """
         first = self._engine.contacts().get(self._logging_member)
         return first.token if first is not None else ""
@@ -473,8 +469,7 @@ class Fleet:
     def collect_logs(self, placement: int, attempt: int) -> Sequence[tuple[str, Collected]]:
         """Have every node put its logs of an ended attempt into the store, in the background.
 
-        Returns the progress of each node that answers at once, with its name. It may be called
-        again.
+        Returns the progress of each node that answers at once. It may be called again.
         """
         order = CollectOrder(placement=placement, attempt=attempt)
         replies = self._agents.query(order, timeout_s=COLLECT_TIMEOUT_S)

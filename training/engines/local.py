@@ -145,6 +145,14 @@ class LocalEngine:
         names = [f"node-{index}" for index in range(spec.nodes + spec.spares)]
         return sorted(names, key=lambda name: name not in self._spares)
 
+    def find_way(self) -> bool:
+        """Return False: there is only one."""
+        return False
+
+    def usable_nodes(self) -> Sequence[str]:
+        """Every node: nobody else uses them."""
+        return self.nodes()
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's containers, and start one for every member."""
         self._load()

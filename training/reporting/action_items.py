@@ -47,6 +47,7 @@ class NeedKind(StrEnum):
     WAITS = "waits"
     NO_SPARE = "no_spare"
     LIMIT = "limit"
+    LEFT_OVER = "left_over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,12 @@ def attention(
         warm: nodes with a warm spare.
         limits: concurrency limits of the server, each with the way to remove it.
     """
-    needs = [*_failed(history), *_isolated(run_id, history), *_alerts(history)]
+    needs = [
+        *_failed(history),
+        *_left_over(run_id, history),
+        *_isolated(run_id, history),
+        *_alerts(history),
+    ]
     if history.ended is None and spares is not None and not spares:
         needs += _no_spare(run_id, history)
     if history.ended is None:
@@ -176,6 +182,19 @@ def _failed(history: RunHistory) -> list[Need]:
             _why(ended.message),
             run_again,
         )
+    ]
+
+
+def _left_over(run_id: str, history: RunHistory) -> list[Need]:
+    ended = history.ended
+    if ended is None or not ended.left_over:
+        return []
+    action = (
+        f"keep-supervised tries again every ten minutes, {code(f'perdure cancel {run_id}')} now"
+    )
+    since = clock_text(ended.at_s)
+    return [
+        Need(NeedKind.LEFT_OVER, "Containers are left over", since, _why(ended.left_over), action)
     ]
 
 

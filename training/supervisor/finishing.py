@@ -156,7 +156,7 @@ class Decider:
         if decided is not None:
             return decided  # by whoever asked first: a fault has one decision
         # With the node at fault: isolated earlier, it may have been used for want of another.
-        healthy = self.num_healthy(set(history.isolated) - {fault.node})
+        healthy = self.num_healthy(set(history.isolated) - {fault.node}, at_fault=fault.node)
         decision = self._ask(fault, history, healthy=healthy, no_replica=no_replica_of(self.job))
         self.writer.append(view, DecisionMade, decision=decision)
         self.writer.refresh()
@@ -200,12 +200,12 @@ class Decider:
             no_replica_of_node=no_replica_of_node,
         )
 
-    def num_healthy(self, isolated: Collection[str]) -> int:
-        """Count the nodes that the run may use: those that are there, or that its job allows it."""
-        nodes = self.fleet.nodes()
+    def num_healthy(self, isolated: Collection[str], *, at_fault: str | None = None) -> int | None:
+        """Count the nodes that could take a container, with the one at fault; None: unknown."""
+        nodes = self.fleet.usable_nodes()
         if nodes is None:
-            return self.job.engine.nodes + self.job.engine.spares - len(isolated)
-        return len(set(nodes) - set(isolated))
+            return None
+        return len({*nodes, *filter(None, [at_fault])} - set(isolated))
 
     def decide_pending(self) -> None:
         """Decide about a failed attempt whose supervisor died before it asked the ladder."""

@@ -275,12 +275,12 @@ class NodeReplacer:
                 self._fence(placement)
                 self._fleet.resume(self.starter.order(), began)
             self._fleet.join(self.starter.order(), members, generation=began.generation + 1)
-        except NoCapacity as error:
-            if time.monotonic() - move.waits_since_s > limit_s:
-                self._cannot(move, str(error), progress)
-            return
         except (EngineError, AgentUnreachable) as error:
-            self._cannot(move, str(error), progress)
+            passes = isinstance(error, NoCapacity) or (
+                isinstance(error, EngineError) and error.is_refusal
+            )
+            if not passes or time.monotonic() - move.waits_since_s > limit_s:
+                self._cannot(move, str(error), progress)
             return
         move.is_done = True
         for index in moved:

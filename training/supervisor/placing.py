@@ -39,6 +39,7 @@ from perdure.training.wire.node import Check, CheckOutcome
 from perdure.training.wire.store_wait import Wait, WaitKind
 
 SPARE_POLL_S = 1.0
+LONGEST_PAUSE_S = 60.0  # between two requests that the platform has refused
 # Alerts about a machine; the others are about the program, the store or all ranks.
 MACHINE_ALERTS = (
     AlertKind.DEVICE_UNHEALTHY,
@@ -124,14 +125,51 @@ class Placer:
         self._home = home
         self._on_wait = on_wait
         self._waited_s = 0.0
+        self._is_wait_over = False
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
         """Find the placement of the next attempt: the living placement, or a new one.
+
+        A platform that refuses, or does not answer, is waited for once there was an attempt.
 
         Raises:
             StopRequested: while it was looking.
             EngineError: no placement is possible, and the ladder stops the run.
         """
+        since_s, pause_s, why = time.time(), SPARE_POLL_S, ""
+        try:
+            while True:
+                try:
+                    return self._place(stop_wanted)
+                except EngineError as error:
+                    if not error.is_refusal or not self._has_begun:
+                        raise
+                    if str(error) != why:
+                        _log.warning("the platform refuses, or does not answer: %s", error)
+                    why = str(error)
+                self._on_wait(Wait(kind=WaitKind.PLATFORM, since_s=since_s, why=why))
+                self._pause(pause_s, stop_wanted)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        finally:
+            if why:
+                self._on_wait(None)
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether there was an attempt, since an ended run was started again."""
+        history = self._writer.history
+        return len(history.attempts) > history.budgets_from
+
+    def _pause(self, seconds: float, stop_wanted: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + seconds
+        while not stop_wanted():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            time.sleep(min(SPARE_POLL_S, left_s))
+        raise StopRequested
+
+    def _place(self, stop_wanted: Callable[[], bool]) -> Placement:
         self._decider.decide_pending()
         current = placement_of(self._writer.history)
         refused = self._writer.history.refused_in(current.number) if current is not None else ()
@@ -149,6 +187,8 @@ class Placer:
             except (EngineError, AgentUnreachable) as error:
                 if stop_wanted():
                     raise StopRequested from error
+                if isinstance(error, EngineError) and error.is_refusal and self._has_begun:
+                    raise
                 why = "; ".join((str(error), *_refusals(self._writer.history)))
                 self._decider.rung_failed(rung, why, waited_s=self._waited_s)
                 repairs = False
@@ -167,7 +207,11 @@ class Placer:
         """
         history = self._writer.history
         if not history.attempts_in(current.number):
-            return self._completes(history, current)
+            try:
+                return self._completes(history, current)
+            except NoCapacity as error:  # another placement may find room, or waits for it
+                _log.warning("placement %d cannot be completed: %s", current.number, error)
+                return False
         alive = self._fleet.adopt(current)
         if history.open_attempt is not None:
             if not alive:
@@ -227,10 +271,10 @@ class Placer:
                 container is still on the old node.
         """
         placed = self._fleet.resolve_nodes(placement, members)
-        if placed.members != placement.members:
-            # Of the same number: it takes the place of the record that had no nodes yet.
-            previous = self._writer.refresh().placement
-            self._record(placed, previous.sub_healthy if previous is not None else {})
+        # Of the same number: it takes the place of the record that had no nodes, or no wait, yet.
+        previous = self._writer.refresh().placement
+        sub_healthy = previous.sub_healthy if previous is not None else {}
+        self._record(placed, sub_healthy, waited_s=self._waited_s)
         return placed
 
     def _carry_out(
@@ -244,7 +288,8 @@ class Placer:
                     return self._new_placement(rung, current)
                 except NoCapacity as error:
                     self._waited_s = time.monotonic() - began_s
-                    if current is None or stop_wanted() or time.monotonic() > deadline_s:
+                    self._is_wait_over = time.monotonic() > deadline_s
+                    if current is None or stop_wanted() or self._is_wait_over:
                         raise
                     self._on_wait(Wait(kind=WaitKind.NODE, since_s=since_s, why=str(error)))
                     time.sleep(SPARE_POLL_S)
@@ -267,13 +312,13 @@ class Placer:
                 nodes, previous=current, avoid=avoid, lost=lost, last=sub_healthy
             )
             # On record before it is done: after a death in between, _completes() finishes it.
-            self._record(placement, sub_healthy, waited_s=self._waited_s)
+            self._record(placement, sub_healthy)
             self._fleet.replace(placement, moved)
             return self._bind(placement)
         placement = plan(
             nodes, self._job.engine.nodes, previous=current, avoid=avoid, last=sub_healthy
         )
-        self._record(placement, sub_healthy, waited_s=self._waited_s)
+        self._record(placement, sub_healthy)
         self._fleet.submit(placement)
         return self._bind(placement)
 
@@ -319,15 +364,15 @@ class Placer:
         current = placement_of(history)
         assert current is not None  # noqa: S101 an attempt is on it
         sub_healthy = {sub.node: sub.why for sub in sub_healthy_nodes(history)}
-        avoid = history.isolated
+        # Not there again, whatever its fault: nodes differ by name alone.
+        avoid = tuple(dict.fromkeys((*history.isolated, off)))
         if off in current.nodes:
             planned, _ = plan_replacement(
-                nodes, previous=current, avoid=(*avoid, off), lost=(off,), last=sub_healthy
+                nodes, previous=current, avoid=avoid, lost=(off,), last=sub_healthy
             )
             current = replace(planned, number=current.number)
             self._record(current, sub_healthy)
-        # Not there again, whatever its fault: nodes differ by name alone.
-        current = replace(current, avoid=(*avoid, off), last=tuple(sub_healthy), wait_s=wait_s)
+        current = replace(current, avoid=avoid, last=tuple(sub_healthy), wait_s=wait_s)
         moved = self._fleet.misplaced_members(current) & set(members)
         # Processes left in the old containers wait for ranks that have ended, and can save nothing.
         grace_s = max(0.0, float(self._job.restart.failover_grace_s))
@@ -335,13 +380,25 @@ class Placer:
         return self._bind(current, moved), tuple(sorted(moved))
 
     def _may_go_back(self, avoid: tuple[str, ...]) -> bool:
-        """Whether too few healthy nodes are left and the policy lets the job use isolated nodes."""
-        has_too_few = self._decider.num_healthy(avoid) < self._job.engine.nodes
+        """Whether too few healthy nodes are left and the policy lets the job use isolated nodes.
+
+        Where their number is unknown, only a wait for room that is over shows that they are few.
+        """
+        num_healthy, needed = self._decider.num_healthy(avoid), self._job.engine.nodes
+        has_too_few = num_healthy < needed if num_healthy is not None else self._is_wait_over
         return has_too_few and self._job.restart.allow_without_isolation
 
     def _record(
         self, placement: Placement, sub_healthy: dict[str, str], *, waited_s: float = 0.0
     ) -> None:
+        """Put a placement on record, once however often it is tried."""
+        last, members, avoid = self._writer.history.placement, placement.members, placement.avoid
+        if (
+            last is not None
+            and (last.placement, last.members, last.avoid) == (placement.number, members, avoid)
+            and last.waited_s >= waited_s
+        ):
+            return
         for node, why in sub_healthy.items():
             verb = "uses" if node in placement.nodes else "does without"
             _log.warning(f"placement {placement.number} {verb} {node}, which is sub-healthy: {why}")

@@ -393,18 +393,14 @@ class RunSupervisor(RunHandle):
     def end(self, outcome: str, message: str) -> None:
         """Put the end of the run on record and take its containers down.
 
+        The end is on record also where the platform refuses: it then names what is left over.
+
         Raises:
             RunConflict: another supervisor has taken the run; nothing was done.
-            EngineError: the containers cannot be taken down; its text begins with `message`.
         """
         self.ledger.renew()  # fails where another has the run, before its containers are touched
         self._end_open_attempt()
-        try:
-            self._await_logs()
-            self.fleet.cancel(self.job.engine.grace_s)
-        except (EngineError, AgentUnreachable) as error:
-            text = f"{message}; the containers cannot be taken down: {error}"
-            raise EngineError(text) from error
+        left_over = self._take_down()
         view = self.refresh().open_attempt
         if self.history.attempts:  # saves in memory may be committed until the containers end
             self._writer.missed_checkpoints(self.history.attempts[-1])
@@ -417,10 +413,26 @@ class RunSupervisor(RunHandle):
             RunEnded,
             outcome=outcome,
             message=message,
+            left_over=left_over,
             target_step=self.job.target_step,
             command=self.job.worker.command,
         )
         self.ledger.release()
+
+    def _take_down(self) -> str:
+        """Take the containers down. Returns what is left over, and why; "": nothing."""
+        try:
+            self._await_logs()
+            self.fleet.cancel(self.job.engine.grace_s)
+        except (EngineError, AgentUnreachable) as error:
+            self.stop_processes()
+            _log.warning("the containers cannot be taken down: %s", error)
+            try:
+                names = ", ".join(self.fleet.leftovers())
+            except EngineError:
+                names = ""
+            return f"{names or 'containers'}: {error}"
+        return ""
 
     def stop_processes(self) -> None:
         """Stop the processes of a run whose end cannot be recorded; their saves are kept."""

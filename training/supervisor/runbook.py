@@ -207,10 +207,13 @@ def cancel(
 
     Returns:
         The line for the user.
+
+    Raises:
+        EngineError: containers are left over.
     """
     name = run.job.run_id
     ended = run.refresh().ended
-    if ended is not None:
+    if ended is not None and not ended.left_over:
         return f"{name}: has ended already: {ended.outcome}"
     try:
         run.take()
@@ -218,5 +221,16 @@ def cancel(
         if not by_server(run.refresh()):
             request_cancel(run.store, name)
         return f"{name}: its supervisor cancels it"
-    run.end("cancelled", "perdure cancel")
+    outcome, message = ("cancelled", "perdure cancel")
+    if ended is not None:
+        outcome, message = ended.outcome, ended.message
+    run.end(outcome, message)
+    now = run.refresh().ended
+    if now is not None and now.left_over:
+        raise EngineError(
+            f"{name}: {outcome}, but not all of it is taken down: {now.left_over}; "
+            f"`perdure cancel {name}` tries again"
+        )
+    if ended is not None:
+        return f"{name}: has ended already: {outcome}; what was left over is taken down"
     return f"{name}: no supervisor was alive; its processes are stopped"

@@ -32,6 +32,7 @@ class WaitKind(StrEnum):
 
     STORE = "store"
     NODE = "node"
+    PLATFORM = "platform"
     RESUME = "resume"
     SERVER = "server"
     LOCK = "lock"
@@ -47,6 +48,7 @@ class Waiter(StrEnum):
 _WORDS = {
     WaitKind.STORE: "waiting for the store",
     WaitKind.NODE: "waiting for a free node",
+    WaitKind.PLATFORM: "waiting for the platform, which refuses or does not answer,",
     WaitKind.RESUME: "paused",
     WaitKind.SERVER: "waiting for the Prefect server",
     WaitKind.LOCK: "waiting for the supervisor before it",

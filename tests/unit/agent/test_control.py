@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from perdure.training.agent.control import AgentClient, ControlServer
-from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.errors import AgentUnreachable
 from perdure.training.wire.agent import (
     AgentReply,
     CheckOrder,
@@ -69,7 +69,7 @@ def test_an_order_reaches_the_handler_and_its_reply_the_caller(server, requests)
 
 @pytest.mark.parametrize("token", ["wrong", "", "the-token ", "schlüssel"])
 def test_a_wrong_token_is_refused(server, requests, token):
-    with pytest.raises(EngineError, match="refused stop: wrong token"):
+    with pytest.raises(AgentUnreachable, match="wrong token"):
         client(server.port, token=token).call(StopOrder(grace_s=1))
     assert requests == []
 
@@ -177,7 +177,7 @@ def test_a_port_forward_is_answered_where_the_engine_wants_it(on_loopback):
         assert AgentClient(host, server.port, TOKEN, 1).call(StatusQuery()).text == "received"
         if on_loopback:
             assert client(server.port).call(StatusQuery()).text == "received"
-            with pytest.raises(EngineError, match="wrong token"):
+            with pytest.raises(AgentUnreachable, match="wrong token"):
                 client(server.port, token="another").call(StatusQuery())
         else:
             with pytest.raises(AgentUnreachable):

@@ -89,8 +89,11 @@ class FakeFleet:
     def capabilities(self) -> frozenset[Rung]:
         return frozenset(Rung) - {Rung.NODE_REPLACE}  # no coordinator is in memory
 
-    def nodes(self) -> Sequence[str]:
+    def nodes(self) -> Sequence[str] | None:
         return ["node-0", "node-1", "node-2"]
+
+    def usable_nodes(self) -> Sequence[str] | None:
+        return self.nodes()
 
     def resolve_nodes(
         self, placement: Placement, members: Collection[int] | None = None

@@ -12,8 +12,16 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
 from prefect.logging import disable_run_logger
 
+from perdure.tasks import keep_supervised
 from perdure.tasks.hooks import take_down_run
-from perdure.tasks.keep_supervised import Unseen, _contained, _of_known, may_begin, note_end
+from perdure.tasks.keep_supervised import (
+    RunCase,
+    Unseen,
+    _contained,
+    _of_known,
+    may_begin,
+    note_end,
+)
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeReleased, RunCreated, RunEnded
 from perdure.training.supervisor.job_registry import remember_job, unended_runs
@@ -103,3 +111,14 @@ def test_what_is_damaged_is_named_and_keeps_no_other_from_its_supervisor():
     assert found == Unseen(
         "a-run", "cannot be looked at: ValueError: badly formed hexadecimal UUID string"
     )
+
+
+def test_a_run_that_has_left_something_over_is_looked_at_again(run, perdure_home, monkeypatch):
+    monkeypatch.setattr(keep_supervised, "_flow_run_of", lambda *_: None)
+    run.ledger.append(RunEnded, outcome="failed", message="", left_over="pods/a: forbidden")
+    run.ledger.release()
+    nowhere = SyncPrefectClient("http://127.0.0.1:9/api")  # it is not asked
+    with disable_run_logger():
+        case = _of_known(nowhere, "run")
+    assert isinstance(case, RunCase)
+    assert unended_runs(perdure_home) == ["run"]

@@ -6,6 +6,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from perdure.tasks.unsupervised import (
+    LEFT_OVER_PAUSE_S,
     MAX_FAILED_STARTS,
     ROWS,
     FlowRunFacts,
@@ -140,3 +141,17 @@ def test_a_mere_start_does_not_advance_the_ledger():
     before = replay(BEGINNING).advanced_s
     again = TAKEN.model_copy(update={"at_s": before + 100, "epoch": 2})
     assert replay([*BEGINNING, again]).advanced_s == before
+
+
+@pytest.mark.parametrize("state", [None, *ROWS])
+def test_what_an_ended_run_has_left_over_is_taken_down_every_ten_minutes(state):
+    history = over()
+    assert history.ended is not None
+    left_over = history.ended.model_copy(update={"left_over": "pods/a: forbidden"})
+    for ago_s, wanted in (
+        (LEFT_OVER_PAUSE_S - 1, Remedy.NOTHING),
+        (LEFT_OVER_PAUSE_S, Remedy.CLEAR),
+    ):
+        history.ended = left_over.model_copy(update={"at_s": NOW_S - ago_s})
+        assert about(history, state) is wanted
+        assert about(history, state, supervised=True) is Remedy.NOTHING

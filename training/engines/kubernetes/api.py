@@ -73,9 +73,14 @@ class ApiError(EngineError):
         return self.status == HTTPStatus.FORBIDDEN
 
     @property
-    def is_quota(self) -> bool:
-        """Whether a quota of the namespace is used up."""
-        return self.is_forbidden and "exceeded quota" in str(self)
+    def is_refusal(self) -> bool:
+        """Whether rights, a quota or an admission webhook refuse the request, or nobody answers.
+
+        The same request passes once somebody has changed the cluster. A webhook may refuse with
+        any status, by default with 400 (apiserver/pkg/admission/plugin/webhook/errors).
+        """
+        is_refused = self.is_forbidden or self.status == HTTPStatus.UNAUTHORIZED
+        return is_refused or self.is_unreachable or "admission webhook" in str(self)
 
     @property
     def is_gap(self) -> bool:

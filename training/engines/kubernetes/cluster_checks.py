@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from perdure.training.config.engine import KubernetesEngineSpec, Reach
 from perdure.training.config.job import Job
 from perdure.training.config.pod_rules import AGENT_CONFIG
-from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.api import (
     CLAIMS,
@@ -41,8 +40,7 @@ from perdure.training.engines.kubernetes.image_checks import PullSecrets, check_
 from perdure.training.engines.kubernetes.image_registry import ImageName, credentials_of
 from perdure.training.engines.kubernetes.mindcluster import DEVICE_PREFIX
 from perdure.training.engines.kubernetes.nodes import lacks
-from perdure.training.engines.kubernetes.objects import Document, Owner, PodPlan
-from perdure.training.journal.records import Member
+from perdure.training.engines.kubernetes.objects import Document
 from perdure.training.wire.node import Check, CheckOutcome
 
 
@@ -173,10 +171,7 @@ class ClusterChecks:
 
     def __init__(self, job: Job, spec: KubernetesEngineSpec, api: Api) -> None:
         self._job, self._spec, self._api = job, spec, api
-        # A pod as the engine would create it, with the overlay: its references have to exist.
-        member = Member(index=0, node=ANY_NODE, schedule_cnt=1)
-        plan = PodPlan(member, objects.pod_name(job, member, "xxxxx"), Placement(1, (member,)))
-        self._pod = objects.pod(job, spec, Owner("", ""), plan, store_secret=None)["spec"]
+        self._pod = objects.sample_pod(job, spec)["spec"]  # its references have to exist
 
     def all(self) -> Iterator[Check]:
         """Run all checks, in the order in which people would fix their findings.

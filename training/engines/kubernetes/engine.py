@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +22,6 @@ from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
-    EVENTS,
     POD_GROUPS,
     PODS,
     SECRETS,
@@ -39,14 +37,14 @@ from perdure.training.engines.kubernetes.fault_feed import (
 )
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
-from perdure.training.engines.kubernetes.objects import Document
-from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd
+from perdure.training.engines.kubernetes.pod_events import PodEvents
+from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd, answering
 from perdure.training.engines.kubernetes.pods import (
     Pod,
-    explain_loss,
     lost_with_node,
     read_pods,
     vanished,
+    without_token,
 )
 from perdure.training.engines.kubernetes.watching import Informer
 from perdure.training.errors import EngineError
@@ -58,7 +56,6 @@ from perdure.training.wire.agent import NO_MEMBER, AgentConfig, NodeLog
 
 FORWARDED_POLL_S = 1.0  # each call is a separate request to the API server
 POLL_S = 0.2
-EVENTS_APART_S = 0.5  # between two lists of the events about a pod that is being lost
 
 _log = logging.getLogger("perdure.engine")
 
@@ -94,7 +91,7 @@ class KubernetesEngine:
         self._last: dict[str, AgentEndpoint] = {}  # by pod, as of its last document
         self._tokens: dict[str, str] = {}
         self._is_ours = False
-        self._events: dict[str, tuple[float, Sequence[Document]]] = {}  # by pod, with their time
+        self._events = PodEvents(self._api)
         self._feed = FaultFeed(self._api) if self._spec.mindcluster else None
         self._excluded: dict[str, str] = {}  # nodes that MindCluster takes out, with reasons
 
@@ -147,6 +144,37 @@ class KubernetesEngine:
         """Return None: the cluster's scheduler chooses nodes."""
         return None
 
+    def find_way(self) -> bool:
+        """Look for agents that are all silent through the API server.
+
+        Once it leads to one of them, all are reached that way. Without the right to it, the cluster
+        has the last word: pods that are ready, on nodes that it trusts. While it does not answer
+        either, nobody could have heard them.
+        """
+        if self._forwarder is not None:
+            return False
+        if self._informer.is_away:
+            return True
+        pods = [pod for name, pod in self._pods.items() if name in self._current.values()]
+        forwarder = Forwarder(self._api, self._spec.agent_port)
+        if answering({pod.name: forwarder.address(pod.name) for pod in pods if pod.is_up}):
+            _log.warning("no agent answers at its address: all are reached through the API server")
+            self._forwarder = forwarder
+            return True
+        forwarder.keep(())
+        if not forwarder.is_refused:
+            return forwarder.is_cut
+        problem = self._cluster_nodes.problem
+        runs = bool(pods) and all(pod.is_ready and not problem(pod.node) for pod in pods)
+        if runs:
+            _log.warning("no agent answers, but all pods are ready; no right to pods/portforward")
+        return runs
+
+    def usable_nodes(self) -> Collection[str] | None:
+        """Names of the nodes that fit a pod, taken or not; None without the right to list nodes."""
+        nodes = self._cluster_nodes.fitting(objects.sample_pod(self._job, self._spec)["spec"])
+        return nodes - self._excluded.keys() if nodes is not None else None
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's pods, and start one for every member."""
         if ready:  # the ConfigMap that owns all stays, or the spares would go with it
@@ -186,10 +214,10 @@ class KubernetesEngine:
         """Try each request once, since the supervisor watches a run meanwhile.
 
         Raises:
-            EngineError: the API server does not answer.
+            EngineError: the API server does not answer, or refuses.
         """
         if self._informer.is_away:
-            raise EngineError("the API server does not answer")
+            raise EngineError("the API server does not answer, or refuses")
         patience_s, self._api.patience_s = self._api.patience_s, 0.0
         try:
             yield
@@ -230,7 +258,11 @@ class KubernetesEngine:
             if counts.get(pod.member) == pod.schedule_cnt
         }
         self._learn_tokens([*self._current.values(), *self.warm_spares()])
-        living = {name for name, pod in self._pods.items() if pod.is_up and not pod.is_leaving}
+        living = {
+            name
+            for name, pod in self._pods.items()
+            if pod.is_up and not pod.is_leaving and name in self._tokens
+        }
         return frozenset(index for index, name in self._current.items() if name in living)
 
     def contacts(self) -> Mapping[int, AgentEndpoint]:
@@ -329,14 +361,17 @@ class KubernetesEngine:
             return AgentEndpoint(node, token, None, host, loss=self._with_node(vanished(node)))
         loss = pod.loss()
         if loss is not None and loss.fault_class is FaultClass.CONTAINER_LOST:
-            loss = pod.loss(self._pod_events(name))
+            loss = pod.loss(self._events.about(name))
+        if loss is None and not token:
+            loss = without_token(pod)
         contact = AgentEndpoint(
             pod.node,
             token,
-            self._address(pod) if pod.is_up else None,
+            self._address(pod) if pod.is_up and token else None,
             pod.host,
             self._with_node(loss) if loss is not None else None,
             self._cluster_nodes.problem(pod.node),
+            unknown=self._informer.refusal,
             was_spare=pod.was_spare,
             schedule_cnt=pod.schedule_cnt,
         )
@@ -353,37 +388,22 @@ class KubernetesEngine:
         return pod.host, self._spec.agent_port
 
     def _learn_tokens(self, names: Iterable[str]) -> None:
-        """Read the tokens of agents that an earlier supervisor has started."""
+        """Read the tokens of agents that an earlier supervisor has started.
+
+        A Secret that is gone, or has no configuration, costs its pod alone.
+        """
         for name in names:
             if name in self._tokens:
                 continue
             try:
-                data = self._api.get(SECRETS, name)["data"]
+                data = self._api.get(SECRETS, name).get("data") or {}
+                config = base64.b64decode(data[CONFIG_FILE])
+                self._tokens[name] = AgentConfig.model_validate_json(config).token
             except ApiError as error:
                 if not error.is_absent:
                     raise
-                continue  # its run is being taken down
-            config = base64.b64decode(data[CONFIG_FILE])
-            self._tokens[name] = AgentConfig.model_validate_json(config).token
-
-    def _pod_events(self, name: str) -> Sequence[Document]:
-        """Read the events about a pod, oldest first, where the run has the right to.
-
-        The event with the reason of a deletion may be written a moment later.
-        """
-        asked_s, events = self._events.get(name, (0.0, ()))
-        now_s = time.monotonic()
-        if explain_loss(events) or now_s < asked_s + EVENTS_APART_S:
-            return events
-        fields = f"involvedObject.kind=Pod,involvedObject.name={name}"
-        try:
-            items, _ = self._api.list(EVENTS, fields=fields, patience_s=0.0)
-        except ApiError as error:
-            _log.info("events do not show why pod %s is lost: %s", name, error)
-        else:
-            events = sorted(items, key=lambda event: str(event.get("lastTimestamp")))
-        self._events[name] = (now_s, events)
-        return events
+            except (KeyError, ValueError) as error:
+                _log.warning("Secret %s has no configuration of an agent: %r", name, error)
 
     def _prepare(self, placement: Placement) -> None:
         self._begin()

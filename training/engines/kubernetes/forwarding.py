@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Collection
 from contextlib import closing, suppress
+from http import HTTPStatus
 from typing import Any
 
 from kubernetes import client
@@ -40,11 +41,17 @@ class Forwarder:
         self._listeners: dict[str, socket.socket] = {}
         self._lock = threading.Lock()
         self._is_cut = False
+        self._is_refused = False
 
     @property
     def is_cut(self) -> bool:
         """Whether the API server did not answer the latest connection."""
         return self._is_cut
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the API server refused the latest connection for want of a right."""
+        return self._is_refused
 
     def address(self, pod: str) -> tuple[str, int]:
         """Open a listener for a pod, once. Returns its host and port on this machine."""
@@ -90,24 +97,27 @@ class Forwarder:
                     ports=str(self._port),
                 )
             except FAILURES as error:
-                self._is_cut = not _has_answered(error)
+                status = _status_of(error)
+                self._is_cut = not status
+                self._is_refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
                 _log.debug("no way to %s: %s", pod, error)
                 return
-            self._is_cut = False
+            self._is_cut = self._is_refused = False
             with closing(forward.socket(self._port)) as stream:
                 _exchange(connection, stream)
 
 
-def _has_answered(error: BaseException | None) -> bool:
-    """Whether the API server itself has answered: then the pod is not there.
+def _status_of(error: BaseException | None) -> int:
+    """The status that the API server itself has answered; 0: it has not.
 
     The client's own error has status 0; that of the handshake below it has the server's.
     """
     while error is not None:
-        if getattr(error, "status_code", 0) or getattr(error, "status", 0):
-            return True
+        status = getattr(error, "status_code", 0) or getattr(error, "status", 0)
+        if status:
+            return int(status)
         error = error.__cause__ or error.__context__
-    return False
+    return 0
 
 
 def _exchange(connection: socket.socket, stream: Any) -> None:

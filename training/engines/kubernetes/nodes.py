@@ -27,6 +27,7 @@ CORDONED_BY = "perdure.io/cordoned-by"
 NO_NODE = "the node was deleted from the cluster"
 UNSELECTED = f"{NO_NODE}, or has lost a label of engine.node_selector"
 UNSCHEDULABLE = "node.kubernetes.io/unschedulable"
+CORDONED = "cordoned"  # what such a node lacks
 _KEEPING_OUT = ("NoSchedule", "NoExecute")
 
 _log = logging.getLogger("perdure.engine")
@@ -78,6 +79,23 @@ class ClusterNodes:
         if node in self._informer.objects:
             return ""
         return UNSELECTED if self._spec.node_selector else NO_NODE
+
+    def fitting(self, pod: Mapping[str, Any]) -> frozenset[str] | None:
+        """Names of the nodes whose whole room fits a pod; None: nothing is known of nodes.
+
+        A cordon of this run shows an isolation that the ledger has, or had.
+
+        Args:
+            pod: the `spec` of the pod.
+        """
+        if self._informer is None or not self._is_listed:
+            return None
+        ours = self.cordoned
+        return frozenset(
+            name
+            for name, node in self._by_name.items()
+            if {*lacks(node, pod)} <= ({CORDONED} if name in ours else frozenset())
+        )
 
     @property
     def _by_name(self) -> Mapping[str, Document]:
@@ -133,7 +151,7 @@ def _readiness(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:
     is_cordoned = (node.get("spec") or {}).get("unschedulable")
     taint = {"key": UNSCHEDULABLE, "effect": "NoSchedule"}
     if is_cordoned and not _tolerated(taint, pod):
-        yield "cordoned"
+        yield CORDONED
 
 
 def _labels(node: Document, pod: Mapping[str, Any]) -> Iterator[str]:

@@ -196,6 +196,13 @@ def pod(
     return merged
 
 
+def sample_pod(job: Job, spec: KubernetesEngineSpec) -> Document:
+    """Compose a pod as the engine would create it, with the overlay, of no particular member."""
+    member = Member(index=0, node=ANY_NODE, schedule_cnt=1)
+    plan = PodPlan(member, pod_name(job, member, "xxxxx"), Placement(1, (member,)))
+    return pod(job, spec, Owner("", ""), plan, store_secret=None)
+
+
 def member_labels(member: Member, placement: Placement) -> dict[str, str]:
     """Labels that name a pod's member; none for a spare."""
     if member.index == NO_MEMBER:

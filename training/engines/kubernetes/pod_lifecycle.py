@@ -95,25 +95,20 @@ class PodCreation:
             The token of each pod's agent, by the pod's name.
 
         Raises:
-            NoCapacity: a quota is used up.
-            EngineError: the API server refuses them.
+            NoCapacity: Volcano's queue has no room.
+            EngineError: the API server refuses them, for a quota or otherwise.
         """
         job, spec = self._job, self._spec
         tokens = {plan.name: secrets.token_hex(16) for plan in plans}
-        try:
-            owner = self._owner()
-            store = self._store_secret(owner)
-            if spec.volcano is not None:
-                self._ensure(POD_GROUPS, objects.pod_group(job, spec, spec.volcano, owner))
-            for plan in plans:
-                config = {CONFIG_FILE: self._config_of(plan, tokens[plan.name])}
-                self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
-                document = objects.pod(job, spec, owner, plan, store_secret=store)
-                self._create_pod(document, wait_s=wait_s)
-        except ApiError as error:
-            if error.is_quota:
-                raise NoCapacity(str(error)) from error
-            raise
+        owner = self._owner()
+        store = self._store_secret(owner)
+        if spec.volcano is not None:
+            self._ensure(POD_GROUPS, objects.pod_group(job, spec, spec.volcano, owner))
+        for plan in plans:
+            config = {CONFIG_FILE: self._config_of(plan, tokens[plan.name])}
+            self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
+            document = objects.pod(job, spec, owner, plan, store_secret=store)
+            self._create_pod(document, wait_s=wait_s)
         return tokens
 
     def _create_pod(self, document: Document, *, wait_s: float) -> None:
@@ -311,9 +306,7 @@ class PodEnd:
     def _silent(self, pods: Sequence[Pod]) -> list[str]:
         """Names of the pods that seem to run and whose agents cannot be reached."""
         running = {pod.name: self._address(pod) for pod in pods if pod.is_up}
-        with ThreadPoolExecutor(max_workers=32) as pool:
-            answers = dict(zip(running, pool.map(_answers, running.values()), strict=True))
-        return [name for name, is_there in answers.items() if not is_there]
+        return [*running.keys() - answering(running)]
 
 
 def _left(
@@ -321,6 +314,15 @@ def _left(
 ) -> list[str]:
     """List the pods that are still there; a new pod may have taken a name."""
     return [name for name in names if name in now and Pod(now[name]).uid == deleted[name].uid]
+
+
+def answering(addresses: Mapping[str, tuple[str, int]]) -> frozenset[str]:
+    """Names of the pods whose agents answer at their addresses, all asked at once."""
+    with ThreadPoolExecutor(max_workers=32) as pool:
+        answers = pool.map(_answers, addresses.values())
+        return frozenset(
+            name for name, is_there in zip(addresses, answers, strict=True) if is_there
+        )
 
 
 def _answers(address: tuple[str, int]) -> bool:

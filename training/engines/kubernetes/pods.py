@@ -133,6 +133,11 @@ class Pod:
         return bool(self._agent.get("started"))
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the cluster calls the pod ready; not once its node has stopped to report."""
+        return self.is_up and condition_of(self.document, "Ready").get("status") == "True"
+
+    @property
     def _labels(self) -> Mapping[str, str]:
         labels: Mapping[str, str] = self.document["metadata"]["labels"]
         return labels
@@ -245,6 +250,12 @@ def vanished(node: str) -> NodeLoss:
     """The loss of a pod that is not in the cluster any more, without a trace."""
     text = "the pod is not there any more: it was deleted by force, or with its node"
     return NodeLoss(node, FaultClass.CONTAINER_LOST, "POD_DELETED", text)
+
+
+def without_token(pod: Pod) -> NodeLoss:
+    """The loss of a pod whose agent obeys nobody, since the Secret with its token is gone."""
+    text = f"Secret {pod.name} with the token of its agent is gone, so that nobody can speak to it"
+    return NodeLoss(pod.node, FaultClass.CONTAINER_LOST, "SECRET_LOST", text)
 
 
 def lost_with_node(loss: NodeLoss, absence: str) -> NodeLoss:

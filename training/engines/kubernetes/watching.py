@@ -38,6 +38,7 @@ class Informer:
         self._objects: dict[str, Document] = {}
         self._version = ""
         self._is_away = False
+        self._refusal = ""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -71,8 +72,13 @@ class Informer:
 
     @property
     def is_away(self) -> bool:
-        """Whether the API server does not answer at the moment."""
+        """Whether the API server does not answer at the moment, or refuses: the copy gets old."""
         return self._is_away
+
+    @property
+    def refusal(self) -> str:
+        """The API server's words, while it refuses to list or watch the objects; "" otherwise."""
+        return self._refusal
 
     def wait(self, until: Callable[[Mapping[str, Document]], bool], *, timeout_s: float) -> bool:
         """Wait until the objects meet a condition. Returns whether they do."""
@@ -90,19 +96,22 @@ class Informer:
         try:
             self._apply_changes()
         except ApiError as error:
-            self._note_away(str(error), is_away=error.is_unreachable)
+            self._note_away(error)
             time.sleep(RETRY_S)
             try:
                 self._list(patience_s=0.0)
             except ApiError as list_error:
-                self._note_away(str(list_error), is_away=list_error.is_unreachable)
+                self._note_away(list_error)
                 return
-            self._note_away("the API server answers again", is_away=False)
+            self._note_away(None)
 
-    def _note_away(self, text: str, *, is_away: bool) -> None:
+    def _note_away(self, error: ApiError | None) -> None:
+        is_away = error is not None and error.is_refusal
         if is_away is not self._is_away:
-            _log.warning(text)
+            _log.warning(str(error or "the API server answers again"))
         self._is_away = is_away
+        is_refused = error is not None and is_away and not error.is_unreachable
+        self._refusal = str(error) if is_refused else ""
 
     def _list(self, patience_s: float | None = None) -> None:
         items, version = self._api.list(self._resource, labels=self._labels, patience_s=patience_s)

@@ -1,0 +1,271 @@
+"""The engine and its fleet on a stand-in for the API server: what is lost, refused or silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from perdure.training.engines import agent_calls
+from perdure.training.engines.base import ANY_NODE, Placement
+from perdure.training.engines.fleet import Fleet
+from perdure.training.engines.kubernetes import engine as engine_module
+from perdure.training.engines.kubernetes import pod_lifecycle, watching
+from perdure.training.engines.kubernetes.api import ApiError
+from perdure.training.errors import EngineError
+from perdure.training.journal.records import Member
+from perdure.training.recovery.faults import FaultClass
+from tests.unit.engines.kubernetes.api_server import ApiServer, Forwards
+from tests.waiting import wait_for
+
+BOTH = Placement(1, tuple(Member(index=i, node=ANY_NODE, schedule_cnt=1) for i in range(2)))
+
+
+@pytest.fixture
+def server(monkeypatch) -> Iterator[ApiServer]:
+    monkeypatch.setattr(pod_lifecycle, "CONNECT_S", 0.2)
+    monkeypatch.setattr(pod_lifecycle, "SILENT_END_S", 0.0)
+    server = ApiServer("n1", "n2", "n3")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def supervisor(server, monkeypatch) -> Callable[..., Fleet]:
+    """The fleet of another supervisor of the same run."""
+
+    def supervisor(epoch: int = 1, **sections: object) -> Fleet:
+        job = server.job(**sections)
+        return Fleet(server.engine(monkeypatch, job), job, epoch=epoch)
+
+    return supervisor
+
+
+def lose(server: ApiServer, member: int) -> str:
+    (name,) = server.pods_of(member)
+    server.remove("secrets", name)
+    return name
+
+
+def empty(server: ApiServer, member: int) -> str:
+    (name,) = server.pods_of(member)
+    server.objects["secrets"][name]["data"] = {}
+    return name
+
+
+def garble(server: ApiServer, member: int) -> str:
+    (name,) = server.pods_of(member)
+    server.objects["secrets"][name]["data"] = {"agent.json": "bm8ganNvbg=="}
+    return name
+
+
+@pytest.mark.parametrize("damage", [lose, empty, garble])
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_member_whose_secret_is_lost_is_a_lost_container_and_the_others_are_adopted(
+    server, supervisor, damage, member
+):
+    supervisor().submit(BOTH)
+    name = damage(server, member)
+    fleet = supervisor(epoch=2)
+    assert fleet.adopt(BOTH) == {1 - member}
+    snapshot = fleet.poll()
+    assert list(snapshot.agents) == [1 - member]
+    (loss,) = fleet.losses(snapshot.lost)
+    assert (loss.fault_class, loss.code) == (FaultClass.CONTAINER_LOST, "SECRET_LOST")
+    assert name in loss.line
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (0, 1)], ids=str)
+def test_a_run_whose_secrets_are_lost_can_be_cancelled(server, supervisor, lost):
+    supervisor().submit(BOTH)
+    for member in lost:
+        lose(server, member)
+    fleet = supervisor(epoch=2)
+    fleet.cancel(0.0)
+    assert fleet.leftovers() == []
+    assert not server.objects["pods"]
+
+
+def test_a_container_whose_secret_is_lost_is_replaced_and_the_other_stays(server, supervisor):
+    supervisor().submit(BOTH)
+    lost = lose(server, 1)
+    (stays,) = server.pods_of(0)
+    fleet = supervisor(epoch=2)
+    fleet.adopt(BOTH)
+    moved = BOTH.members[1].model_copy(update={"schedule_cnt": 2})
+    placement = Placement(2, (BOTH.members[0], moved))
+    fleet.replace(placement, {1}, grace_s=0.0)
+    assert server.pods_of(0) == [stays]
+    assert server.pods_of(1) != [lost]
+    assert sorted(fleet.poll().agents) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "is_refusal"),
+    [
+        (403, 'pods is forbidden: User "a" cannot create resource "pods"', True),
+        (403, "exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2", True),
+        (403, 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation', True),
+        (400, 'admission webhook "validate.kyverno.svc-fail" denied the request: no', True),
+        (422, 'admission webhook "a.example" denied the request: too large', True),
+        (401, "Unauthorized", True),
+        (500, 'failed calling webhook "a.example": connection refused', True),
+        (None, "the API server cannot be reached: timed out", True),
+        (404, 'namespaces "gone" not found', False),
+        (409, "exists", False),
+        (410, "too old resource version", False),
+        (422, "Pod is invalid: spec.containers[0].image: Required value", False),
+        (400, "unknown field spec.contaners", False),
+    ],
+    ids=str,
+)
+def test_rights_quotas_and_webhooks_refuse_and_an_invalid_pod_is_wrong(status, text, is_refusal):
+    assert ApiError(text, status=status).is_refusal is is_refusal
+
+
+@pytest.mark.parametrize("kind", ["pods", "secrets", "configmaps"])
+def test_a_member_that_the_api_server_does_not_take_leaves_the_other_its_pod(
+    server, supervisor, kind
+):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    (stays,) = server.pods_of(0)
+    moved = BOTH.members[1].model_copy(update={"schedule_cnt": 2})
+    placement = Placement(2, (BOTH.members[0], moved))
+    server.refused = {f"POST {kind}": "exceeded quota: small"}
+    for _ in range(3):
+        with pytest.raises(EngineError, match="exceeded quota: small") as refusal:
+            fleet.replace(placement, {1}, grace_s=0.0)
+        assert refusal.value.is_refusal
+    assert server.pods_of(0) == [stays]
+    server.refused = {}
+    fleet.replace(placement, {1}, grace_s=0.0)
+    assert server.pods_of(0) == [stays]
+    assert len(server.pods_of(1)) == 1
+    assert sorted(fleet.poll().agents) == [0, 1]
+
+
+def test_no_node_is_blamed_for_a_silent_agent_while_the_api_server_refuses_to_tell(
+    server, supervisor, monkeypatch
+):
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.0)
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    server.refused = {"* *": "pods is forbidden"}
+    wait_for(lambda: fleet._engine._informer.refusal, period_s=0.01, what="a refusal")
+    (name,) = server.pods_of(1)
+    server.remove("pods", name)
+    snapshot = fleet.poll()
+    assert list(snapshot.agents) == [0]
+    (loss,) = fleet.losses(snapshot.lost)
+    assert (loss.fault_class, loss.code) == (FaultClass.CONTAINER_LOST, "LOSS_UNKNOWN")
+    assert "pods is forbidden" in loss.line
+    server.refused = {}
+    wait_for(lambda: not fleet._engine._informer.is_away, period_s=0.01, what="an answer")
+    (loss,) = fleet.losses(snapshot.lost)
+    assert loss.code == "POD_DELETED"
+
+
+def test_agents_end_themselves_where_their_pods_may_not_be_deleted(server, supervisor):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    server.refused = {"DELETE pods": "pods is forbidden"}
+    with pytest.raises(EngineError, match="pods is forbidden"):
+        fleet.cancel(0.0)
+    assert {op for _, op in server.orders} == {"shutdown"}
+    names = [*server.objects["pods"]]
+    assert fleet.leftovers()[:2] == [f"pods/{name}" for name in names]
+    server.refused = {}
+    fleet.cancel(0.0)
+    assert fleet.leftovers() == []
+
+
+def test_nodes_that_could_take_a_pod_are_known_where_they_may_be_listed(server, supervisor):
+    server.add_node("n4", unschedulable=True)
+    server.add_node("n5", taints=[{"key": "other", "value": "a", "effect": "NoSchedule"}])
+    server.add_node("n6")
+    server.set_condition("nodes", "n6", "Ready", "False")
+    fleet = supervisor()
+    assert fleet.usable_nodes() is None, "nobody has looked yet"
+    fleet.submit(BOTH)
+    assert fleet.usable_nodes() == {"n1", "n2", "n3"}
+
+
+def test_without_the_right_to_list_nodes_their_number_is_unknown(server, supervisor):
+    server.refused = {"* nodes": "nodes is forbidden"}
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    assert fleet.usable_nodes() is None
+
+
+def test_a_cordon_of_the_run_does_not_hide_a_node_that_was_released(server, supervisor):
+    fleet = supervisor(engine={"cordon": True})
+    fleet.submit(Placement(1, BOTH.members, avoid=("n1",)))
+    assert server.objects["nodes"]["n1"]["spec"]["unschedulable"] is True
+    wait_for(lambda: fleet._engine._cluster_nodes.cordoned, period_s=0.01, what="the cordon")
+    assert fleet.usable_nodes() == {"n1", "n2", "n3"}
+
+
+@pytest.fixture
+def hear(server, supervisor, monkeypatch) -> Callable[..., Fleet]:
+    """A fleet of two members for which any silence is too long, and its second way."""
+    monkeypatch.setattr(agent_calls, "SILENT_AGENT_S", 0.0)
+
+    def hear(*, may_forward: bool) -> Fleet:
+        forwards = Forwards(server, is_refused=not may_forward)
+        monkeypatch.setattr(engine_module, "Forwarder", lambda *_: forwards)
+        fleet = supervisor()
+        fleet.submit(BOTH)
+        assert sorted(fleet.poll().agents) == [0, 1]
+        return fleet
+
+    return hear
+
+
+def test_agents_that_are_all_silent_are_reached_through_the_api_server(server, hear, caplog):
+    fleet = hear(may_forward=True)
+    server.hide(0, 1)
+    assert fleet.poll().lost == ()
+    assert sorted(fleet.poll().agents) == [0, 1]
+    assert "all are reached through the API server" in caplog.text
+
+
+def test_without_the_right_to_forward_the_word_of_the_cluster_counts(server, hear, caplog):
+    fleet = hear(may_forward=False)
+    server.hide(0, 1)
+    for _ in range(3):
+        snapshot = fleet.poll()
+        assert (snapshot.lost, sorted(snapshot.unanswered)) == ((), ["n1", "n2"])
+    assert "pods/portforward" in caplog.text
+    for name in server.objects["pods"]:
+        server.set_condition("pods", name, "Ready", "False")
+    fleet._engine._informer.refresh()
+    assert sorted(fleet.poll().lost) == ["n1", "n2"]
+
+
+def test_nodes_that_are_all_lost_are_lost(server, hear):
+    fleet = hear(may_forward=True)
+    for agent in server.agents.values():
+        agent.close()
+    server.agents.clear()
+    assert sorted(fleet.poll().lost) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("may_forward", [True, False])
+def test_an_agent_that_is_silent_alone_is_lost_as_before(server, hear, may_forward):
+    fleet = hear(may_forward=may_forward)
+    server.hide(1)
+    snapshot = fleet.poll()
+    assert (list(snapshot.agents), snapshot.lost) == ([0], ("n2",))
+
+
+def test_silence_of_agents_and_api_server_at_once_is_that_of_the_supervisor(
+    server, hear, monkeypatch
+):
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+    fleet = hear(may_forward=True)
+    server.refused = {"* *": "no answer"}
+    wait_for(lambda: fleet._engine._informer.is_away, period_s=0.01, what="silence")
+    server.hide(0, 1)
+    assert fleet.poll().lost == ()
