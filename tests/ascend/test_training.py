@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.values import not_none
+
 STEPS = 8
 functional = nn.functional
 
@@ -109,13 +111,13 @@ def test_a_step_whose_gradients_are_infinite_is_left_out_and_the_scale_halved():
 def test_one_process_with_two_devices_has_the_gradients_of_the_halves_of_its_batch():
     torch.manual_seed(0)
     on_cpu = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
-    on_npus = nn.DataParallel(copy.deepcopy(on_cpu).npu(), device_ids=[0, 1])
+    on_npus = nn.DataParallel(copy.deepcopy(on_cpu).to("npu:0"), device_ids=[0, 1])
     for _ in range(2):  # the second time the communicator is there
         batch = torch.randn(6, 8)
-        outputs = on_npus(batch.npu())
+        outputs = on_npus(batch.to("npu:0"))
         expected = torch.cat([on_cpu(half) for half in batch.chunk(2)])
         assert torch.equal(outputs.cpu(), expected)
         for output in (outputs, expected):
             output.square().mean().backward()
-        gradients = zip(on_npus.parameters(), on_cpu.parameters(), strict=True)
-        assert all(torch.equal(npu.grad.cpu(), cpu.grad) for npu, cpu in gradients)
+        for on_npu, alone in zip(on_npus.parameters(), on_cpu.parameters(), strict=True):
+            assert torch.equal(not_none(on_npu.grad).cpu(), not_none(alone.grad))

@@ -360,8 +360,8 @@ def test_three_hang_restarts_in_a_row_then_stop():
         begun = (*row, *after(CRASH, other), *row)
         assert choose(HANG, *begun).rung is Rung.HANG_RESTART, "another fault ends the row"
         assert choose(HANG, *begun, *after(HANG, Rung.HANG_RESTART)).rung is Rung.STOP
-    for other in (after(CRASH, Rung.PROCESS_REPLACE), (failing(CRASH, Rung.IN_PLACE_RESTART),)):
-        assert choose(HANG, *row, *other, *row).rung is Rung.STOP, "the same processes live on"
+    for between in (after(CRASH, Rung.PROCESS_REPLACE), (failing(CRASH, Rung.IN_PLACE_RESTART),)):
+        assert choose(HANG, *row, *between, *row).rung is Rung.STOP, "the same processes live on"
 
 
 def test_a_pod_reschedule_that_fails_becomes_a_job_reschedule():

@@ -20,7 +20,6 @@ from perdure.training.wire.agent_status import (
 )
 from tests.jobs import small_job
 from tests.unit.supervisor.cluster import Cluster, FakeFleet
-from tests.values import not_none
 
 
 @pytest.fixture
@@ -132,8 +131,11 @@ def test_the_first_step_of_a_command_is_that_of_its_output_however_late_it_is_po
         return Progress(snapshot=Snapshot({0: status}), **changes)
 
     late = ShownStep(step=13, age_s=0.0, first_step=11, first_age_s=2.0)
-    first = not_none(polled(late).first_step)
+    first = polled(late).first_step
+    assert first is not None
     assert (first.step, round(time.time() - first.at_s)) == (11, 2)
-    assert not_none(polled(ShownStep(step=13, age_s=0.0)).first_step).step == 13, "an older agent"
+    of_older_agent = polled(ShownStep(step=13, age_s=0.0)).first_step
+    assert of_older_agent is not None
+    assert of_older_agent.step == 13
     logged = StepRecord(11, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1, 0, 1, 2)
     assert polled(ShownStep(step=13, age_s=0.0), steps=[logged]).first_step is logged
