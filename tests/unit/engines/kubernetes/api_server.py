@@ -11,7 +11,7 @@ import itertools
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ class ApiServer(Api):
     """
 
     def __init__(self, *nodes: str) -> None:
-        super().__init__(SimpleNamespace(configuration=None), "space", in_cluster=True)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(configuration=None), "space", in_cluster=True)
         self.objects: dict[str, dict[str, Document]] = {
             kind: {} for kind in ("pods", "secrets", "configmaps", "nodes", "events")
         }
@@ -236,7 +236,7 @@ class ApiServer(Api):
         self._changes.append((len(self._changes) + 1, kind, change, document))
         self._changed.notify_all()
 
-    def pods_of(self, member: int) -> list[str]:
+    def pods_of(self, member: int) -> Sequence[str]:
         return [name for name in self.objects["pods"] if f"-m{member}-" in name]
 
     def hide(self, *members: int) -> None:
