@@ -7,6 +7,7 @@ process group; no checkpoint server needs to know the others before there is som
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,10 +26,12 @@ class RankPlace(Message):
     Attributes:
         node: name of the node that the rank runs on.
         address: address of that node's checkpoint server; None when it takes no copies.
+        super_pod: the node's super pod, as its rank table has it; None: not known.
     """
 
     node: str
     address: PeerAddress | None
+    super_pod: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +50,23 @@ class Partnering:
     Attributes:
         node: name of this rank's node.
         copies: number of partner nodes that hold each share.
-        domains: failure domain by name of the node.
+        domains: failure domain by name of the node; where it is empty, the super pods are.
+        super_pod: super pod of this node; None: not known.
     """
 
     node: str
     copies: int
     domains: Mapping[str, str] = field(default_factory=dict)
+    super_pod: str | None = None
 
     def meet(self, client: CheckpointClient, plans: SavePlans, rank: int) -> None:
         """Tell this node's checkpoint server where its shares are copied to. Collective."""
-        place = place_of(client, self.node)
+        place = place_of(client, self.node).model_copy(update={"super_pod": self.super_pod})
         gathered = plans.gather_json(place.model_dump(mode="json"))
-        nodes = nodes_of([RankPlace.model_validate(place_json) for place_json in gathered])
-        chosen = partners_of(
-            [node.name for node in nodes], domains=self.domains, copies=self.copies
-        )
+        places = [RankPlace.model_validate(place_json) for place_json in gathered]
+        nodes = nodes_of(places)
+        domains = self.domains or super_pod_domains(places)
+        chosen = partners_of([node.name for node in nodes], domains=domains, copies=self.copies)
         node_index = next((i for i, node in enumerate(nodes) if rank in node.ranks), None)
         if node_index is None:
             return
@@ -84,6 +89,19 @@ def place_of(client: CheckpointClient, node: str) -> RankPlace:
     except StorageError as exc:
         _log.info(str(exc))
         return RankPlace(node=node, address=None)
+
+
+def super_pod_domains(places: Sequence[RankPlace]) -> dict[str, str]:
+    """Super pods as failure domains, by name of the node. Pure.
+
+    They are none where one super pod has more than half of the nodes: not all of its nodes could
+    have a partner in another one, and a partner in the same super pod is better than none.
+    """
+    nodes = {place.node for place in places}
+    pods = {place.node: place.super_pod for place in places if place.super_pod is not None}
+    if 2 * max(Counter(pods.values()).values(), default=0) > len(nodes):
+        return {}
+    return {node: f"super pod {pod}" for node, pod in pods.items()}
 
 
 def nodes_of(places: Sequence[RankPlace]) -> list[NodeOfRanks]:

@@ -24,6 +24,7 @@ from perdure.training.wire.node import VISIBLE, device_ids
 # (torch_npu: HCCL_EVENT_TIMEOUT default 1868 against HCCL_EXEC_TIMEOUT default 1836).
 _EVENT_MARGIN_S = 32
 HOST_PORTS = 32
+TORCH_PORT = 29_500  # torchrun's default of MASTER_PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ _RANGES: Mapping[str, _Range] = {
     "ASCEND_SLOG_PRINT_TO_STDOUT": _Range(0, 1, "0 or 1"),
     "TORCH_HCCL_ASYNC_ERROR_HANDLING": _Range(0, 3, "a mode"),
     "OMP_NUM_THREADS": _Range(1, 4096, "threads"),
+    "COMBINED_ENABLE": _Range(0, 1, "0 or 1"),
 }
 # By CANN's documents, which do not name the form for other series.
 _SERIES_OF_FORM: Mapping[RankTableForm, tuple[str, ...]] = {
@@ -207,7 +209,8 @@ def _hccl(job: Job) -> Iterator[Variable]:
     yield Variable(
         "HCCL_IF_BASE_PORT", str(comm.if_base_port),
         f"first of {HOST_PORTS} host ports; reserve them with net.ipv4.ip_local_reserved_ports, "
-        "and keep MASTER_PORT out of them",
+        f"and keep MASTER_PORT out of them: {TORCH_PORT}, as some guides have it, is torch's own "
+        "default of that",
     )  # fmt: skip
     yield Variable(
         "HCCL_WHITELIST_DISABLE", "1",
@@ -259,6 +262,11 @@ def _torch(job: Job) -> Iterator[Variable]:
         "MULTI_STREAM_MEMORY_REUSE", "1",
         "torch_npu 2.13 otherwise has the watchdog alone keep the memory of a collective that "
         "nobody waits for, and without it others write into that while it runs",
+    )  # fmt: skip
+    yield Variable(
+        "COMBINED_ENABLE", "1",
+        "torch_npu copies a tensor behind two views (a slice of a transpose) in one operation; it "
+        "has nothing to do with communication, as some guides have it",
     )  # fmt: skip
     yield Variable("OMP_NUM_THREADS", "1", "ranks of a node share its cores; also bit-exact sums")
     yield Variable(

@@ -8,6 +8,7 @@ import pytest
 
 pytestmark = [pytest.mark.process, pytest.mark.prefect, pytest.mark.long]
 
+GRACE = "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS"
 # In the first attempt the second node fails, and the first one saves for six seconds when it is
 # asked to end; with FOREVER it never ends by itself. In the second attempt all is well.
 PROGRAM = """
@@ -32,9 +33,9 @@ while :; do sleep 0.1; done
 @pytest.mark.parametrize(
     ("name", "restart", "given", "saved"),
     [
-        ("three-seconds", {}, {}, None),
-        ("as-long-as-given", {"failover_grace_s": 300}, {}, "300"),
-        ("not-by-force", {"from_platform": {"fault-tolerance/job-retry-num": "8"}}, {}, "-1"),
+        ("three-seconds", {"from_platform": {"fault-tolerance/job-retry-num": "8"}}, {}, None),
+        ("as-long-as-given", {"failover_grace_s": 300, "from_platform": {GRACE: "10"}}, {}, "10"),
+        ("not-by-force", {"failover_grace_s": -1}, {}, "-1"),
         ("until-it-hangs", {"failover_grace_s": -1}, {"FOREVER": "1"}, None),
     ],
 )

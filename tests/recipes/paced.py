@@ -51,6 +51,11 @@ def main(job) -> None:
             step.apply()
 
 
+def counted(job) -> None:
+    print(f"rank {os.environ['RANK']} is start {os.environ['MA_PROC_START_CNT']}", flush=True)
+    main(job)
+
+
 def lazy(job) -> None:
     print("nothing to do", job.run_id)
 

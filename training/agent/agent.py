@@ -19,7 +19,7 @@ from perdure.training.agent.attempt import Container, NodeAttempt
 from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE, ControlServer
 from perdure.training.agent.evidence import read_evidence, read_worker_stacks
 from perdure.training.agent.log_collection import Collector, read_logs
-from perdure.training.agent.preparation import NodeChecks
+from perdure.training.agent.preparation import LAST_SAVE_S, NodeChecks, leaving_grace_s
 from perdure.training.agent.workers import WorkerGroup
 from perdure.training.commands.checkpoint_watch import answer_saved_query
 from perdure.training.injection.outside import kill_in_container
@@ -62,7 +62,6 @@ TICK_S = 0.02
 HANG_CHECK_S = 1.0
 CONFIG_FILE = "agent.json"
 IDLE_ORPHAN_S = 3600.0  # a container in which nothing runs holds its node for nobody
-LAST_SAVE_S = 5.0  # after the processes, for saves that are nowhere else
 
 
 def is_orphaned(limit_s: float, *, uncalled_s: float, idle_s: float) -> bool:
@@ -118,10 +117,19 @@ class Agent:
     @property
     def _save_limit_s(self) -> float:
         """Time for the saves that only the checkpoint server has; the platform's grace runs out."""
-        grace_s = self._attempt.order.grace_s if self._attempt is not None else 0.0
+        grace_s = self._leaving_grace_s
         if self._terminated_s is None or grace_s <= LAST_SAVE_S:
             return grace_s
         return max(LAST_SAVE_S, grace_s - (time.monotonic() - self._terminated_s))
+
+    @property
+    def _leaving_grace_s(self) -> float:
+        """Time for the processes to end, where the container may go away with its volumes."""
+        if self._attempt is None:
+            return 0.0
+        order = self._attempt.order
+        is_terminated = self._terminated_s is not None
+        return leaving_grace_s(order.job, order.grace_s) if is_terminated else order.grace_s
 
     def _watch(self) -> None:
         checked_s = 0.0
@@ -356,5 +364,5 @@ class Agent:
             (self._folder / TERMINATED_FILE).touch()
         with self._lock:
             self._terminated_s = self._terminated_s or time.monotonic()
-            self._stop()
+            self._stop(self._leaving_grace_s)
             self._ending = True

@@ -84,7 +84,8 @@ class Container:
         marker: mark of all of its processes, in their environment.
         lock: guards the state of the agent and its attempt.
         wakeup: wakes the agent's main thread.
-        proc_start_cnt: how often the processes of an attempt were started here.
+        proc_start_cnt: highest MA_PROC_START_CNT that a process had here: starts of an attempt, and
+            of processes that replaced others.
         unwritable: why the folder took no files when a start or a process failed last.
     """
 
@@ -459,14 +460,18 @@ class NodeAttempt:
                 fill = partial(self._fill_after_check, group, order)
                 self._container.healing.check(self.order, order.check, fill)
             elif is_free:
-                group.fill(order.rank, order.generation)
+                self._fill(group, order)
 
     def _fill_after_check(
         self, group: WorkerGroup, order: ReplaceWorker, healing: ChipsHealed
     ) -> None:
         why_not = None if healing.succeeded else healing.text
         with self._container.lock:
-            group.fill(order.rank, order.generation, why_not=why_not)
+            self._fill(group, order, why_not=why_not)
+
+    def _fill(self, group: WorkerGroup, order: ReplaceWorker, why_not: str | None = None) -> None:
+        group.fill(order.rank, order.generation, why_not=why_not)
+        self._container.proc_start_cnt = max(self._container.proc_start_cnt, group.proc_start_cnt)
 
     def _release(self, group: WorkerGroup, _why: str) -> None:
         with self._container.lock:

@@ -22,6 +22,7 @@ from perdure.training.agent.workers import WorkerGroup
 from perdure.training.masking import mask_text
 from perdure.training.processes import StacksTarget, process_state
 from perdure.training.telemetry import vendor_tools
+from perdure.training.telemetry.mounted_files import RESET_FILE, reset_codes
 from perdure.training.telemetry.npu_smi import Chip, parse_table
 from perdure.training.telemetry.sampling import (
     HCCN_TOOL,
@@ -63,7 +64,11 @@ def read_evidence(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
     has_ranks = not group.order.is_launcher
     folders = {group.output.device_folder(r): r if has_ranks else None for r in group.ranks}
     devices = range(group.order.slots_per_node)
-    texts = (*read_device_logs(folders, tail_bytes), *read_device_health(devices))
+    texts = (
+        *read_device_logs(folders, tail_bytes),
+        *read_device_health(devices),
+        *read_reset_codes(len(devices)),
+    )
     return _without_secrets(texts, group.secrets)
 
 
@@ -126,6 +131,19 @@ def read_device_health(devices: Sequence[int]) -> Iterator[NodeLog]:
             yield output
             if output.text.startswith(NO_ANSWER) or time.monotonic() > deadline_s:
                 return
+
+
+def read_reset_codes(num_devices: int) -> Iterator[NodeLog]:
+    """Read the codes of this node's chips in MindCluster's reset.json, where it is mounted."""
+    try:
+        codes = reset_codes(num_devices)
+    except ValueError:
+        return  # the samples of the node have the gap
+    for device, chip_codes in codes.items():
+        for code in chip_codes:
+            level = f", level {code.level}" if code.level is not None else ""
+            text = f"device {device}: fault_code: {code.code}{level}"
+            yield NodeLog(name=RESET_FILE.name, device=device, text=text)
 
 
 def _commands(chip: Chip) -> Iterator[Sequence[str]]:

@@ -11,12 +11,16 @@ import re
 from pathlib import Path
 
 from perdure.training.commands.arguments import NNODES, NODE_RANK, read_script
+from perdure.training.config.job import Job
 from perdure.training.environment import interface_variables
 from perdure.training.node_checks.runner import NodeProgram
+from perdure.training.platforms.forms import GRACE, NO_LIMIT
 from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
 
 LIFE_PREFIX = "life-"
+PROC_START_CNT = "MA_PROC_START_CNT"
+LAST_SAVE_S = 5.0  # after the processes, for saves that are nowhere else
 # Arguments by which torchrun meets on its own machine: told of the other nodes beside them, it
 # would wait for these without end.
 _ALONE = re.compile(
@@ -47,8 +51,8 @@ def platform_variables(
         "MA_MOUNT_PATH": mount,
         "MA_LOG_DIR": order.log_path or mount,
         "MA_SCHEDULE_CNT": str(config.schedule_cnt),
-        "MA_PROC_START_CNT": str(proc_start_cnt),
-        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": str(order.failover_grace_s),
+        PROC_START_CNT: str(proc_start_cnt),
+        GRACE: str(unmount_after_s(order.job)),
         "VC_TASK_INDEX": str(config.member),
         "VC_WORKER_NUM": str(order.num_nodes),
         "VC_WORKER_HOSTS": ",".join(order.hosts),
@@ -58,6 +62,24 @@ def platform_variables(
         "PERDURE_ATTEMPT": str(order.attempt),
         **({"PERDURE_REJOIN_S": f"{order.rejoin_s:g}"} if order.rejoin_s else {}),
     }
+
+
+def unmount_after_s(job: Job) -> int:
+    """After how long an ending container has no volumes, by the job or by the platform itself."""
+    text = os.environ.get(GRACE, "")
+    is_platforms = job.restart.unmount_after_s == NO_LIMIT and text.isdecimal()
+    return int(text) if is_platforms else job.restart.unmount_after_s
+
+
+def leaving_grace_s(job: Job, grace_s: float) -> float:
+    """How long processes may live in a container that goes away: the last saves need its volumes.
+
+    Args:
+        job: the run's job.
+        grace_s: limit where the volumes stay until all is done.
+    """
+    after_s = unmount_after_s(job)
+    return grace_s if after_s < 0 else min(grace_s, max(after_s - LAST_SAVE_S, after_s / 2))
 
 
 def rank_variables(
@@ -152,6 +174,7 @@ class NodeChecks:
             gang_host=order.gang_host,
             gang_port=order.gang_port,
             timeout_s=order.timeout_s,
+            pings=order.pings,
         )
         environment = {**interface_variables(self._config.host), **os.environ, **order.variables}
         return self._program.run(task, environment)

@@ -21,7 +21,11 @@ import psutil
 
 from perdure.training.agent.coordinator_client import AgentCoordinatorClient, address_file
 from perdure.training.agent.fork_server import Fork, ForkedProcess
-from perdure.training.agent.preparation import platform_variables, rank_variables
+from perdure.training.agent.preparation import (
+    PROC_START_CNT,
+    platform_variables,
+    rank_variables,
+)
 from perdure.training.agent.worker_output import ASCEND_PATH, STREAMS, WorkerOutput
 from perdure.training.agent.worker_process import SessionActivity, Worker, read_error
 from perdure.training.commands.arguments import argument_variables, fill_in
@@ -96,6 +100,7 @@ class WorkerGroup:
     _command: CommandRanks | None = None
     _oom_kills_before: int = 0
     _workers: list[Worker] = field(default_factory=list)
+    _start_counts: list[int] = field(default_factory=list)  # of each local rank's place
     _first_failure_s: float | None = None
     _kill_at_s: float | None = None
     _is_swept: bool = False
@@ -142,8 +147,14 @@ class WorkerGroup:
         joins = {GENERATION: str(generation)} if generation is not None else {}
         for local_rank in range(len(self.planned_ranks)):
             self._workers.append(self._start(local_rank, **joins))
+            self._start_counts.append(proc_start_cnt)
         if self.order.is_command:
             self._command = CommandRanks(list(self.pids().values()), self.folder)
+
+    @property
+    def proc_start_cnt(self) -> int:
+        """The highest number of starts that a rank has seen in this container."""
+        return max(self._start_counts, default=0)
 
     @property
     def planned_ranks(self) -> Sequence[int]:
@@ -217,8 +228,10 @@ class WorkerGroup:
         try:
             if why_not is None:
                 previous.error_file.unlink(missing_ok=True)
-                process = self._start(local_rank, **{GENERATION: str(generation)})
-                self._workers[local_rank] = process
+                count = str(self._start_counts[local_rank] + 1)
+                variables = {GENERATION: str(generation), PROC_START_CNT: count}
+                self._workers[local_rank] = self._start(local_rank, **variables)
+                self._start_counts[local_rank] += 1
         except OSError as error:
             why_not = f"its process does not start: {error}"
         if why_not is not None:

@@ -76,6 +76,11 @@ class EngineSpec(SettingsModel):
         return self
 
     @property
+    def sp_block(self) -> int | None:
+        """Chips of a block of ranks that the scheduler places in one super pod; None: no blocks."""
+        return None
+
+    @property
     def num_warm_spares(self) -> int:
         """Containers that are kept warm on spare nodes."""
         return min(1, self.spares) if self.warm_spares is None else self.warm_spares
@@ -154,6 +159,10 @@ class VolcanoSpec(SettingsModel):
 
     queue: Name = Field("default", description="queue of the PodGroup")
     scheduler: Name = Field("volcano", description="schedulerName of the pods")
+    sp_block: int | None = Field(
+        None, ge=1, description="MindCluster's sp-block: chips of a logical super pod. The "
+        "scheduler places the nodes of each block of ranks in one super pod"
+    )  # fmt: skip
 
 
 class KubernetesEngineSpec(EngineSpec):
@@ -271,6 +280,21 @@ class KubernetesEngineSpec(EngineSpec):
                 raise ValueError(f"{path!r} has two volumes")
             paths.add(path)
         return volumes
+
+    @model_validator(mode="after")
+    def _check_sp_block(self) -> Self:
+        block, total = self.sp_block, self.nodes * self.slots_per_node
+        if block is not None and (block % self.slots_per_node or total % block):
+            raise ValueError(
+                f"volcano.sp_block={block} must be a multiple of "
+                f"slots_per_node={self.slots_per_node} and divide all {total} ranks"
+            )
+        return self
+
+    @property
+    def sp_block(self) -> int | None:
+        """As the section of Volcano has it."""
+        return self.volcano.sp_block if self.volcano is not None else None
 
     def has_folder(self, folder: str) -> bool:
         """Whether a volume holds it."""

@@ -323,7 +323,7 @@ def _check_names(variables: Iterable[str]) -> None:
     for name in variables:
         if name == GRACE:
             raise ValueError(
-                f"{name} is set by the node agent, give restart.failover_grace_s instead"
+                f"{name} is set by the node agent, give it in restart.from_platform instead"
             )
         if name == "MASTER_PORT":
             raise ValueError(f"{name} is set by the node agent, give comm.master_port instead")

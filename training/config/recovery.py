@@ -65,7 +65,8 @@ class CheckpointSpec(SettingsModel):
     failure_domains: dict[str, str] = Field(
         {}, description="partner_copies: failure domain (rack, super pod, power supply) by node "
         "name; a node's copies lie outside its own domain. A node that is not listed is a domain "
-        "of its own"
+        "of its own. Default: the super pods of the rank table, if none has more than half of the "
+        "nodes"
     )  # fmt: skip
     node_disk: bool | None = Field(
         None, description="also keep the newest saves on the node's disk; default: true unless "
@@ -193,9 +194,14 @@ class RestartSpec(JobPolicy):
     spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
     failover_grace_s: int = Field(
         3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
-        "that survive another process's failure (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS); "
-        "-1: no SIGKILL, except for a process that outlives the hang limit; default with "
-        "ModelArts' annotations: -1"
+        "that survive another process's failure; -1: no SIGKILL, except for a process that "
+        "outlives the hang limit"
+    )  # fmt: skip
+    unmount_after_s: int = Field(
+        -1, ge=-1, le=MAX_GRACE_S, description="seconds after which volumes of a container that "
+        "goes away are unmounted, asynchronously (MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS): "
+        "processes and saves end before, and the next container does not wait for the unmount; "
+        "-1: it waits"
     )  # fmt: skip
     every_s: float | None = Field(
         None, ge=1, description="seconds after which the processes restart in their containers, "
@@ -367,8 +373,8 @@ class CommSpec(SettingsModel):
     )
     rank_table: RankTableForm | None = Field(
         None, description="write hccl.json for each attempt, with the addresses from "
-        "/etc/hccn.conf, and set RANK_TABLE_FILE; v1.0 for clusters, v1.2 for super pods; "
-        "default: no rank table"
+        "/etc/hccn.conf or the rank table that MindCluster mounts, and set RANK_TABLE_FILE; v1.0 "
+        "for clusters, v1.2 for super pods; default: no rank table"
     )  # fmt: skip
     op_retry: OpRetrySpec = Field(OpRetrySpec(), description="HCCL's operator-level retry")
     link_retry: bool = Field(

@@ -14,10 +14,13 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from perdure.training.agent.control import CALL_TIMEOUT_S, AgentClient
+from perdure.training.config.recovery import RankTableForm
 from perdure.training.engines.base import AgentEndpoint, Engine, Snapshot
 from perdure.training.errors import AgentUnreachable, EngineError
-from perdure.training.wire.agent import AgentReply, Order, StatusQuery
+from perdure.training.node_checks.device_network import ping_targets
+from perdure.training.wire.agent import AgentReply, CheckOrder, Order, StatusQuery
 from perdure.training.wire.agent_status import AgentStatus
+from perdure.training.wire.node import VISIBLE, DevicesQuery
 from perdure.training.wire.transport import FanOut, TimedLine
 
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
@@ -253,6 +256,27 @@ class MemberAgents:
         if problems:
             raise problems[0]
         return replies
+
+    def with_pings(
+        self, orders: Mapping[int, CheckOrder], contacts: Mapping[int, AgentEndpoint]
+    ) -> dict[int, CheckOrder]:
+        """Add the ports of other nodes' devices to the checks of a gang, where nodes know them."""
+        order = next((order for order in orders.values() if order.gang_host is not None), None)
+        if order is None or len(contacts) < 2:
+            return dict(orders)
+        slots, visible = order.slots_per_node, order.job.env.get(VISIBLE, "")
+        query = DevicesQuery(form=RankTableForm.V1_0, slots=slots, visible=visible)
+        answers = self.call_all(contacts, dict.fromkeys(contacts, query), timeout_s=CALL_TIMEOUT_S)
+        ports = {
+            index: [device.device_ip for device in answer.devices.devices]
+            for index, answer in answers
+            if isinstance(answer, AgentReply) and answer.devices is not None
+        }
+        targets = ping_targets(ports)
+        return {
+            index: order.model_copy(update={"pings": targets.get(index, ())})
+            for index, order in orders.items()
+        }
 
     def query(self, query: Order, *, timeout_s: float) -> list[tuple[str, AgentReply]]:
         """Ask all members. Returns the replies of those that answer, with the names of their nodes.

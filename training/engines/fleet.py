@@ -216,6 +216,7 @@ class Fleet:
         all_contacts = self._engine.contacts()
         contacts = {index: all_contacts[index] for index in orders}
         limit_s = max((order.timeout_s for order in orders.values()), default=0.0)
+        orders = self._agents.with_pings(orders, contacts)
         answers = self._agents.call_all(contacts, orders, timeout_s=limit_s + CHECK_MARGIN_S)
         return [
             check
@@ -338,7 +339,7 @@ class Fleet:
             Server(contact.node, contact.host, replies[index].devices or NodeDevices(devices=()))
             for index, contact in contacts.items()
         ]
-        return rank_table(query.form, servers)
+        return rank_table(query.form, servers, sp_block=self._job.engine.sp_block)
 
     def poll(self) -> Snapshot:
         """Read the state of the members, as far as they answer within one poll.

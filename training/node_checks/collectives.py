@@ -37,8 +37,9 @@ HOME = "ASCEND_HOME_PATH"
 _PROGRAM = Path("tools/hccl_test/bin/all_reduce_test")
 # Open MPI refuses root without these two, and a container's user is root; MPICH ignores them.
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
-# Powers of two from 8 KiB to 64 MiB, as HCCL's own page on the program has them.
-_SIZES = ("-b", "8K", "-e", "64M", "-f", "2")
+# Powers of two from 8 B to 128 MiB, as guides have them (`-b 8 -e 128M -f 2`): latency, too. HCCL's
+# own page on the program has 8 KiB to 64 MiB, which are among them.
+_SIZES = ("-b", "8", "-e", "128M", "-f", "2")
 _ROW = re.compile(r"^\s*(\d+)\s*\|\s*([\d.]+)\s*\|\s*([\d.]+)\s*\|\s*(\w+)", re.MULTILINE)
 _ERROR = re.compile(r"^.*interface return err.*retcode: *-?\d+", re.MULTILINE)
 

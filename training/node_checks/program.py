@@ -24,6 +24,8 @@ from perdure.training.device import pick_device
 from perdure.training.node_checks import burn_in
 from perdure.training.node_checks import collectives as gang
 from perdure.training.node_checks.collectives import check_links
+from perdure.training.node_checks.device_network import check_pings, check_tls
+from perdure.training.node_checks.device_network import check_ports as check_ports_of_devices
 from perdure.training.node_checks.devices import check_devices
 from perdure.training.node_checks.host import (
     check_disks,
@@ -67,8 +69,9 @@ def _check_node(task: NodeTask) -> tuple[Check, ...]:
         for rank in ranks:
             rank.end()
     # Once the ranks have let go of the devices.
+    network = _run_timed(lambda: _check_network(job, task, until_s))
     links = _run_timed(lambda: _check_links(job, task, until_s)) if task.is_new else []
-    every = (*of_host, *ports, *merge_checks(of_ranks), *links)
+    every = (*of_host, *ports, *merge_checks(of_ranks), *network, *links)
     return tuple(check.model_copy(update={"node": task.node}) for check in every)
 
 
@@ -76,6 +79,14 @@ def _check_ports(job: Job, task: NodeTask) -> Sequence[Check]:
     is_first = task.first_rank == 0
     has_npus = importlib.util.find_spec("torch_npu") is not None
     return [check_ports(job, is_first=is_first, has_npus=has_npus, used=listening_ports)]
+
+
+def _check_network(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
+    """Check the ports of a new node, and against other nodes those of every node of the gang."""
+    checks = check_ports_of_devices(task.slots) if task.is_new else ()
+    if task.gang_host is None and not task.is_new:
+        return checks
+    return (*checks, *check_tls(task.slots), *check_pings(job, task.pings, until_s=until_s))
 
 
 def _check_links(job: Job, task: NodeTask, until_s: float) -> Sequence[Check]:
@@ -102,7 +113,7 @@ def _check_host(job: Job, task: NodeTask) -> list[Check]:
         checks += _run_timed(lambda: [check_secrets(job, os.environ)])
     query = query_of(job)
     if query is not None:
-        checks += _run_timed(lambda: [check_rank_table(query)])
+        checks += _run_timed(lambda: [check_rank_table(query, task.node)])
     if task.with_store:
         checks += _run_timed(lambda: [check_job_store(job)])
     return checks

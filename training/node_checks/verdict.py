@@ -7,6 +7,7 @@ against a thing that they share: the store, the job, the image. Pure.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from perdure.training.wire.node import Check, CheckOutcome
 # Checks of the gang; named here, for this module must not load torch.
 JOIN = "join"
 ALL_REDUCE = "all_reduce"
+TLS = "device_tls"
 _SLOW_SHARE = 0.5  # a device that computes less than this share of the median is slow
 _SPEED = "gflop_s"
 _SHARED = frozenset({"store", "store_disk", "secrets"})
@@ -75,12 +77,38 @@ def _is_common(name: str, failed: Sequence[Check], completed: Sequence[Check]) -
 
 
 def _compare_nodes(checks: Sequence[Check]) -> Sequence[Check]:
-    """Warn of versions that differ from most nodes', and of devices that are slow beside others."""
+    """Compare nodes with the others.
+
+    Versions that differ from most nodes' and devices that are slow beside others are warnings. TLS
+    that differs is a failure: HCCL connects no device with TLS to one without. It is that of the
+    nodes that differ from most, and of all where there is no majority.
+    """
+    checks = _compare_tls(checks)
     versions = [c.seen for c in checks if c.name == VERSIONS]
     usual = statistics.mode(versions) if versions else ""
     speeds = [c.figures[_SPEED] for c in checks if _SPEED in c.figures]
     median = statistics.median(speeds) if len(speeds) > 2 else 0.0
     return [_add_warning(check, usual=usual, median=median) for check in checks]
+
+
+def _compare_tls(checks: Sequence[Check]) -> Sequence[Check]:
+    counts = Counter(c.seen for c in checks if c.name == TLS and c.outcome is CheckOutcome.OK)
+    if len(counts) < 2:
+        return checks
+    (usual, most), (_, next_most) = counts.most_common(2)
+    if most == next_most:
+        words = ", ".join(f"{text} on {count} nodes" for text, count in sorted(counts.items()))
+        return [_fail(c, words) if c.name == TLS and c.seen in counts else c for c in checks]
+    return [
+        _fail(c, f"{c.seen}; most nodes have {usual}")
+        if c.name == TLS and c.seen in counts and c.seen != usual
+        else c
+        for c in checks
+    ]
+
+
+def _fail(check: Check, text: str) -> Check:
+    return check.model_copy(update={"outcome": CheckOutcome.FAILED, "seen": text})
 
 
 def _add_warning(check: Check, *, usual: str, median: float) -> Check:

@@ -182,7 +182,7 @@ _POLICY_OF_KUBELET = "containers are started again by the ladder, never by the k
 _PREFIX = "fault-tolerance/"
 _JOB_RETRY_NUM = f"{_PREFIX}job-retry-num"
 GRACE = "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS"
-NO_FORCED_END = -1
+NO_LIMIT = -1
 _NEED_RESTARTS = (f"{_PREFIX}hang-retry", f"{_PREFIX}pod-retry-num")
 
 # Our fields where the annotation that switches them on is absent.
@@ -192,15 +192,14 @@ _ABSENT: Mapping[str, Mapping[str, Value]] = {
     f"{_PREFIX}hang-retry": {"hang": False},
     f"{_PREFIX}pod-retry-num": {"pod_retries": 0},
     f"{_PREFIX}hccl_op_retry": {"operator_retry": False},
-    GRACE: {"failover_grace_s": NO_FORCED_END},
 }
 
 
 def _read_grace(name: str, text: str) -> Iterator[Finding]:
-    """Read MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS: -1, its default, is no forced end."""
+    """Read MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS; its default, -1, waits for the unmount."""
     if not re.fullmatch(r"-1|[0-9]{1,5}", text) or int(text) > MAX_GRACE_S:
-        raise refusal_of(name, text, f"a number from {NO_FORCED_END} to {MAX_GRACE_S}")
-    yield Setting("failover_grace_s", int(text), quote_entry(name, text))
+        raise refusal_of(name, text, f"a number from {NO_LIMIT} to {MAX_GRACE_S}")
+    yield Setting("unmount_after_s", int(text), quote_entry(name, text))
 
 
 # MindFormers' monitor_config, for steps whose gradient norm is abnormal: without monitor_on nothing
@@ -262,7 +261,7 @@ ENTRIES: Mapping[str, PlatformEntry] = {
         Platform.MODELARTS, "true, false", "comm.op_retry.enabled, which must be the same",
         _choice_reader("operator_retry", words=_TRUE_FALSE),
     ),
-    GRACE: PlatformEntry(Platform.MODELARTS, "-1 to 86400", "failover_grace_s", _read_grace),
+    GRACE: PlatformEntry(Platform.MODELARTS, "-1 to 86400", "unmount_after_s", _read_grace),
     "MS_ENABLE_TFT": PlatformEntry(
         Platform.MINDFORMERS, "a list of switches, below", "the fields of its switches, below",
         read_tft,
@@ -327,11 +326,12 @@ IGNORED_ENTRIES: Mapping[str, str] = {
         (
             "job_template", "jupyter-lab/enable", "tensorboard/enable",
             "mindstudio-insight/enable", "performance_diagnosis_enabled", "record/code-dir",
-            "framework", "ring-controller.atlas", "tor-affinity", "sp-block",
+            "framework", "ring-controller.atlas", "tor-affinity",
             "huawei.com/schedule_policy", "huawei.com/schedule_minAvailable",
         ),
         "is not about recovery",
     ),
+    "sp-block": "is engine.volcano.sp_block here",
     "process-recover-enable": "follows from recover-strategy",
     "huawei.com/recover_policy_path": "a rescheduled pod that fails goes on to the job level here",
     "wait-reschedule-timeout": "is restart.spare_wait_s here",

@@ -89,7 +89,7 @@ def print_platform(
     Args:
         policy: rungs and limits of the job.
         platform: names and forms the entries.
-        extras: further fields of the section `restart`: failover_grace_s and
+        extras: further fields of the section `restart`: unmount_after_s and
             snapshot_every_steps have entries, any other field is a warning.
     """
     extras = extras or {}
@@ -117,9 +117,9 @@ def print_platform(
 
 
 def _print_extras(policy: Policy, platform: Platform, extras: Mapping[str, Value]) -> Entries:
-    grace, steps = extras.get("failover_grace_s"), extras.get("snapshot_every_steps")
-    if platform is Platform.MODELARTS and grace is not None:
-        return {GRACE: str(grace)}
+    after_s, steps = extras.get("unmount_after_s"), extras.get("snapshot_every_steps")
+    if platform is Platform.MODELARTS and after_s is not None:
+        return {GRACE: str(after_s)}
     if platform is not Platform.MINDFORMERS:
         return {}
     entries = _print_monitor(policy, extras)

@@ -20,7 +20,7 @@ Value = bool | int | float | str
 
 POLICY_FIELDS = frozenset(Policy.model_fields)
 # Fields of the job's restart section that the ladder does not read.
-JOB_FIELDS = frozenset({"failover_grace_s", "abnormal_grad_norm", "max_skipped_in_a_row"})
+JOB_FIELDS = frozenset({"unmount_after_s", "abnormal_grad_norm", "max_skipped_in_a_row"})
 MAX_GRACE_S = 86_400
 
 # A count that a platform only switches on has no limit of its own there: the largest one here,

@@ -15,7 +15,6 @@ from perdure.training.errors import InputError
 from perdure.training.platforms.settings import Finding, Setting, read_number
 
 _ON_OFF = ("0", "1")
-_BEFORE_RSC = ("UCE", "HCCE", "ARF", "TRE")
 _STEPS = "TRE_SNAPSHOT_STEPS"
 TFT = "MS_ENABLE_TFT"
 
@@ -38,7 +37,8 @@ _TFT: Mapping[str, _Switch] = {
     ),
     "TRE": _Switch(("numeric_retry",), ("0", "1", "2")),
     "TSP": _Switch(()),
-    "RSC": _Switch(("pod_retries",)),
+    # What answers once the others have failed, in place of a restart of all processes.
+    "RSC": _Switch(("pod_retries", "pod_before_in_place")),
     _STEPS: _Switch((), ()),
 }
 _SETTINGS = tuple(dict.fromkeys(name for switch in _TFT.values() for name in switch.settings))
@@ -71,9 +71,6 @@ def read_tft(name: str, text: str) -> Iterator[Finding]:
         written = [f"{key}:{values[key]}" for key in keys if key in values and on[key] == value]
         source = f"{name} {' '.join(written) or f'without {keys[0]}'}"
         yield Setting(setting, value, source, is_implied=not written)
-    if on["RSC"] and not any(on[key] for key in _BEFORE_RSC):
-        # It comes after the others fail; where none of them is on, it is the first answer.
-        yield Setting("pod_before_in_place", value=True, source=f"{name} RSC:1 alone")
     yield from _tft_warnings(name, values, on)
 
 

@@ -32,7 +32,13 @@ from perdure.training.commands.arguments import (
 )
 from perdure.training.config.job import RESERVED_NAMES, Job
 from perdure.training.engines.registry import make_engine
-from perdure.training.environment import check_environment, variables_of, worker_path
+from perdure.training.environment import (
+    HOST_PORTS,
+    TORCH_PORT,
+    check_environment,
+    variables_of,
+    worker_path,
+)
 from perdure.training.errors import EngineError, InputError
 from perdure.training.files import home_folder
 from perdure.training.node_checks.limits import explain_few_files, explain_small_memory
@@ -129,6 +135,7 @@ def recovery_notes(job: Job) -> tuple[Note, ...]:
     ]
     return (
         *_start_notes(job),
+        *_port_notes(job),
         *(_mechanism_note(job, mechanism) for mechanism in Mechanism),
         *_numeric_notes(job),
         *_copy_notes(job),
@@ -146,6 +153,18 @@ def _start_notes(job: Job) -> Iterator[Note]:
     if launcher is not None:
         why = "starts ranks of its own: per: node is for it"
         yield Note(f"worker.per=device: {launcher.group()} {why}", is_warning=True)
+
+
+def _port_notes(job: Job) -> Iterator[Note]:
+    """Warn of HCCL's ports where a program that sets no MASTER_PORT has its own."""
+    base = int(variables_of(job)["HCCL_IF_BASE_PORT"])
+    if base <= TORCH_PORT < base + HOST_PORTS:
+        yield Note(
+            f"HCCL_IF_BASE_PORT={base}: HCCL takes ports {base} to {base + HOST_PORTS - 1}, and "
+            f"{TORCH_PORT} is torch's default MASTER_PORT: a program that uses it does not start; "
+            "Perdure's default is 60000",
+            is_warning=True,
+        )
 
 
 def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from perdure.training.recovery.chips import (
     SEPARATED,
@@ -51,6 +52,14 @@ UNSUPPORTED = "unsupported"
 SWITCHED_OFF = "switched off"
 ENDED = "the processes have ended"
 SETTINGS = frozenset({UNSUPPORTED, SWITCHED_OFF, ENDED})
+
+# Classes of a process that ended by itself: MindSpore's RSC makes its container anew.
+_OF_A_PROCESS = COUNTED | {
+    FaultClass.COLLECTIVE_TIMEOUT,
+    FaultClass.DATALOADER_ERROR,
+    FaultClass.DEVICE_OOM,
+    FaultClass.UNKNOWN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +128,9 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     """The rungs that may answer a case, cheapest first but for what the policy puts before.
 
     Those that isolate are among them on evidence that it is the node, whatever the class; without
-    it, a container that was taken away is made anew and isolates nothing. A code
-    that a chip reported allows the job to be rescheduled, too; and a device for which its code
-    asks no more than a restart or a reset is not lost.
+    it, a container that was taken away, or with RSC that of a process that ended, is made anew and
+    isolates nothing. A code that a chip reported allows the job to be rescheduled, too; and a
+    device for which its code asks no more than a restart or a reset is not lost.
     """
     fault = case.fault
     ladder = LADDER[fault.fault_class]
@@ -132,6 +141,8 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
     allowed = set(ladder) - ISOLATES
     if fault.fault_class is FaultClass.CONTAINER_LOST:
         allowed |= {Rung.NODE_REPLACE, Rung.POD_RESCHEDULE}
+    if _renews_pod(fault, case.policy):
+        allowed.add(Rung.POD_RESCHEDULE)
     if case.may_isolate:
         allowed |= ISOLATES
     if case.may_isolate or fault.chip_code is not None:
@@ -143,6 +154,12 @@ def rungs_for(case: LadderInput) -> tuple[Rung, ...]:
         return rungs
     later = [rung for rung in rungs if rung not in IN_PROCESS and rung is not Rung.POD_RESCHEDULE]
     return (*(rung for rung in rungs if rung in IN_PROCESS), Rung.POD_RESCHEDULE, *later)
+
+
+def _renews_pod(fault: Fault, policy: Policy) -> bool:
+    """Whether a process's end costs its container, with no evidence that it is the node."""
+    is_alone = fault.node is not None and fault.num_other_nodes == 0
+    return policy.pod_before_in_place and fault.fault_class in _OF_A_PROCESS and is_alone
 
 
 def _may_be_there(fault: Fault) -> bool:
@@ -254,7 +271,12 @@ def too_often(
 
 
 def suspicion_of_node(
-    fault: Fault, *, now_s: float, history: Sequence[Recovery], num_nodes: int | None
+    fault: Fault,
+    *,
+    now_s: float,
+    history: Sequence[Recovery],
+    policy: Policy,
+    num_nodes: int | None,
 ) -> str | None:
     """Why a fault of software is taken for its node's, None when it is not.
 
@@ -264,12 +286,14 @@ def suspicion_of_node(
         fault: what is to be answered.
         now_s: the time.
         history: every past recovery of the run, oldest first.
+        policy: the job's restart policy; with RSC, a new container isolates no node.
         num_nodes: that the job runs on, None: unknown.
     """
     if num_nodes is None or not _is_of_one_node(fault):
         return None
     alike = [p for p in history if p.fault.fault_class is fault.fault_class]
-    if any(p.rung in ISOLATES and not p.failed and _is_of_one_node(p.fault) for p in alike):
+    isolating = ISOLATES - ({Rung.POD_RESCHEDULE} if policy.pod_before_in_place else set())
+    if any(p.rung in isolating and not p.failed and _is_of_one_node(p.fault) for p in alike):
         return None
     events = [
         (p.fault.node or "", p.fault.at_s)
@@ -328,12 +352,20 @@ def _climb_refusal(rung: Rung, case: LadderInput) -> str | None:
 
 def _budget_refusal(rung: Rung, case: LadderInput) -> str | None:
     budget, is_counted = RUNGS[rung].budget, rung in RESCHEDULES
-    asked = sum(past.rung is rung for past in (case.charged if is_counted else case.streak))
+    row = case.charged if is_counted else case.streak
+    if rung is Rung.HANG_RESTART:
+        # ModelArts: three consecutive times; another restart of the processes ends the row.
+        row = [*takewhile(_continues_hangs, reversed(row))]
+    asked = sum(past.rung is rung for past in row)
     if budget is not None and asked >= budget(case.policy):
         is_row = not is_counted or case.policy.count is RestartCount.WITHOUT_PROGRESS
         return f"used {asked} of {budget(case.policy)} in {'a row' if is_row else 'all'}"
     used, limit = _num_used(case.charged, *RESCHEDULES), case.policy.max_restarts
     return f"max_restarts used {used} of {limit}" if is_counted and used >= limit else None
+
+
+def _continues_hangs(past: Recovery) -> bool:
+    return past.rung is Rung.HANG_RESTART or past.rung in IN_PROCESS or past.failed
 
 
 def _num_used(recoveries: Sequence[Recovery], *rungs: Rung) -> int:
@@ -404,15 +436,15 @@ def _pod_refusal(rung: Rung, case: LadderInput) -> str | None:
 def _isolated_refusal(rung: Rung, case: LadderInput) -> str | None:
     if case.failed(rung):
         return "no healthy spare was found"
-    if any(past.failed and _isolated_alone(past) for past in case.of_node):
+    if any(past.failed and _isolated_alone(past, case.policy) for past in case.of_node):
         return "the node is isolated already"
     return _isolation_refusal(case)
 
 
-def _isolated_alone(past: Recovery) -> bool:
-    """Whether a pod_reschedule isolated its node; a container that was taken away isolates none."""
-    is_evidence = past.fault.fault_class is not FaultClass.CONTAINER_LOST
-    return past.rung is Rung.POD_RESCHEDULE and (is_evidence or points_at_hardware(past.fault))
+def _isolated_alone(past: Recovery, policy: Policy) -> bool:
+    """Whether a pod_reschedule isolated its node; a container only made anew isolates none."""
+    is_anew = past.fault.fault_class is FaultClass.CONTAINER_LOST or _renews_pod(past.fault, policy)
+    return past.rung is Rung.POD_RESCHEDULE and (not is_anew or points_at_hardware(past.fault))
 
 
 def _isolation_refusal(case: LadderInput) -> str | None:

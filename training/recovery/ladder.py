@@ -84,7 +84,7 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
         _without_cut_short(history) if policy.count is RestartCount.EVER else streak,
         policy,
         too_often(fault, now_s=now_s, history=history, policy=policy),
-        suspicion_of_node(fault, now_s=now_s, history=history, num_nodes=num_nodes),
+        suspicion_of_node(fault, now_s=now_s, history=history, policy=policy, num_nodes=num_nodes),
         survivors,
         no_replica,
         no_replica_of_node,

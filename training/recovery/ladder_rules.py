@@ -116,7 +116,8 @@ RULES: Mapping[str, LadderRule] = {
         _MODELARTS,
     ),
     "three_hang_restarts_in_a_row_then_stop": LadderRule(
-        "`stop` follows 3 `hang_restart` in a row.",
+        "`stop` follows 3 `hang_restart` in a row. A restart for another fault ends the row; a "
+        "recovery inside the processes does not.",
         _MODELARTS,
     ),
     "a_pod_reschedule_that_fails_becomes_a_job_reschedule": LadderRule(
@@ -144,8 +145,9 @@ RULES: Mapping[str, LadderRule] = {
         _MINDSPORE,
     ),
     "a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it": LadderRule(
-        "With `pod_before_in_place` (RSC alone), `pod_reschedule` comes before "
-        "`in_place_restart` for the faults that it answers.",
+        "With `pod_before_in_place` (RSC), `pod_reschedule` comes before `in_place_restart`, also "
+        "for a process that ended on a single node. The other containers stay; the node is "
+        "isolated only on evidence against it.",
         _MINDSPORE,
     ),
     "a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it": LadderRule(

@@ -61,8 +61,8 @@ class JobPolicy(SettingsModel):
         description="if no spare is available, let the job return to nodes that should be isolated",
     )
     pod_before_in_place: bool = Field(
-        False, description="replace a node at fault before restarting processes on it (RSC "
-        "alone); requires pod_retries"
+        False, description="replace the container of a process that ended, or of a node at fault, "
+        "before processes restart in place (RSC); requires pod_retries"
     )  # fmt: skip
     memory_retry: bool = Field(
         True, description="re-execute the step after a device memory error (UCE)"
@@ -173,6 +173,7 @@ class RungRow:
 
 # Ours, the sources leave it open: more in a row without a commit is no passing fault.
 IN_PROCESS_IN_A_ROW = 3
+HANG_RESTARTS_IN_A_ROW = 3  # ModelArts, "Restart Upon Suspension"
 _NUMERIC = FaultClass.NUMERIC_ANOMALY
 
 
@@ -245,7 +246,7 @@ RUNGS: Mapping[Rung, RungRow] = {
         "new processes after a hang",
         "#6a1b9a",
         is_on=lambda policy, _class: policy.hang,
-        budget=lambda _: 3,
+        budget=lambda _: HANG_RESTARTS_IN_A_ROW,
         state_name="RestartAfterHang",
     ),
     Rung.POD_RESCHEDULE: RungRow(
@@ -292,11 +293,12 @@ ISOLATES = frozenset(rung for rung, row in RUNGS.items() if row.isolates)
 
 
 def restarts_in_a_row(policy: Policy) -> int:
-    """How many restarts in place the policy allows in a row without progress."""
-    rows = [RUNGS[rung] for rung in RESTARTS_IN_PLACE]
-    # Neither switch depends on the class of the fault.
-    allowed = [row.budget for row in rows if row.is_on(policy, FaultClass.UNKNOWN)]
-    return sum(budget(policy) for budget in allowed if budget is not None)
+    """How many restarts in place the policy allows at most without progress.
+
+    Each restart for another fault ends a row of hangs, so that the next one is counted anew.
+    """
+    in_place = policy.in_place_retries if policy.in_place else 0
+    return in_place + (HANG_RESTARTS_IN_A_ROW * (in_place + 1) if policy.hang else 0)
 
 
 _MOVE = (Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE_ISOLATED, Rung.JOB_RESCHEDULE, Rung.STOP)

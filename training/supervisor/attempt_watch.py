@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from perdure.training.agent.preparation import leaving_grace_s
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.counts import find_target
 from perdure.training.diagnosis.ending import FalseSuccess
@@ -115,6 +116,7 @@ class AttemptWatch:
         self._start = start
         self._start_timeout_s = start.factor * job.restart.start_timeout_s
         self._request_grace_s = job.engine.grace_s
+        self._leaving_grace_s = leaving_grace_s(job, job.engine.grace_s)
         # Below 0: the others end by themselves, unless that is a hang or a stop is wanted.
         self._failover_grace_s = job.restart.failover_grace_s
         self._restart_codes = job.worker.restart_codes
@@ -236,7 +238,7 @@ class AttemptWatch:
 
         An agent that has shown how its processes ended goes away at once.
         """
-        termination, grace_s = self._termination, self._request_grace_s
+        termination, grace_s = self._termination, self._leaving_grace_s
         assert termination.since_s is not None  # noqa: S101 asked by the callers
         if termination.owns_machine:
             self._fleet.stop(grace_s)

@@ -33,6 +33,7 @@ from perdure.training.recovery.protocol import ChipReported
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.watch import Progress, WatchResult
+from perdure.training.telemetry.mounted_files import RESET_FILE
 from perdure.training.wire.agent import NoticeOrder
 from perdure.training.wire.agent_status import AgentStatus
 
@@ -73,7 +74,7 @@ class ChipWatch:
         answered = self._answered(progress)
         statuses = progress.snapshot.agents.values()
         progress.platform_reports = self._platform.newest()
-        nodes = _reports(statuses, progress.platform_reports)
+        nodes = node_reports(statuses, progress.platform_reports)
         slots = self.starter.job.engine.slots_per_node
         faults = [
             self._fault_of(event, progress)
@@ -167,9 +168,10 @@ def _answers(other: Fault, fault: Fault) -> bool:
     return is_same_place and other.at_s >= fault.at_s
 
 
-def _reports(
+def node_reports(
     statuses: Iterable[AgentStatus], platform: Sequence[ChipReport]
 ) -> dict[str, NodeReports]:
+    """List what drivers and platform report about the chips of the nodes with a sample."""
     nodes: dict[str, NodeReports] = {}
     for status in statuses:
         sample = status.sample
@@ -179,6 +181,11 @@ def _reports(
             ChipReport(status.node, device.index, code)
             for device in sample.devices
             for code in device.error_codes
+        ]
+        reports += [
+            ChipReport(status.node, device.index, code.code, code.level, reporter=RESET_FILE.name)
+            for device in sample.devices
+            for code in device.platform_codes
         ]
         # The platform's own level of a code counts, where it has one.
         further = [report for report in platform if report.node == status.node]

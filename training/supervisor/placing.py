@@ -307,6 +307,7 @@ class Placer:
         if rung is Rung.POD_RESCHEDULE and current is not None:
             alive = self._fleet.adopt(current)
             lost = [m.node for m in current.members if m.index not in alive]
+            lost += _renewed_nodes(history)
             placement, moved = plan_replacement(
                 nodes, previous=current, avoid=avoid, lost=lost, last=sub_healthy
             )
@@ -492,9 +493,21 @@ def _rung_of(history: RunHistory) -> Rung:
         return Rung.JOB_RESCHEDULE  # a first placement, or an ended run was started again
     if decided.rung is Rung.STOP:
         return Rung.STOP  # also after a placement whose nodes were refused
-    done = (
-        history.placement is not None
-        and history.placement.placement > history.attempts[-1].started.placement
-    )
+    done = _has_newer_placement(history)
     # Carried out already, or in place where nothing is left: only new containers help.
     return Rung.JOB_RESCHEDULE if done or decided.rung in RESTARTS_IN_PLACE else decided.rung
+
+
+def _has_newer_placement(history: RunHistory) -> bool:
+    """Whether a placement was made since the newest attempt."""
+    placed = history.placement
+    return placed is not None and placed.placement > history.attempts[-1].started.placement
+
+
+def _renewed_nodes(history: RunHistory) -> list[str]:
+    """List the node whose container is to be made anew though it lives: a process ended in it."""
+    decided = history.pending_decision
+    if decided is None or decided.rung is not Rung.POD_RESCHEDULE or _has_newer_placement(history):
+        return []
+    fault = history.attempts[-1].fault
+    return [fault.node] if fault is not None and fault.node is not None else []

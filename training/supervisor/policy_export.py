@@ -15,9 +15,7 @@ def export_policy(job: Job, platform: Platform) -> ExportedPolicy:
     """The entries of `platform` that come closest to a job's policy, and what they cannot hold."""
     spec = job.restart
     extras = dict(_departures(spec))
-    # Always there, since the platforms' defaults are not ours.
-    if platform is Platform.MODELARTS:
-        extras["failover_grace_s"] = spec.failover_grace_s
+    # Always there, since the platform's default is not ours.
     if platform is Platform.MINDFORMERS and spec.numeric_retry:
         extras["snapshot_every_steps"] = spec.snapshot_every_steps
     policy = spec.policy(operator_retry=job.comm.op_retry.enabled)

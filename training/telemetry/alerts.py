@@ -303,10 +303,12 @@ def _check_devices(
                 AlertKind.MEMORY_HIGH, f"memory of {where} is {full:.0f} % full", full,
                 spec.memory_high_percent, node=node, device=device.index,
             )  # fmt: skip
-        if device.is_ill:
-            codes = f", codes {', '.join(device.error_codes)}" if device.error_codes else ""
+        if device.is_ill or device.platform_codes:
+            every = (*device.error_codes, *(code.code for code in device.platform_codes))
+            codes = f", codes {', '.join(dict.fromkeys(every))}" if every else ""
+            health = device.health or "not known"
             yield AlertCondition(
-                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {device.health}{codes}",
+                AlertKind.DEVICE_UNHEALTHY, f"health of {where} is {health}{codes}",
                 1.0, 0.0, node=node, device=device.index,
             )  # fmt: skip
         if device.link_is_up is False:

@@ -15,6 +15,7 @@ import psutil
 
 from perdure.training.telemetry import npu_smi, nvml
 from perdure.training.telemetry import npu_smi as hccn
+from perdure.training.telemetry.mounted_files import reset_codes
 from perdure.training.telemetry.vendor_tools import Ask, NoAnswer, find_tool, run_tool
 from perdure.training.wire.node import DeviceSample, HostSample, NodeSample
 
@@ -62,13 +63,29 @@ class Sampler:
             host = HostSample()
             gaps.append(f"host: {error}")
         unanswered: list[str] = []
-        devices = self._sample_devices(gaps, unanswered)
+        devices = self._add_platform_codes(self._sample_devices(gaps, unanswered), unanswered)
         return NodeSample(
             at_s=self._now(),
             devices=devices,
             host=host,
             gaps=(*gaps, *unanswered),
             is_complete=not unanswered,
+        )
+
+    def _add_platform_codes(
+        self, devices: tuple[DeviceSample, ...], unanswered: list[str]
+    ) -> tuple[DeviceSample, ...]:
+        """Add the codes in MindCluster's reset.json, where it is mounted."""
+        try:
+            codes = reset_codes(self._num_devices)
+        except ValueError as error:
+            unanswered.append(str(error))
+            return devices
+        if codes and not devices:  # no tool shows them
+            devices = tuple(DeviceSample(index=index) for index in range(self._num_devices))
+        return tuple(
+            device.model_copy(update={"platform_codes": codes.get(device.index, ())})
+            for device in devices
         )
 
     def _sample_devices(self, gaps: list[str], unanswered: list[str]) -> tuple[DeviceSample, ...]:

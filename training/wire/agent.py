@@ -33,6 +33,7 @@ from perdure.training.wire.node import (
     HealOrder,
     HealReply,
     NodeDevices,
+    PingTarget,
 )
 from perdure.training.wire.preparation import PrepareOrder, PrepareReply
 from perdure.training.wire.transport import INTO_A_CONNECTION
@@ -247,6 +248,7 @@ class CheckOrder(FrozenModel):
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first node's first rank listens; None: no check of the gang.
         variables: environment of the workers.
+        pings: ports of other nodes, whose answers are checked.
     """
 
     op: Literal["check"] = "check"
@@ -259,6 +261,7 @@ class CheckOrder(FrozenModel):
     gang_port: int = 0
     variables: dict[str, str]
     timeout_s: float
+    pings: tuple[PingTarget, ...] = ()
 
 
 class ShutdownOrder(FrozenModel):

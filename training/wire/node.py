@@ -17,6 +17,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.config.job import Job
 from perdure.training.config.recovery import RankTableForm
 from perdure.training.journal.events import ChipsHealed
+from perdure.training.recovery.chips import ChipLevel
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
 
@@ -43,11 +44,14 @@ class DeviceAddress(FrozenModel):
         device_id: physical number on the node.
         device_ip: address of its network port.
         super_device_id: SDID, in a super pod.
+        backup_device_ip: address of the port of the chip's other die, in a super pod, which HCCL's
+            operator retry takes when this one is lost; None: not known.
     """
 
     device_id: int
     device_ip: str
     super_device_id: str | None = None
+    backup_device_ip: str | None = None
 
 
 class NodeDevices(FrozenModel):
@@ -138,6 +142,20 @@ class Check(FrozenModel):
     figures: dict[str, float] = Field(default={})
 
 
+class PingTarget(FrozenModel):
+    """A port of another node, and the device of this node that pings it.
+
+    Attributes:
+        device: local rank.
+        member: the other node's.
+        address: of the port.
+    """
+
+    device: int
+    member: int
+    address: str
+
+
 class NodeTask(FrozenModel):
     """Task of checking a node.
 
@@ -150,6 +168,7 @@ class NodeTask(FrozenModel):
         is_new: whether the node itself is checked; otherwise it takes part in the gang alone.
         gang_host: where the first rank listens; None: no check of the gang.
         with_store: whether the keys of the store are there.
+        pings: ports of other nodes.
     """
 
     job: Job
@@ -165,6 +184,7 @@ class NodeTask(FrozenModel):
     gang_port: int = 0
     timeout_s: float
     with_store: bool = True
+    pings: tuple[PingTarget, ...] = ()
 
 
 CHECKS: TypeAdapter[tuple[Check, ...]] = TypeAdapter(tuple[Check, ...])
@@ -181,6 +201,13 @@ def worst(outcomes: list[CheckOutcome]) -> CheckOutcome:
     return max(outcomes, key=order.index, default=CheckOutcome.SKIPPED)
 
 
+class ChipCode(FrozenModel):
+    """A chip's code from the platform; `level` is the platform's own, None where it has none."""
+
+    code: str
+    level: ChipLevel | None = None
+
+
 class DeviceSample(FrozenModel):
     """One device.
 
@@ -188,6 +215,7 @@ class DeviceSample(FrozenModel):
         index: as workers count them (LOCAL_RANK).
         health: word of its driver: OK, Warning, Alarm, Critical; None when it reports none.
         error_codes: present error codes of the driver.
+        platform_codes: present codes in the platform's report that is mounted.
         link_is_up: state of its network port.
         net_health: word of hccn_tool: Success, Init, Socket failed, ...
     """
@@ -196,6 +224,7 @@ class DeviceSample(FrozenModel):
     name: str = ""
     health: str | None = None
     error_codes: tuple[str, ...] = ()
+    platform_codes: tuple[ChipCode, ...] = ()
     utilisation_percent: float | None = None
     memory_percent: float | None = None
     memory_total_bytes: int | None = None

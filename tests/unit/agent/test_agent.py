@@ -22,6 +22,7 @@ from perdure.training.agent.checkpoint_server import REVIVED_AFTER_S, Checkpoint
 from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.commands.arguments import NAMES_IN_ARGUMENTS
 from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.platforms.forms import GRACE
 from perdure.training.processes import is_alive, kill_container
 from perdure.training.wire.agent import (
     MetricsQuery,
@@ -80,7 +81,7 @@ def test_a_command_gets_the_platforms_variables_and_is_no_rank(shared):
         "MA_NUM_GPUS": "2",
         "MA_CURRENT_IP": "127.0.0.2",
         "MA_SCHEDULE_CNT": "3",
-        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "3",
+        "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "-1",
         "VC_TASK_INDEX": "1",
         "VC_WORKER_NUM": "2",
         "VC_WORKER_HOSTS": "127.0.0.1,127.0.0.2",
@@ -452,6 +453,14 @@ def test_an_agent_that_is_asked_to_end_stops_its_workers_first(new_container):
     assert container.process.wait(240) == 0
     assert container.processes() == []
     assert log.read_text() == "up\nsaved\n"
+
+
+def test_an_agent_whose_container_goes_away_ends_its_workers_before_the_volumes_do(new_container):
+    container = new_container({GRACE: "0"})
+    container.start("sh", "-c", LASTING, grace_s=BEYOND_A_TEST_S)
+    until_logged(container, "up")
+    container.process.send_signal(signal.SIGTERM)
+    assert container.process.wait(240) == 0
 
 
 def test_an_agent_that_is_asked_to_end_says_so_until_its_workers_have_saved(new_container):

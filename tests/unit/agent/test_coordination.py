@@ -7,6 +7,8 @@ import queue
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +259,29 @@ def test_a_replaced_worker_knows_the_generation_that_it_joins(coordinated, tmp_p
     assert replaced.pid != ended.pid
     assert (ended.error, replaced.error, replaced.exit_code) == ("E: bad", None, None)
     wait_for(lambda: (tmp_path / "lives").read_text() == "\n4\n")
+
+
+def test_a_replaced_worker_is_one_start_more_and_the_others_stay_as_they_were(
+    coordinated, tmp_path
+):
+    script = "echo $MA_PROC_START_CNT >> starts-$LOCAL_RANK; exec sleep 600"
+    group = coordinated("sh", "-c", script, slots_per_node=2, cwd=str(tmp_path))
+
+    def has_starts(file: Path, starts: str) -> bool:
+        return file.exists() and file.read_text().split() == starts.split()
+
+    def await_starts(first: str, second: str) -> None:
+        for local_rank, starts in enumerate((first, second)):
+            wait_for(partial(has_starts, tmp_path / f"starts-{local_rank}", starts))
+
+    await_starts("1", "1")
+    replace(group, group.ranks[1], 2)
+    await_starts("1", "1 2")
+    replace(group, group.ranks[1], 3)
+    await_starts("1", "1 2 3")
+    replace(group, group.ranks[0], 4)
+    await_starts("1 2", "1 2 3")
+    assert group.proc_start_cnt == 3, "the highest of all ranks"
 
 
 def test_a_worker_that_is_replaced_while_it_lives_is_ended_first(coordinated, tmp_path):

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from perdure.training.config.engine import EngineSpec
 from perdure.training.config.job import Job
-from perdure.training.platforms.forms import ENTRIES, NO_FORCED_END, Platform, read_platform
+from perdure.training.platforms.forms import ENTRIES, NO_LIMIT, Platform, read_platform
 from perdure.training.platforms.settings import PAIRS
 from perdure.training.recovery.rungs import JobPolicy
 from tests.unit.config.readers import Product, product, with_reader
@@ -173,7 +173,7 @@ def samples(name: str) -> list[str]:
 
 # ModelArts refuses its other annotations without the first.
 BESIDE = {"fault-tolerance/job-retry-num": "8"}
-ABSENT = frozenset({"false", "False", str(NO_FORCED_END)})  # the same as no entry
+ABSENT = frozenset({"false", "False", str(NO_LIMIT)})  # the same as no entry
 
 
 @pytest.mark.parametrize("name", ENTRIES)

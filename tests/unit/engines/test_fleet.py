@@ -24,6 +24,7 @@ from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import (
     AgentReply,
     AssignOrder,
+    CheckOrder,
     KillOrder,
     NodeLog,
     Order,
@@ -34,7 +35,7 @@ from perdure.training.wire.agent import (
 )
 from perdure.training.wire.agent_status import AgentState, AgentStatus, ShownStep
 from perdure.training.wire.logs import LogsQuery
-from perdure.training.wire.node import HealOrder
+from perdure.training.wire.node import DeviceAddress, DevicesQuery, HealOrder, NodeDevices
 from tests.jobs import small_job
 from tests.waiting import BEYOND_A_TEST_S, PATIENCE_S
 
@@ -65,6 +66,7 @@ class Agents:
         received: every request.
         answered: how many requests have their answer.
         shown: the step in the output of each.
+        devices: the answer about the addresses of devices.
     """
 
     def __init__(self) -> None:
@@ -76,6 +78,7 @@ class Agents:
         self.received: list[Request] = []
         self.answered = 0
         self.shown: ShownStep | None = None
+        self.devices = AgentReply(error="no addresses")
         self._lock = threading.Lock()
         self.server = ControlServer.open("0.0.0.0", TOKEN, self.answer)  # noqa: S104 all of 127/8
         self.server.listeners[0].socket.listen(NUM_MEMBERS)
@@ -95,6 +98,8 @@ class Agents:
         )  # fmt: skip
         if self.refusal:
             return AgentReply(error=self.refusal)
+        if isinstance(request.order, DevicesQuery):
+            return self.devices
         return AgentReply(status=status, at_s=1, port=1, num_killed=self.num_killed)
 
 
@@ -455,3 +460,37 @@ def test_a_node_that_joins_costs_one_request_to_the_first_member_and_one_to_itse
     fleet.join(ORDER, {5}, generation=2)
     asked = Counter(request.order.op for request in agents.received)
     assert asked == {"rendezvous": 1, "start": 1}, f"of {NUM_MEMBERS} members"
+
+
+def test_nodes_of_a_gang_ping_the_ports_that_other_nodes_know(agents, containers):
+    addresses = [DeviceAddress(device_id=n, device_ip=f"10.1.0.{n}") for n in range(2)]
+    agents.devices = AgentReply(devices=NodeDevices(devices=tuple(addresses)))
+    containers.now = {index: containers.now[index] for index in range(3)}
+    fleet = Fleet(containers, small_job(), epoch=1)
+    alone = CheckOrder(
+        job=small_job(), num_nodes=3, slots_per_node=2, state_bytes=None, is_new=True,
+        gang_host=None, variables={}, timeout_s=5.0,
+    )  # fmt: skip
+    in_gang = alone.model_copy(update={"gang_host": "127.0.1.1"})
+    fleet.check(dict.fromkeys(range(3), alone))
+    assert not any(isinstance(request.order, DevicesQuery) for request in agents.received)
+    agents.received.clear()
+    fleet.check(dict.fromkeys(range(3), in_gang))
+    pings = [r.order.pings for r in agents.received if isinstance(r.order, CheckOrder)]
+    assert sorted([(t.device, t.member, t.address) for t in of] for of in pings) == [
+        [(0, 0, "10.1.0.0"), (1, 1, "10.1.0.1")],
+        [(0, 1, "10.1.0.0"), (1, 2, "10.1.0.1")],
+        [(0, 2, "10.1.0.0"), (1, 0, "10.1.0.1")],
+    ]
+
+
+def test_nodes_that_do_not_know_their_ports_are_checked_all_the_same(agents, containers):
+    containers.now = {index: containers.now[index] for index in range(2)}
+    fleet = Fleet(containers, small_job(), epoch=1)
+    order = CheckOrder(
+        job=small_job(), num_nodes=2, slots_per_node=2, state_bytes=None, is_new=True,
+        gang_host="127.0.1.1", variables={}, timeout_s=5.0,
+    )  # fmt: skip
+    assert fleet.check(dict.fromkeys(range(2), order)) == []
+    checks = [r.order for r in agents.received if isinstance(r.order, CheckOrder)]
+    assert [check.pings for check in checks] == [(), ()]

@@ -10,10 +10,10 @@ from perdure.training.config.recovery import RankTableForm
 from perdure.training.engines.base import plan
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.local import LocalEngine
-from perdure.training.engines.rank_table import Server, rank_table
+from perdure.training.engines.rank_table import Server, rank_table, split_blocks
 from perdure.training.errors import EngineError
 from perdure.training.telemetry import device_addresses
-from perdure.training.telemetry.device_addresses import add_super_pod, read_ports
+from perdure.training.telemetry.device_addresses import add_backups, add_super_pod, read_ports
 from perdure.training.telemetry.npu_smi import Chip
 from perdure.training.telemetry.vendor_tools import read_assignments
 from perdure.training.wire.agent import StartOrder
@@ -52,7 +52,8 @@ def of_pod(lines, pod: str, first: int) -> NodeDevices:
         assert command[:4] == ["npu-smi", "info", "-t", "spod-info"]
         return SPOD_INFO.format(first + 2 * int(command[5]) + int(command[7]), pod)
 
-    return add_super_pod(read_ports(lines, (0, 1)), [chip(0), chip(1)], said)
+    devices = add_backups(read_ports(lines, (0, 1)), lines)
+    return add_super_pod(devices, [chip(0), chip(1)], said)
 
 
 def test_the_form_of_clusters_has_every_device_with_its_rank(lines):
@@ -94,8 +95,49 @@ def test_the_form_of_super_pods_has_the_servers_of_one_together(lines):
         {"super_pod_id": "8", "server_list": [{"server_id": "node-1"}]},
     ]
     devices = [d for server in table["server_list"] for d in server["device"]]
+    assert [device["backup_device_ip"] for device in devices] == [
+        "192.168.100.102",
+        "192.168.100.101",
+    ] * 3
     assert [device["super_device_id"] for device in devices] == ["10", "11", "20", "21", "30", "31"]
     assert [device["rank_id"] for device in devices] == ["0", "1", "4", "5", "2", "3"]
+
+
+def test_a_die_whose_other_die_has_no_address_has_no_backup(lines):
+    backups = add_backups(read_ports({**lines, "address_6": "a6"}, (0, 6)), lines)
+    assert [device.backup_device_ip for device in backups] == ["192.168.100.102", None]
+    devices = NodeDevices(devices=backups)
+    table = json.loads(rank_table(RankTableForm.V1_2, [Server("node-0", "10.0.0.1", devices)]))
+    assert "backup_device_ip" not in table["server_list"][0]["device"][1]
+
+
+@pytest.mark.parametrize(
+    ("pods", "sp_block", "lines_of_blocks"),
+    [
+        ("7788", 4, []),
+        ("7878", 4, ["ranks 0 to 3 are in super pods 7 and 8",
+                     "ranks 4 to 7 are in super pods 7 and 8"]),
+        ("7778", 4, ["ranks 4 to 7 are in super pods 7 and 8"]),
+        ("7888", 8, ["ranks 0 to 7 are in super pods 7 and 8"]),
+        ("7787", 2, []),
+    ],
+)  # fmt: skip
+def test_blocks_of_ranks_that_lie_in_several_super_pods_are_named(
+    lines, caplog, pods, sp_block, lines_of_blocks
+):
+    servers = [
+        Server(f"node-{i}", "10.0.0.1", of_pod(lines, pod, 10 * i)) for i, pod in enumerate(pods)
+    ]
+    assert split_blocks(servers, sp_block) == lines_of_blocks
+    rank_table(RankTableForm.V1_2, servers, sp_block=sp_block)
+    assert caplog.messages == [f"sp_block={sp_block}: {line}" for line in lines_of_blocks]
+
+
+@pytest.mark.parametrize("none", ["4294967295", "-1", "-2", "0xFFFFFFFF", ""])
+def test_a_driver_that_knows_no_super_pod_is_told(lines, none):
+    said = SPOD_INFO.format(1, none)
+    with pytest.raises(ValueError, match="shows no SDID and Super Pod ID"):
+        add_super_pod(read_ports(lines, (0,)), [chip(0)], lambda _: said)
 
 
 def test_what_is_not_known_is_named(lines):

@@ -14,10 +14,10 @@ from tests.jobs import small_job
 from tests.unit.telemetry.driver_tools import install, only_tools_of
 
 TABLE = """\
-the minbytes is 8192, maxbytes is 67108864, iters is 20, warmup_iters is 5
+the minbytes is 8, maxbytes is 134217728, iters is 20, warmup_iters is 5
 data_size(Bytes): | aveg_time(us): | alg_bandwidth(GB/s): | check_result:
-8192              | 43.10          | 0.19007              | success
-67108864          | 512.20         | 131.02082            | {result}
+8                 | 43.10          | 0.00019              | success
+134217728         | 1024.40        | 131.02082            | {result}
 """
 HCCL_ERROR = (
     "hccl interface return err ./opbase_test/hccl_allreduce_rootinfo_test.cc:172, retcode: 4"
@@ -44,12 +44,12 @@ def test_all_devices_of_the_node_take_part_and_the_best_bandwidth_is_reported(ca
     link_check = check(cann)
     assert (link_check.outcome, link_check.seen) == (
         CheckOutcome.OK,
-        "8 devices, 131.0 GB/s for up to 64 MiB",
+        "8 devices, 131.0 GB/s for up to 128 MiB",
     )
     assert link_check.figures == {"algorithm_bandwidth_gb_s": 131.02082}
     started = (cann.parent / "tools/mpirun.started").read_text()
     program = cann / "tools/hccl_test/bin/all_reduce_test"
-    assert started == f"-n 8 {program} -b 8K -e 64M -f 2 -d fp32 -o sum -p 8\n"
+    assert started == f"-n 8 {program} -b 8 -e 128M -f 2 -d fp32 -o sum -p 8\n"
 
 
 def test_root_may_start_it_under_open_mpi(cann):
@@ -61,7 +61,7 @@ def test_root_may_start_it_under_open_mpi(cann):
     ("printed", "outcome", "words"),
     [
         (TABLE.format(result="failed"), CheckOutcome.FAILED,
-         "wrong sums over 8 devices of 67108864 B"),
+         "wrong sums over 8 devices of 134217728 B"),
         (TABLE.format(result="NULL"), CheckOutcome.OK, "131.0 GB/s"),
         (f"{TABLE.format(result='success')}{HCCL_ERROR} \n", CheckOutcome.FAILED, HCCL_ERROR),
         ("libmpi.so.12: cannot open shared object file\n", CheckOutcome.WARNING,
@@ -111,5 +111,5 @@ def test_the_check_of_a_node_has_it(cann, tmp_path):
     environment = {**os.environ, "ASCEND_HOME_PATH": str(cann)}
     check = check_this_machine(job, state_bytes=None, environment=environment)
     assert [check.seen for check in check if check.name == "hccl_test"] == [
-        "2 devices, 131.0 GB/s for up to 64 MiB"
+        "2 devices, 131.0 GB/s for up to 128 MiB"
     ]

@@ -15,8 +15,9 @@ from perdure.training.node_checks.runner import NodeProgram, check_this_machine
 from perdure.training.node_checks.verdict import verdict_of
 from perdure.training.telemetry import device_addresses
 from perdure.training.telemetry.device_addresses import HCCN_CONF, check_rank_table, query_of
-from perdure.training.wire.node import VISIBLE, Check, CheckOutcome, NodeTask
+from perdure.training.wire.node import VISIBLE, Check, CheckOutcome, NodeTask, PingTarget
 from tests.jobs import small_job
+from tests.unit.telemetry.driver_tools import SAMPLES, install, only_tools_of
 
 
 @pytest.fixture
@@ -74,6 +75,23 @@ def test_a_rank_that_does_not_come_is_named_by_the_others(job, tmp_path):
     assert reduced.seen == "no answer from ranks 1 within 7 s"
 
 
+def test_a_node_that_stays_checks_its_ports_against_the_other_nodes(job, tmp_path, monkeypatch):
+    tools = only_tools_of(tmp_path / "tools", monkeypatch)
+    install(tools, "npu-smi", f"cat {SAMPLES}/npu-smi-info.txt")
+    answers = """case "$*" in
+*-tls*) echo "dev_id:0, tls switch[1](0:disable, 1:enable), tls preconfigured[1]" ;;
+*"-ping -g address 10.1.1.0") echo "6 packets transmitted, 0 received, 100.00% packet loss" ;;
+esac"""
+    install(tools, "hccn_tool", answers)
+    pings = (PingTarget(device=0, member=1, address="10.1.1.0"),)
+    task = task_of(job, tmp_path, gang_host="127.0.0.1", pings=pings)
+    checks = NodeProgram().run(task, os.environ)
+    assert [(c.name, c.outcome, c.seen) for c in checks if c.name.startswith("device_")] == [
+        ("device_tls", CheckOutcome.OK, "TLS on"),
+        ("device_ping", CheckOutcome.FAILED, "device 0 to node 1 (10.1.1.0): 100% lost"),
+    ]
+
+
 def test_a_node_whose_rank_table_cannot_be_written_is_found_before_an_attempt(job, tmp_path):
     assert not HCCN_CONF.exists(), "this machine has NPUs"
     wanted = job.model_copy(update={"comm": CommSpec(rank_table=RankTableForm.V1_0)})
@@ -94,7 +112,7 @@ def test_a_node_is_asked_for_the_devices_that_its_workers_will_see(job, tmp_path
     job_with_table = job.model_copy(update={"comm": comm, "env": {VISIBLE: "6,4"}})
     query = query_of(job_with_table)
     assert query is not None
-    check = check_rank_table(query)
+    check = check_rank_table(query, "node-0")
     assert (check.outcome, check.seen) == (CheckOutcome.OK, "6: 10.0.0.6, 4: 10.0.0.4")
     assert query_of(job) is None
 

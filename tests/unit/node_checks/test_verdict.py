@@ -67,3 +67,25 @@ def test_a_device_that_is_slow_beside_the_others_is_a_warning():
     (warned,) = [c for c in verdict_of(checks).checks if c.outcome is CheckOutcome.WARNING]
     assert warned.node == "c"
     assert "the median node reaches 96.0 GFLOP/s" in warned.seen
+
+
+@pytest.mark.parametrize(
+    ("switches", "refused", "common"),
+    [
+        ({"a": "off", "b": "off"}, {}, ()),
+        ({"a": "off", "b": "on", "c": "off"},
+         {"b": "device_tls: TLS on; most nodes have TLS off"}, ()),
+        ({"a": "on", "b": "on", "c": "off", "d": "on"},
+         {"c": "device_tls: TLS off; most nodes have TLS on"}, ()),
+        ({"a": "off", "b": "on"}, {}, ("device_tls: TLS off on 1 nodes, TLS on on 1 nodes",)),
+        ({"a": "on"}, {}, ()),
+    ],
+    ids=["equal", "one on", "one off", "no majority", "one node"],
+)  # fmt: skip
+def test_tls_that_differs_from_most_nodes_fails_and_from_half_of_them_is_no_nodes_fault(
+    switches, refused, common
+):
+    checks = [check(n, name="device_tls", seen=f"TLS {word}") for n, word in switches.items()]
+    checks.append(check("z", CheckOutcome.SKIPPED, "device_tls", seen="hccn_tool shows no switch"))
+    verdict = verdict_of(checks)
+    assert (verdict.refused, verdict.common) == (refused, common)

@@ -29,6 +29,7 @@ restarts = st.fixed_dictionaries(
         "in_place_retries": st.integers(1, 128),
         "count": st.sampled_from(["without_progress", "ever"]),
         "failover_grace_s": st.integers(-1, 900),
+        "unmount_after_s": st.integers(-1, 900),
         "snapshot_every_steps": st.integers(1, 1000),
         "delay_s": st.sampled_from([0.0, 5.0]),
     },
@@ -57,7 +58,7 @@ def test_an_exported_policy_reads_back_as_it_was_but_for_what_is_named(restart, 
 
 @pytest.fixture
 def job_file(tmp_path) -> Path:
-    return write(tmp_path, restart={"max_restarts": 8, "pod_retries": 3, "failover_grace_s": -1})
+    return write(tmp_path, restart={"max_restarts": 8, "pod_retries": 3, "unmount_after_s": 10})
 
 
 def write(folder: Path, **sections: Any) -> Path:
@@ -72,7 +73,7 @@ def test_modelarts_gets_annotations_and_a_variable_and_the_rest_is_warned_of(job
     assert annotations.startswith("# metadata.annotations\n")
     assert yaml.safe_load(annotations)["fault-tolerance/job-retry-num"] == "8"
     assert yaml.safe_load(annotations)["fault-tolerance/pod-retry-num"] == "3"
-    assert yaml.safe_load(variables) == {"MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "-1"}
+    assert yaml.safe_load(variables) == {"MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS": "10"}
     found = json.loads(perdure("policy", "export", "--platform", "modelarts", "--json", job_file))
     assert (
         "memory_retry=true: modelarts has no entry for it, there it is false" in found["warnings"]

@@ -103,7 +103,6 @@ RETRIED = {f"{MA}job-retry-num": "8"}
 # What is off because its annotation is not there; and without job-retry-num.
 OFF = {
     "unconditional": False, "hang": False, "pod_retries": 0, "operator_retry": False,
-    "failover_grace_s": -1,
 }  # fmt: skip
 NOTHING = {**OFF, "max_restarts": 0, "in_place": False}
 # (entries, fields of the policy that they set)
@@ -118,9 +117,9 @@ READ = [
     ({f"{MA}hang-retry": "false"}, NOTHING),
     ({f"{MA}job-unconditional-retry": "true"}, {**NOTHING, "unconditional": True}),
     ({f"{MA}hccl_op_retry": "true"}, {**NOTHING, "operator_retry": True}),
-    ({GRACE: "-1", **RETRIED}, {**OFF, "max_restarts": 8}),
-    ({GRACE: "0", **RETRIED}, {**OFF, "max_restarts": 8, "failover_grace_s": 0}),
-    ({GRACE: "300"}, {"failover_grace_s": 300}),
+    ({GRACE: "-1", **RETRIED}, {**OFF, "max_restarts": 8, "unmount_after_s": -1}),
+    ({GRACE: "0", **RETRIED}, {**OFF, "max_restarts": 8, "unmount_after_s": 0}),
+    ({GRACE: "10"}, {"unmount_after_s": 10}),
     ({"use_skip_data_by_global_norm": "True"}, {"data_skipping": True}),
     ({"monitor_on": "True", "check_for_global_norm": "True"},
      {"numeric_retry": True, "abnormal_grad_norm": 3.0}),
@@ -214,15 +213,15 @@ def test_a_snapshot_interval_that_the_job_contradicts_is_refused_with_both():
         assert word in str(caught.value)
 
 
-def test_the_jobs_own_number_of_seconds_goes_before_an_absent_one_and_never_against_a_given_one():
-    entries = {"from_platform": RETRIED, "failover_grace_s": 60}
-    assert RestartSpec.model_validate(entries).failover_grace_s == 60
-    assert RestartSpec.model_validate({"from_platform": RETRIED}).failover_grace_s == -1
-    assert RestartSpec().failover_grace_s == 3
-    entries["from_platform"] = {GRACE: "30"}
+def test_the_platforms_number_is_about_volumes_and_leaves_the_grace_of_processes_alone():
+    entries = {"from_platform": {GRACE: "10"}, "failover_grace_s": 60}
+    spec = RestartSpec.model_validate(entries)
+    assert (spec.unmount_after_s, spec.failover_grace_s) == (10, 60)
+    spec = RestartSpec.model_validate({"from_platform": RETRIED})
+    assert (spec.unmount_after_s, spec.failover_grace_s) == (-1, 3)
     with pytest.raises((InputError, ValidationError)) as caught:
-        RestartSpec.model_validate(entries)
-    for word in (f"{GRACE}='30'", "failover_grace_s=60", "contradict"):
+        RestartSpec.model_validate({**entries, "unmount_after_s": 30})
+    for word in (f"{GRACE}='10'", "unmount_after_s=30", "contradict"):
         assert word in str(caught.value)
 
 
@@ -374,7 +373,7 @@ PRINTED = [
     ),
     (
         {"data_skipping": True, "pod_retries": 4}, Platform.MINDFORMERS,
-        {"use_skip_data_by_global_norm": "True"}, {"pod_retries"},
+        {"use_skip_data_by_global_norm": "True"}, {"pod_retries", "pod_before_in_place"},
     ),
     (
         {"end_of_life_checkpoint": False}, Platform.MINDFORMERS,

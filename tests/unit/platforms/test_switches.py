@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from perdure.training.diagnosis.classify import diagnose
@@ -9,7 +11,7 @@ from perdure.training.diagnosis.evidence import Evidence, WorkerEnd
 from perdure.training.platforms.forms import read_platform
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.ladder import decide
-from perdure.training.recovery.rungs import Rung
+from perdure.training.recovery.rungs import Recovery, Rung
 
 STEP, REPLACE, IN_PLACE = Rung.STEP_RETRY, Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART
 POD = Rung.POD_RESCHEDULE
@@ -17,6 +19,7 @@ POD = Rung.POD_RESCHEDULE
 UCE = "RuntimeError: UCE ERROR"
 HCCE = "RuntimeError: HCCL OP RETRY FAILED"
 KILLED = ""
+EXITED = "see you"
 
 
 def met(printed: str) -> Fault:
@@ -48,8 +51,15 @@ STRATEGY = "recover-strategy"
         ({STRATEGY: "dump"}, KILLED, IN_PLACE),
         ({TFT: "{RSC:1}"}, UCE, POD),
         ({TFT: "{RSC:1,TTP:1}"}, UCE, POD),
-        ({TFT: "{RSC:1,HCCE:1}"}, UCE, IN_PLACE),
+        ({TFT: "{RSC:1}"}, KILLED, POD),
+        ({TFT: "{RSC:1}"}, EXITED, POD),
+        ({TFT: "{RSC:1}"}, HCCE, POD),
+        ({TFT: "RSC:1 TRE:1"}, KILLED, POD),
+        ({TFT: "{RSC:1,HCCE:1}"}, UCE, POD),
+        ({TFT: "{RSC:1,HCCE:1}"}, HCCE, STEP),
         ({TFT: "{RSC:1,ARF:1}"}, UCE, REPLACE),
+        ({TFT: "{RSC:1,ARF:1}"}, KILLED, REPLACE),
+        ({TFT: "{RSC:0,UCE:1}"}, KILLED, IN_PLACE),
     ],
 )
 def test_each_switch_is_about_faults_of_its_own(entries, printed, rung):
@@ -63,6 +73,23 @@ def test_each_switch_is_about_faults_of_its_own(entries, printed, rung):
         survivors=True,
     )
     assert decision.rung is rung, decision
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "printed"),
+    [
+        ("{RSC:1,ARF:1}", (REPLACE,), KILLED),
+        ("{RSC:1,ARF:1,TTP:1}", (REPLACE,), EXITED),
+        ("{RSC:1,HCCE:1}", (STEP,), HCCE),
+        ("{TTP:1,UCE:1,HCCE:1,ARF:1,TRE:1,TSP:1,RSC:1}", (STEP, REPLACE), UCE),
+    ],
+)
+def test_a_pod_is_next_once_what_comes_before_it_has_failed(text, failed, printed):
+    policy = read_platform({TFT: text}).policy()
+    history = [Recovery(met(printed), rung, progressed=False, failed=True) for rung in failed]
+    asked: dict[str, Any] = {"now_s": 11.0, "supported": frozenset(Rung), "policy": policy}
+    assert decide(met(printed), history=history, survivors=True, **asked).rung is POD
+    assert decide(met(printed), history=history, **asked).rung is POD, "its processes have ended"
 
 
 def test_a_pod_that_cannot_be_replaced_is_restarted_in_place():

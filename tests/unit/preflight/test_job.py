@@ -370,6 +370,24 @@ def test_what_copies_on_partner_nodes_take_is_told_before_a_run(job):
     assert not [note for note in lines(job()) if "partner" in note]
 
 
+@pytest.mark.parametrize(
+    ("fields", "base"),
+    [
+        ({"env": {"HCCL_IF_BASE_PORT": "29500"}}, 29_500),
+        ({"env": {"HCCL_IF_BASE_PORT": "29470"}}, 29_470),
+        ({"comm": {"if_base_port": 29_469}}, 29_469),
+        ({"env": {"HCCL_IF_BASE_PORT": "29501"}}, None),
+        ({"comm": {"if_base_port": 29_468}}, None),
+        ({}, None),
+    ],
+)
+def test_hccls_ports_over_torchs_own_port_are_a_warning(job, fields, base):
+    warned = [note for note in lines(job(**fields), warnings=True) if "29500" in note]
+    assert len(warned) == (base is not None)
+    if base is not None:
+        assert warned[0].startswith(f"HCCL_IF_BASE_PORT={base}: HCCL takes ports {base} to ")
+
+
 def test_one_failure_domain_for_all_nodes_is_a_warning(job):
     racks = {"node-0": "rack-a", "node-1": "rack-a"}
     copying = {"partner_copies": 1, "failure_domains": racks}

@@ -126,10 +126,18 @@ def failed_here(asked: Asked) -> list[Recovery]:
     return [p for p in asked.row if p.failed and p.fault.node == asked.fault.node]
 
 
-def has_isolated(past: Recovery) -> bool:
-    """Whether a rung that moves took its node out: a container that was taken away takes none."""
-    taken = past.fault.fault_class is FaultClass.CONTAINER_LOST and not is_hardware(past.fault)
-    return past.rung in ISOLATING and not taken
+def has_isolated(past: Recovery, policy: Policy) -> bool:
+    """Whether a rung that moves took its node out: a container only made anew takes none."""
+    anew = past.fault.fault_class is FaultClass.CONTAINER_LOST or ends_its_pod(past.fault, policy)
+    return past.rung in ISOLATING and (not anew or is_hardware(past.fault))
+
+
+def ends_its_pod(met: Fault, policy: Policy) -> bool:
+    """With RSC: a process that ended, on a single node."""
+    words = "native_crash host_oom operator_error collective_timeout dataloader_error device_oom"
+    is_process = met.fault_class in {*words.split(), "unknown"}
+    alone = met.node is not None and not met.num_other_nodes
+    return policy.pod_before_in_place and is_process and alone
 
 
 def is_the_drivers(one: Fault) -> bool:
@@ -158,7 +166,9 @@ def came_on_one_node(asked: Asked) -> bool:
     if capacity is None or not is_of_software(met):
         return False
     softly = [p for p in asked.history if is_of_software(p.fault) and not p.failed]
-    if any(p.rung in ISOLATING and p.fault.fault_class is met.fault_class for p in softly):
+    moving = [p.rung in ISOLATING and p.fault.fault_class is met.fault_class for p in softly]
+    pods = [p.rung is Rung.POD_RESCHEDULE and asked.policy.pod_before_in_place for p in softly]
+    if any(moved and not pod for moved, pod in zip(moving, pods, strict=True)):
         return False
     fits = [row for row in ROWS if capacity.needed >= row.nodes]
     if not fits:
@@ -348,7 +358,12 @@ def is_no_nodes(past: Recovery) -> bool:
 
 
 def three_hang_restarts_in_a_row_then_stop(asked: Asked) -> bool:
-    if sum(p.rung is Rung.HANG_RESTART for p in asked.row) < 3:
+    # Nothing but another restart of the processes ends the row.
+    row = itertools.takewhile(
+        lambda p: p.rung is Rung.HANG_RESTART or p.rung in IN_PROCESS or p.failed,
+        reversed(asked.row),
+    )
+    if sum(p.rung is Rung.HANG_RESTART for p in row) < 3:
         return True
     bare = asked.fault.fault_class == "hang" and not is_chip_code(asked.fault.code)
     return asked.decision.rung is (Rung.STOP if bare else asked.decision.rung) and (
@@ -357,7 +372,8 @@ def three_hang_restarts_in_a_row_then_stop(asked: Asked) -> bool:
 
 
 def a_pod_reschedule_that_fails_becomes_a_job_reschedule(asked: Asked) -> bool:
-    isolated = any(has_isolated(p) for p in failed_here(asked) if p.rung is Rung.POD_RESCHEDULE)
+    pods = [p for p in failed_here(asked) if p.rung is Rung.POD_RESCHEDULE]
+    isolated = any(has_isolated(p, asked.policy) for p in pods)
     return not isolated or asked.decision.rung not in ISOLATING
 
 
@@ -367,7 +383,8 @@ def a_rung_that_failed_for_one_node_is_open_for_another(asked: Asked) -> bool:
     if of_spares and not failed(asked, *ISOLATING):
         return False
     pods = [p for p in failed_here(asked) if p.rung is Rung.POD_RESCHEDULE]
-    if "the node is isolated already" in claims and not any(has_isolated(p) for p in pods):
+    isolated = any(has_isolated(p, asked.policy) for p in pods)
+    if "the node is isolated already" in claims and not isolated:
         return False
     # An isolation that failed uses nothing up: the answer is that of a run without it.
     others = tuple(
@@ -415,7 +432,8 @@ def a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it(asked: A
     if asked.decision.rung is not Rung.IN_PLACE_RESTART or not asked.policy.pod_before_in_place:
         return True
     passed = [text for text in asked.decision.skipped if text.startswith("pod_reschedule: ")]
-    return bool(passed) or not may_isolate(asked)
+    costs_pod = may_isolate(asked) or ends_its_pod(asked.fault, asked.policy)
+    return bool(passed) or not costs_pod
 
 
 def a_chip_that_had_a_fault_keeps_its_process_only_where_the_policy_has_it(asked: Asked) -> bool:
@@ -492,7 +510,8 @@ def a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on(asked: Asked) -
 def a_recovery_followed_by_progress_is_free(asked: Asked) -> bool:
     often = came_thrice(asked) or came_too_often(asked) or came_on_one_node(asked)
     for_ever = asked.policy.count == "ever"
-    return often or for_ever or asked.again(history=asked.row) == asked.decision
+    same_place = asked.fault.fault_class == "hang" and asked.fault.frame is not None
+    return often or for_ever or same_place or asked.again(history=asked.row) == asked.decision
 
 
 def counted_for_ever_a_rescheduling_is_never_free(asked: Asked) -> bool:

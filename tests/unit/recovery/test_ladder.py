@@ -117,7 +117,8 @@ def test_the_page_about_the_ladder_holds_exactly_the_printed_tables():
 
 
 def test_a_policy_allows_as_many_restarts_in_place_in_a_row_as_their_budgets():
-    allowed = restarts_in_a_row(Policy())
-    assert allowed - restarts_in_a_row(Policy(in_place=False)) == Policy().in_place_retries
-    assert allowed - restarts_in_a_row(Policy(hang=False)) == 3
-    assert restarts_in_a_row(Policy(in_place_retries=5)) - allowed == 5 - Policy().in_place_retries
+    assert restarts_in_a_row(Policy(in_place=False)) == 3
+    assert restarts_in_a_row(Policy(hang=False, in_place_retries=5)) == 5
+    # Each other restart ends a row of three hangs: hhh o hhh o hhh.
+    assert restarts_in_a_row(Policy(in_place_retries=2)) == 3 + 1 + 3 + 1 + 3
+    assert restarts_in_a_row(Policy(hang=False, in_place=False)) == 0

@@ -355,6 +355,13 @@ def test_three_hang_restarts_in_a_row_then_stop():
     assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 2)).rung is Rung.HANG_RESTART
     assert choose(HANG, *after(HANG, *[Rung.HANG_RESTART] * 3)).rung is Rung.STOP
     assert choose(HANG, *[failing(HANG, Rung.HANG_RESTART)] * 3).rung is Rung.STOP
+    row = after(HANG, *[Rung.HANG_RESTART] * 2)
+    for other in (Rung.IN_PLACE_RESTART, Rung.POD_RESCHEDULE, Rung.JOB_RESCHEDULE):
+        begun = (*row, *after(CRASH, other), *row)
+        assert choose(HANG, *begun).rung is Rung.HANG_RESTART, "another fault ends the row"
+        assert choose(HANG, *begun, *after(HANG, Rung.HANG_RESTART)).rung is Rung.STOP
+    for other in (after(CRASH, Rung.PROCESS_REPLACE), (failing(CRASH, Rung.IN_PLACE_RESTART),)):
+        assert choose(HANG, *row, *other, *row).rung is Rung.STOP, "the same processes live on"
 
 
 def test_a_pod_reschedule_that_fails_becomes_a_job_reschedule():
@@ -437,7 +444,15 @@ def test_a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it():
     assert choose(chip, **asked, supported=ALL - {Rung.POD_RESCHEDULE}).rung is (
         Rung.IN_PLACE_RESTART
     )
-    assert choose(UNKNOWN, **asked).rung is Rung.IN_PLACE_RESTART
+    for ended in (CRASH, UNKNOWN, of_log(AICORE)):
+        again = choose(ended, **asked)
+        assert (again.rung, again.isolate) == (Rung.POD_RESCHEDULE, None), "it is not the node"
+        assert choose(ended, failing(ended, Rung.POD_RESCHEDULE), **asked).rung is (
+            Rung.JOB_RESCHEDULE
+        )
+        everywhere = replace(ended, num_other_nodes=1)
+        assert choose(everywhere, **asked).rung is Rung.IN_PLACE_RESTART, "no single pod's"
+    assert choose(of_log(FULL_DISK), **asked).rung is not Rung.POD_RESCHEDULE
     assert choose(chip, failing(chip, Rung.POD_RESCHEDULE), **asked).rung is Rung.JOB_RESCHEDULE
 
 

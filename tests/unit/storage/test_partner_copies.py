@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from perdure.storage.checkpoint_server.protocol import PeerAddress
 from perdure.storage.partner_copies import CopyPlan, CopyState, agreed, partners_of
-from perdure.storage.partnering import RankPlace, nodes_of
+from perdure.storage.partnering import RankPlace, nodes_of, super_pod_domains
 from perdure.storage.share import SaveId
 
 COPYING, COPIED, FAILED = CopyState.COPYING, CopyState.COPIED, CopyState.FAILED
@@ -110,3 +110,23 @@ def test_ranks_of_one_checkpoint_server_are_one_node_and_those_without_one_are_n
     places = [RankPlace(node="a", address=first)] * 2 + [RankPlace(node="b", address=second)]
     nodes = nodes_of([*places, RankPlace(node="c", address=None)])
     assert [(one.name, one.ranks) for one in nodes] == [("a", (0, 1)), ("b", (2,))]
+
+
+@pytest.mark.parametrize(
+    ("pods", "domains"),
+    [
+        ("7788", {"n0": "super pod 7", "n1": "super pod 7", "n2": "super pod 8",
+                  "n3": "super pod 8"}),
+        ("787", {}),
+        ("7777", {}),
+        ("7.8.", {"n0": "super pod 7", "n2": "super pod 8"}),
+        ("....", {}),
+    ],
+    ids=["two halves", "more than half in one", "one for all", "not known of some", "of none"],
+)  # fmt: skip
+def test_super_pods_are_failure_domains_where_every_node_can_have_a_partner_outside(pods, domains):
+    places = [
+        RankPlace(node=f"n{rank // 2}", address=None, super_pod=pod if pod != "." else None)
+        for rank, pod in enumerate(pod for pod in pods for _ in range(2))
+    ]
+    assert super_pod_domains(places) == domains

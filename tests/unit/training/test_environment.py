@@ -45,6 +45,14 @@ def test_the_limits_of_the_collectives_are_the_jobs_in_the_units_of_hccl():
     assert variables["HCCL_IF_BASE_PORT"] == "50000"
 
 
+def test_the_variables_that_guides_explain_otherwise_have_their_reason():
+    reasons = {v.name: v.why for v in worker_variables(parse_job(document()))}
+    assert "nothing to do with communication" in reasons["COMBINED_ENABLE"]
+    assert "29500, as some guides have it, is torch's own default" in reasons["HCCL_IF_BASE_PORT"]
+    assert values()["COMBINED_ENABLE"] == "1"
+    assert values(env={"COMBINED_ENABLE": "0"})["COMBINED_ENABLE"] == "0"
+
+
 @pytest.mark.parametrize("exec_timeout_s", [1, 68, 1836, 7200])
 def test_the_event_wait_outlasts_the_execution_limit(exec_timeout_s):
     variables = values(comm={"exec_timeout_s": exec_timeout_s})
@@ -126,6 +134,7 @@ def test_the_event_limit_follows_an_execution_limit_of_the_jobs_own():
         ("HCCL_EXEC_TIMEOUT", "30min", "seconds"),
         ("HCCL_EVENT_TIMEOUT", "1836", "must exceed HCCL_EXEC_TIMEOUT=1836"),
         ("HCCL_IF_BASE_PORT", "80", "1024 to 65520"),
+        ("COMBINED_ENABLE", "2", "0 to 1"),
         ("HCCL_OP_RETRY_ENABLE", "1", "must look like"),
         ("HCCL_OP_RETRY_ENABLE", "L1:1", "comm.op_retry.enabled"),
         ("OMP_NUM_THREADS", "", "1 to 4096"),

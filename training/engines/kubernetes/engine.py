@@ -81,7 +81,10 @@ class KubernetesEngine:
             self._api, self._informer, job, self._spec,
             epoch=epoch, secrets_env=secrets_env or {}, created_s=created_s,
         )  # fmt: skip
-        self._ending = PodEnd(self._api, self._informer, self._cluster_nodes, self._address)
+        self._ending = PodEnd(
+            self._api, self._informer, self._cluster_nodes, self._address,
+            unmount_after_s=job.restart.unmount_after_s,
+        )  # fmt: skip
         self._forwarder = None if self._is_direct else Forwarder(self._api, self._spec.agent_port)
         self._members: dict[int, Member] = {}  # the current placement's
         self._current: dict[int, str] = {}  # names of the members' pods, where they have one

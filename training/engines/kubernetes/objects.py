@@ -42,6 +42,7 @@ GRACE_MARGIN_S = 10.0
 START_PROBE_PERIOD_S = 1
 START_PROBES = 300
 HOSTNAME = "kubernetes.io/hostname"
+SP_BLOCK = "sp-block"  # MindCluster's, of the PodGroup; without a domain
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ def pod_group(
         },
         "spec": {"minMember": spec.nodes, "queue": volcano.queue},
     }
+    if volcano.sp_block is not None:
+        document["metadata"]["annotations"] = {SP_BLOCK: str(volcano.sp_block)}
     if spec.resources:
         total = {name: _times(amount, spec.nodes) for name, amount in spec.resources.items()}
         document["spec"]["minResources"] = total
@@ -215,6 +218,8 @@ def _annotations(job: Job, spec: KubernetesEngineSpec) -> dict[str, str]:
     annotations = dict(spec.annotations)
     if spec.volcano is not None:
         annotations["scheduling.k8s.io/group-name"] = name_of(job)
+        if spec.volcano.sp_block is not None:
+            annotations[SP_BLOCK] = str(spec.volcano.sp_block)
     return annotations
 
 

@@ -241,6 +241,8 @@ class PodEnd:
         informer: follows the run's pods.
         cluster_nodes: tells which nodes the cluster itself calls lost.
         address: returns the address of a pod's agent.
+        unmount_after_s: how long the volumes of a pod that has ended are waited for; -1: as long
+            as its end.
     """
 
     def __init__(
@@ -249,10 +251,13 @@ class PodEnd:
         informer: Informer,
         cluster_nodes: ClusterNodes,
         address: Callable[[Pod], tuple[str, int]],
+        *,
+        unmount_after_s: int = -1,
     ) -> None:
         self._api, self._informer = api, informer
         self._cluster_nodes = cluster_nodes
         self._address = address
+        self._unmount_after_s = unmount_after_s
 
     def end(self, pods: Sequence[Pod], *, left: Collection[str] = ()) -> None:
         """Delete pods by force, and wait until their nodes have confirmed it.
@@ -273,7 +278,16 @@ class PodEnd:
             # A pod that never ran has left nothing; its kubelet would confirm that in a minute.
             self._api.delete(PODS, pod.name, grace_s=1 if pod.has_run else 0, uid=pod.uid)
         loud = [name for name in by_name if name not in silent]
-        self._informer.wait(lambda now: not _left(now, by_name, loud), timeout_s=END_TIMEOUT_S)
+        # A kubelet confirms the end of a pod once its volumes are unmounted.
+        after_s = self._unmount_after_s if self._unmount_after_s >= 0 else END_TIMEOUT_S
+        is_unmounted = self._informer.wait(
+            lambda now: not _left(now, by_name, loud), timeout_s=min(after_s, END_TIMEOUT_S)
+        )
+        if not is_unmounted:
+            self._informer.wait(
+                lambda now: all(Pod(now[name]).is_over for name in _left(now, by_name, loud)),
+                timeout_s=max(0.0, END_TIMEOUT_S - after_s),
+            )
         # Nobody confirms anything soon for a node that the cluster itself calls lost.
         nodes = {name: by_name[name].node for name in silent}
         late = [name for name, node in nodes.items()

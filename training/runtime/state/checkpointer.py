@@ -34,6 +34,7 @@ from perdure.training.runtime.state.part_names import PartNames
 from perdure.training.runtime.state.program_state import PROGRAM, with_room
 from perdure.training.runtime.state.random_numbers import random_states, set_random_states
 from perdure.training.runtime.state.restore import Restorer, StateOf, from_first
+from perdure.training.telemetry.mounted_files import mounted_rank_table, super_pod_of
 
 _log = logging.getLogger("perdure.runtime")
 
@@ -178,7 +179,9 @@ class Checkpointer:
         spec = self._context.job.checkpoint
         if not spec.partner_copies:
             return None
-        return Partnering(self._context.node, spec.partner_copies, spec.failure_domains)
+        node = self._context.node
+        super_pod = super_pod_of(mounted_rank_table(), node)
+        return Partnering(node, spec.partner_copies, spec.failure_domains, super_pod)
 
     def save(
         self,

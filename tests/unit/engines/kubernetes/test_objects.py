@@ -12,6 +12,7 @@ from perdure.training.config.job import Job
 from perdure.training.engines.base import Placement
 from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.objects import Owner, PodPlan
+from perdure.training.errors import InputError
 from perdure.training.journal.records import Member
 from tests.jobs import small_job
 from tests.values import not_none
@@ -100,6 +101,23 @@ def test_resources_are_requests_and_limits_in_one_and_the_group_needs_them_all()
     assert document["spec"]["schedulerName"] == "volcano"
     name = document["metadata"]["annotations"]["scheduling.k8s.io/group-name"]
     assert name == group["metadata"]["name"]
+
+
+def test_the_blocks_of_super_pods_are_told_to_the_scheduler():
+    gang_job = job(nodes=2, slots_per_node=2, volcano={"sp_block": 4})
+    assert pod(gang_job)["metadata"]["annotations"]["sp-block"] == "4"
+    spec = spec_of(gang_job)
+    group = objects.pod_group(gang_job, spec, not_none(spec.volcano), OWNER)
+    assert group["metadata"]["annotations"] == {"sp-block": "4"}
+    without = job(nodes=2, slots_per_node=2, volcano={})
+    assert "sp-block" not in pod(without)["metadata"]["annotations"]
+
+
+@pytest.mark.parametrize("sp_block", [1, 3, 8])
+def test_a_block_that_cuts_a_node_or_leaves_ranks_is_refused(sp_block):
+    words = f"sp_block={sp_block} must be a multiple of slots_per_node=2 and divide all 4 ranks"
+    with pytest.raises(InputError, match=words):
+        job(nodes=2, slots_per_node=2, volcano={"sp_block": sp_block})
 
 
 def test_on_the_host_network_two_agents_of_one_port_are_never_on_one_node():
