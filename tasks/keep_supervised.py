@@ -199,7 +199,7 @@ def _of_known(client: SyncPrefectClient, run_id: str) -> RunCase | None:
         if run.ledger.is_supervised():
             return None
         history = run.refresh()
-        if history.ended is not None and not history.ended.left_over:
+        if history.ended is not None and not history.ended.leftovers:
             note_end(run)
             return None
     except (InputError, StorageError) as error:

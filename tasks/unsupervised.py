@@ -127,9 +127,9 @@ def remedy_for(
 def _after_the_end(history: RunHistory, now_s: float) -> Remedy:
     """The remedy for a run that has ended, whose containers the platform may have kept."""
     ended = history.ended
-    has_left_over = ended is not None and bool(ended.left_over)
+    has_leftovers = ended is not None and bool(ended.leftovers)
     is_due = ended is not None and now_s - ended.at_s >= LEFT_OVER_PAUSE_S
-    return Remedy.CLEAR if has_left_over and is_due else Remedy.NOTHING
+    return Remedy.CLEAR if has_leftovers and is_due else Remedy.NOTHING
 
 
 def _another_start(flow_run: FlowRunFacts, now_s: float, *, alive: bool) -> Remedy:

@@ -249,7 +249,7 @@ class RunEnded(Record):
     Attributes:
         target_step: target of the job by then; None for a command without one.
         command: command of the job by then; None for a session.
-        left_over: what could not be taken down, and why; a later record without it: it is gone.
+        leftovers: what could not be taken down, and why; a later record without it: it is gone.
     """
 
     kind: Literal["run_ended"] = "run_ended"
@@ -257,7 +257,7 @@ class RunEnded(Record):
     message: str
     target_step: int | None = None
     command: tuple[str, ...] | None = None
-    left_over: str = ""
+    leftovers: str = ""
 
 
 class RunReopened(Record):

@@ -47,7 +47,7 @@ class NeedKind(StrEnum):
     WAITS = "waits"
     NO_SPARE = "no_spare"
     LIMIT = "limit"
-    LEFT_OVER = "left_over"
+    LEFT_OVER = "leftovers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def attention(
     """
     needs = [
         *_failed(history),
-        *_left_over(run_id, history),
+        *_leftovers(run_id, history),
         *_isolated(run_id, history),
         *_alerts(history),
     ]
@@ -185,16 +185,16 @@ def _failed(history: RunHistory) -> list[Need]:
     ]
 
 
-def _left_over(run_id: str, history: RunHistory) -> list[Need]:
+def _leftovers(run_id: str, history: RunHistory) -> list[Need]:
     ended = history.ended
-    if ended is None or not ended.left_over:
+    if ended is None or not ended.leftovers:
         return []
     action = (
         f"keep-supervised tries again every ten minutes, {code(f'perdure cancel {run_id}')} now"
     )
     since = clock_text(ended.at_s)
     return [
-        Need(NeedKind.LEFT_OVER, "Containers are left over", since, _why(ended.left_over), action)
+        Need(NeedKind.LEFT_OVER, "Containers are left over", since, _why(ended.leftovers), action)
     ]
 
 

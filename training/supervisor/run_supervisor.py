@@ -400,7 +400,7 @@ class RunSupervisor(RunHandle):
         """
         self.ledger.renew()  # fails where another has the run, before its containers are touched
         self._end_open_attempt()
-        left_over = self._take_down()
+        leftovers = self._take_down()
         view = self.refresh().open_attempt
         if self.history.attempts:  # saves in memory may be committed until the containers end
             self._writer.missed_checkpoints(self.history.attempts[-1])
@@ -413,7 +413,7 @@ class RunSupervisor(RunHandle):
             RunEnded,
             outcome=outcome,
             message=message,
-            left_over=left_over,
+            leftovers=leftovers,
             target_step=self.job.target_step,
             command=self.job.worker.command,
         )

@@ -213,7 +213,7 @@ def cancel(
     """
     name = run.job.run_id
     ended = run.refresh().ended
-    if ended is not None and not ended.left_over:
+    if ended is not None and not ended.leftovers:
         return f"{name}: has ended already: {ended.outcome}"
     try:
         run.take()
@@ -226,9 +226,9 @@ def cancel(
         outcome, message = ended.outcome, ended.message
     run.end(outcome, message)
     now = run.refresh().ended
-    if now is not None and now.left_over:
+    if now is not None and now.leftovers:
         raise EngineError(
-            f"{name}: {outcome}, but not all of it is taken down: {now.left_over}; "
+            f"{name}: {outcome}, but not all of it is taken down: {now.leftovers}; "
             f"`perdure cancel {name}` tries again"
         )
     if ended is not None:

@@ -18,7 +18,6 @@ import pytest
 
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.errors import TimedOut
-from perdure.training.agent.agent import is_orphaned
 from perdure.training.agent.checkpoint_server import REVIVED_AFTER_S, CheckpointServerProcess
 from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.commands.arguments import NAMES_IN_ARGUMENTS
@@ -443,25 +442,6 @@ def test_an_agent_without_a_supervisor_stops_its_workers_and_ends(new_container)
     container.start(sys.executable, "-c", STUBBORN, grace_s=0.2)
     assert container.process.wait(240) == 0
     assert container.processes() == []
-
-
-@pytest.mark.parametrize(
-    ("limit_s", "uncalled_s", "idle_s", "ends"),
-    [
-        (86_400.0, 86_000.0, 0.0, False),
-        (86_400.0, 86_401.0, 0.0, True),
-        (86_400.0, 80_000.0, 3_599.0, False),
-        (86_400.0, 80_000.0, 3_601.0, True),
-        (86_400.0, 3_601.0, 3_601.0, True),
-        (60.0, 61.0, 0.0, True),
-        (60.0, 59.0, 59.0, False),
-    ],
-    ids=str,
-)
-def test_a_container_whose_processes_have_ended_waits_an_hour_for_a_supervisor_at_most(
-    limit_s, uncalled_s, idle_s, ends
-):
-    assert is_orphaned(limit_s, uncalled_s=uncalled_s, idle_s=idle_s) is ends
 
 
 def test_an_agent_that_is_asked_to_end_stops_its_workers_first(new_container):

@@ -120,7 +120,7 @@ def test_the_end_of_a_run_is_on_record_where_taking_down_is_refused(run, monkeyp
     end = run.refresh().ended
     assert end is not None
     assert end.outcome == ("completed" if outcome == "done" else "failed")
-    assert end.left_over == f"pods/perdure-walk-m0: {FORBIDDEN}"
+    assert end.leftovers == f"pods/perdure-walk-m0: {FORBIDDEN}"
     assert not run.ledger.is_supervised()
     with pytest.raises(EngineError, match="not all of it is taken down: pods/perdure-walk-m0"):
         cancel(run)
@@ -129,12 +129,12 @@ def test_the_end_of_a_run_is_on_record_where_taking_down_is_refused(run, monkeyp
     assert cancel(run) == text
     later = run.refresh().ended
     assert later is not None
-    assert (later.outcome, later.message, later.left_over) == (end.outcome, end.message, "")
+    assert (later.outcome, later.message, later.leftovers) == (end.outcome, end.message, "")
     assert cancel(run) == f"walk: has ended already: {end.outcome}"
     assert len([r for r in run.ledger._records if isinstance(r, RunEnded)]) == 3
 
 
-def test_a_run_that_is_cancelled_without_a_supervisor_names_what_is_left_over(
+def test_a_run_that_is_cancelled_without_a_supervisor_names_what_is_leftovers(
     run, monkeypatch, caplog
 ):
     run.take()

@@ -61,7 +61,7 @@ def test_the_first_failure_is_told_when_the_containers_cannot_be_taken_down_eith
     monkeypatch.setattr(FakeFleet, "cancel", refuse)
     end = play(job, Cluster(["done"])).history.ended
     assert (end.outcome, end.message) == ("failed", "no placement: no pods")
-    assert end.left_over == "containers: no answer"
+    assert end.leftovers == "containers: no answer"
 
 
 @pytest.mark.usefixtures("without_waits")

@@ -115,7 +115,7 @@ def test_what_is_damaged_is_named_and_keeps_no_other_from_its_supervisor():
 
 def test_a_run_that_has_left_something_over_is_looked_at_again(run, perdure_home, monkeypatch):
     monkeypatch.setattr(keep_supervised, "_flow_run_of", lambda *_: None)
-    run.ledger.append(RunEnded, outcome="failed", message="", left_over="pods/a: forbidden")
+    run.ledger.append(RunEnded, outcome="failed", message="", leftovers="pods/a: forbidden")
     run.ledger.release()
     nowhere = SyncPrefectClient("http://127.0.0.1:9/api")  # it is not asked
     with disable_run_logger():

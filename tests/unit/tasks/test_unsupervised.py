@@ -144,14 +144,14 @@ def test_a_mere_start_does_not_advance_the_ledger():
 
 
 @pytest.mark.parametrize("state", [None, *ROWS])
-def test_what_an_ended_run_has_left_over_is_taken_down_every_ten_minutes(state):
+def test_what_an_ended_run_has_leftovers_is_taken_down_every_ten_minutes(state):
     history = over()
     assert history.ended is not None
-    left_over = history.ended.model_copy(update={"left_over": "pods/a: forbidden"})
+    leftovers = history.ended.model_copy(update={"leftovers": "pods/a: forbidden"})
     for ago_s, wanted in (
         (LEFT_OVER_PAUSE_S - 1, Remedy.NOTHING),
         (LEFT_OVER_PAUSE_S, Remedy.CLEAR),
     ):
-        history.ended = left_over.model_copy(update={"at_s": NOW_S - ago_s})
+        history.ended = leftovers.model_copy(update={"at_s": NOW_S - ago_s})
         assert about(history, state) is wanted
         assert about(history, state, supervised=True) is Remedy.NOTHING

@@ -147,9 +147,8 @@ class KubernetesEngine:
     def find_way(self) -> bool:
         """Look for agents that are all silent through the API server.
 
-        Once it leads to one of them, all are reached that way. Without the right to it, the cluster
-        has the last word: pods that are ready, on nodes that it trusts. While it does not answer
-        either, nobody could have heard them.
+        Once it leads to one of them, all are reached that way. Without the right to it, pods that
+        are ready on sound nodes run. While the server is away, too, nobody could have heard them.
         """
         if self._forwarder is not None:
             return False

@@ -115,7 +115,7 @@ def test_a_container_whose_secret_is_lost_is_replaced_and_the_other_stays(server
         (409, "exists", False),
         (410, "too old resource version", False),
         (422, "Pod is invalid: spec.containers[0].image: Required value", False),
-        (400, "unknown field spec.contaners", False),
+        (400, "unknown field spec.a", False),
     ],
     ids=str,
 )
