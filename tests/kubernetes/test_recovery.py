@@ -68,8 +68,8 @@ def test_a_run_outlasts_the_loss_of_a_rank_and_of_pods(runs, lab):
         ("container_lost", "pod_reschedule"),
     ]
     assert ["the pod was deleted" in line for line in played.evidence] == [False, True, True]
-    # The pod that stays keeps its count, and its processes start again.
-    assert played.counts == [[(1, 1), (1, 1)], [(1, 2), (2, 1)], [(2, 1), (2, 2)]]
+    # A process that replaces another is a start more; the pod that stays keeps its count.
+    assert played.counts == [[(1, 1), (1, 2)], [(1, 2), (2, 1)], [(2, 1), (2, 2)]]
     assert played.history.isolated == ()
 
 
