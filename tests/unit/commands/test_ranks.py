@@ -87,6 +87,7 @@ def test_a_rank_that_ends_while_its_launcher_lives_is_known_as_a_former_one(comm
     for process in [p for p in command.processes() if p.rank == 5]:
         os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: [p for p in command.processes(age_s=0) if p.pid == leader.pid] == [])
+    wait_for(lambda: len(command.former()) == 1)  # the list of processes may be a moment old
     (former,) = command.former()
     assert (former.rank, former.local_rank, former.ended_s is None) == (5, 1, False)
 
