@@ -6,6 +6,7 @@ The position is Megatron's `consumed_train_samples`: global samples, whatever th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from perdure.training.errors import InputError
@@ -131,3 +132,50 @@ class StepData:
 
     def close(self) -> None:
         """Nothing: Megatron's loaders end with the process."""
+
+
+class Evaluations:
+    """Whether a program evaluates, and its place in the validation data: state of a session.
+
+    Megatron tells the ranks when they start whether they evaluate: a process that joins later was
+    not there.
+
+    Args:
+        args: of the program, which has both.
+        loaders: of validation data.
+        joins: the process takes another's place.
+    """
+
+    def __init__(self, args: Any, loaders: Sequence[MovableLoader], *, joins: bool) -> None:
+        self._args = args
+        self._loaders = loaders
+        self._names = ("do_valid", "do_test") if joins else ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what other ranks have alike."""
+        flags = {name: bool(getattr(self._args, name)) for name in ("do_valid", "do_test")}
+        return {**flags, "consumed_valid_samples": int(self._args.consumed_valid_samples)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over `state_dict`; a run that starts again has its arguments' own flags."""
+        for name in self._names:
+            setattr(self._args, name, state[name])
+        self._move_to(state["consumed_valid_samples"])
+
+    @contextmanager
+    def moved_on(self) -> Iterator[None]:
+        """Be behind an evaluation's samples where it is cut short, as the others are."""
+        args = self._args
+        before = args.consumed_valid_samples
+        try:
+            yield
+        except BaseException:
+            if isinstance(args.eval_iters, int):  # else each evaluation reads all data
+                self._move_to(before + args.eval_iters * args.global_batch_size)
+            raise
+
+    def _move_to(self, consumed_samples: int) -> None:
+        if consumed_samples != self._args.consumed_valid_samples:
+            self._args.consumed_valid_samples = consumed_samples
+            for loader in self._loaders:
+                loader.move_to(consumed_samples)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from perdure.integrations.framework_steps import FrameworkSteps
-from perdure.integrations.megatron_data import MovableLoader, StepData
+from perdure.integrations.megatron_data import Evaluations, MovableLoader, StepData
 from perdure.integrations.megatron_parts import MegatronParts
 from perdure.integrations.megatron_settings import check_arguments, check_training, layout_of
 from perdure.integrations.megatron_state import Schedule
@@ -50,6 +50,7 @@ REPLACED: Mapping[str, str] = {
     "train_step": "train_step",
     "evaluate_and_print_results": "evaluate",
     "save_checkpoint_and_time": "save",
+    "checkpoint_and_decide_exit": "decide_exit",
     "disable_forward_pre_hook": "disable_hooks",
     "force_param_sync": "gather",
 }
@@ -69,6 +70,7 @@ class MegatronLoop:
         self._completed = 0
         self._steps = FrameworkSteps(session, completed=lambda: self._completed)
         self._loaders: list[MovableLoader] = []
+        self._valid_loaders: list[MovableLoader] = []
         self._losses: tuple[int, dict[str, Tensor]] = (0, {})
 
     def attach(self, module: ModuleType) -> None:
@@ -82,20 +84,32 @@ class MegatronLoop:
     def _args(self) -> Any:
         return self._globals.get_args()
 
-    def initialize(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    def lay_out(self) -> None:
         """Check the arguments, and lay out the ranks by them, before groups are made."""
+        if self._args.exit_signal_handler:  # the session itself saves and ends at SIGTERM
+            self._globals.get_signal_handler().release()
+            self._args.exit_signal_handler = False
         check_arguments(self._session.job, self._args)
         self._session.lay_out(layout_of(self._args, self._session.world_size))
-        return original(*args, **named)
+        joins = self._session.is_alone
+        self._evaluations = Evaluations(self._args, self._valid_loaders, joins=joins)
 
     def build_loaders(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Build the loaders, that of the training data such that it can be moved."""
-        train, *further = original(*args, **named)
-        if isinstance(train, DataLoader):
-            build = original.__globals__["build_pretraining_data_loader"]
-            train = MovableLoader(train, partial(build, train.dataset))
-            self._loaders.append(train)
-        return train, *further
+        """Build the loaders, such that they can be moved."""
+        build = original.__globals__["build_pretraining_data_loader"]
+
+        def movable(loader: Any, loaders: list[MovableLoader]) -> Any:
+            if isinstance(loader, list) and len(loader) == 1:  # of several validation sets
+                return [movable(loader[0], loaders)]
+            if not isinstance(loader, DataLoader):
+                return loader
+            loaders.append(MovableLoader(loader, partial(build, loader.dataset)))
+            return loaders[-1]
+
+        train, valid, *further = original(*args, **named)
+        if self._session.is_alone:  # the first rank has told the others so when they started
+            self._args.do_train = True
+        return movable(train, self._loaders), movable(valid, self._valid_loaders), *further
 
     def train(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Restore, or take another process's place, and train from there."""
@@ -142,7 +156,7 @@ class MegatronLoop:
             ),
             clip=parts.clip,
             optimize=parts.apply,
-            state={"megatron": parts.state},
+            state={"megatron": parts.state, "evaluations": self._evaluations},
             reset=parts.reset,
             compare=parts.compared,
         )
@@ -206,13 +220,28 @@ class MegatronLoop:
 
     def evaluate(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """An evaluation, which has the time limit of one."""
-        return self._between_steps(Phase.EVALUATE, partial(original, *args, **named))
+
+        def work() -> Any:
+            with self._evaluations.moved_on():
+                return original(*args, **named)
+
+        return self._between_steps(Phase.EVALUATE, "evaluation", work)
 
     def save(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """A save in Megatron's own format."""
-        return self._between_steps(Phase.SAVE, partial(original, *args, **named))
+        work = partial(original, *args, **named)
+        return self._between_steps(Phase.SAVE, "save of Megatron's own", work)
 
-    def _between_steps(self, phase: Phase, work: Callable[[], Any]) -> Any:
+    def decide_exit(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Megatron's saves, and an end by its clock, which all ranks agree on."""
+        work = partial(original, *args, **named)
+        if not self._args.exit_duration_in_mins:
+            return work()
+        return self._between_steps(Phase.SAVE, "look at the clock", work, gathers=False)
+
+    def _between_steps(
+        self, phase: Phase, name: str, work: Callable[[], Any], *, gathers: bool = True
+    ) -> Any:
         session = self._session
         if not self._steps.has_begun or not self._steps.loop.requests.in_loop:
             return work()
@@ -222,7 +251,8 @@ class MegatronLoop:
         try:
             timers = _timers_restored(self._globals.get_timers())
             with session.together(), session.during(phase), timers:
-                self._parts.gather()
+                if gathers:
+                    self._parts.gather()
                 return work()
         except (RuntimeError, WorkerError) as error:
             if not loop.is_recoverable(error):
@@ -231,8 +261,7 @@ class MegatronLoop:
             # take part: whatever was cut short is left out.
             error.__traceback__ = None
             step.error = error
-            work_name = "evaluation" if phase is Phase.EVALUATE else "save of Megatron's own"
-            _log.warning(f"the {work_name} at step {step.number} is left out: {error}")
+            _log.warning(f"the {name} at step {step.number} is left out: {error}")
             return None
 
     def disable_hooks(

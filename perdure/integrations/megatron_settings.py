@@ -40,9 +40,7 @@ REFUSED: Mapping[str, str] = {
     "log_straggler": "a process that joins later cannot take part in it",
     "check_weight_hash_across_dp_replicas_interval": "watch.consistency_every_steps compares the "
     "replicas",
-    "exit_signal_handler": "Perdure itself saves and ends at SIGTERM",
-    "exit_duration_in_mins": "each rank would decide by its own clock: the job's allocation has "
-    "a limit",
+    "inprocess_restart": "Perdure replaces ranks itself",
     "adlr_autoresume": "Perdure restarts the run",
     "async_save": "checkpoint of the job saves beside the training",
     "iterations_to_skip": "restart.data_skipping is for sessions of your own",

@@ -1,5 +1,6 @@
-"""A program of Megatron with a GPT of two layers, and the one line that has Perdure take it over.
+"""A program of Megatron with a GPT of two layers, which the job's `integration` takes over.
 
+With BY_LINE=1 the one line of a script does it instead.
 With SHOT=RANK:STEP:MICRO_BATCH a rank kills itself in a forward pass, once in a run.
 """
 
@@ -21,8 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import get_args, pretrain
-
-from perdure.integrations.megatron import take_over
 
 VOCAB = 64
 NUM_ROWS = 4096
@@ -117,5 +116,8 @@ def forward_step(data_iterator, model):
 
 
 if __name__ == "__main__":
-    take_over()
+    if os.environ.get("BY_LINE"):
+        from perdure.integrations.megatron import take_over
+
+        take_over()
     pretrain(datasets, model_provider, forward_step)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perdure.integrations.megatron_data import MovableLoader, StepData
+from perdure.integrations.megatron_data import Evaluations, MovableLoader, StepData
 from perdure.integrations.megatron_settings import (
     REFUSED,
     check_arguments,
@@ -156,3 +156,44 @@ def test_each_model_chunk_has_an_iterator_of_its_own():
     batches = data.next_step()
     first, second, third = data.iterators_of(iter(batches))
     assert ([*first], second, [*third]) == ([0, 1], None, [50, 51])
+
+
+def evaluations_of(args: Namespace, *, joins: bool) -> tuple[Evaluations, MovableLoader]:
+    loader = MovableLoader(loader_from(args.consumed_valid_samples), loader_from)
+    return Evaluations(args, [loader], joins=joins), loader
+
+
+def test_a_process_that_joins_evaluates_where_the_others_do_and_what_they_do():
+    others, _ = evaluations_of(
+        Namespace(do_valid=True, do_test=False, consumed_valid_samples=24), joins=False
+    )
+    args = Namespace(do_valid=False, do_test=False, consumed_valid_samples=0)
+    joined, loader = evaluations_of(args, joins=True)
+    rows = iter(loader)
+    assert next(rows) == 0
+    joined.load_state_dict(others.state_dict())
+    assert (args.do_valid, args.do_test, args.consumed_valid_samples) == (True, False, 24)
+    assert next(rows) == 6
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_run_that_starts_again_evaluates_as_its_arguments_say(flag):
+    args = Namespace(do_valid=flag, do_test=flag, consumed_valid_samples=0)
+    state = {"do_valid": not flag, "do_test": not flag, "consumed_valid_samples": 8}
+    evaluations_of(args, joins=False)[0].load_state_dict(state)
+    assert (args.do_valid, args.do_test, args.consumed_valid_samples) == (flag, flag, 8)
+
+
+@pytest.mark.parametrize(("eval_iters", "expected"), [(2, 24), (5, 48), (None, 9), ([3, 4], 9)])
+def test_an_evaluation_that_is_cut_short_has_all_ranks_at_the_same_place(eval_iters, expected):
+    args = Namespace(consumed_valid_samples=8, eval_iters=eval_iters, global_batch_size=8)
+    evaluations, _ = evaluations_of(args, joins=False)
+
+    def evaluate() -> None:
+        with evaluations.moved_on():
+            args.consumed_valid_samples = 9  # somewhere in it
+            raise RuntimeError("cut")
+
+    with pytest.raises(RuntimeError, match="cut"):
+        evaluate()
+    assert args.consumed_valid_samples == expected

@@ -6,6 +6,9 @@ collective here: losses, evaluation, saves, barriers of timers, logs.
 
 from __future__ import annotations
 
+import sys
+import time
+
 import torch
 from megatron.core import mpu
 from megatron.core.distributed import (
@@ -22,8 +25,10 @@ from megatron.core.utils import get_model_config
 
 from .checkpointing import save_checkpoint
 from .data_samplers import build_pretraining_data_loader
-from .global_vars import get_args, get_timers
+from .global_vars import get_args, get_signal_handler, get_timers
 from .initialize import initialize_megatron
+
+_TRAIN_START_TIME = time.time()
 
 
 def pretrain(train_valid_test_dataset_provider, model_provider, forward_step_func) -> None:
@@ -44,18 +49,20 @@ def pretrain(train_valid_test_dataset_provider, model_provider, forward_step_fun
     timers = get_timers()
     timers("setup", log_level=0).start(barrier=True)
     timers("setup").stop()
-    iteration, _ = train(
-        forward_step_func,
-        model,
-        optimizer,
-        opt_param_scheduler,
-        train_data_iterator,
-        valid_data_iterator,
-        None,
-        get_model_config(model[0]),
-        {},
-        None,
-    )
+    iteration = 0
+    if args.do_train:
+        iteration, _ = train(
+            forward_step_func,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            train_data_iterator,
+            valid_data_iterator,
+            None,
+            get_model_config(model[0]),
+            {},
+            None,
+        )
     if args.save and iteration % args.save_interval:
         save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
     if args.eval_iters:
@@ -105,7 +112,7 @@ def setup_model_and_optimizer(model_provider_func):
         model,
         use_gloo_process_groups=args.enable_gloo_process_groups,
     )
-    steps = args.train_iters * args.global_batch_size
+    steps = (args.lr_decay_iters or args.train_iters) * args.global_batch_size
     opt_param_scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -134,7 +141,7 @@ def build_train_valid_test_data_loaders(build_train_valid_test_datasets_provider
         )
         flags = torch.tensor([1, int(args.eval_iters > 0)], dtype=torch.long)
     torch.distributed.broadcast(flags, 0)
-    args.do_train, args.do_valid = flags.tolist()
+    args.do_train, args.do_valid, args.do_test = *flags.tolist(), False
     return loaders
 
 
@@ -283,7 +290,7 @@ def train(
     config.finalize_model_grads_func = finalize_model_grads
     timers("interval-time", log_level=0).start(barrier=True)
     forward_backward_func = get_forward_backward_func()
-    hooks_are_on = False
+    hooks_are_on = should_exit = False
     if should_disable_forward_pre_hook(args):
         disable_forward_pre_hook(model, param_sync=False)
     num_microbatches = get_num_microbatches()
@@ -345,11 +352,47 @@ def train(
             if should_disable_forward_pre_hook(args):
                 enable_forward_pre_hook(model)
             timers("interval-time", log_level=0).start(barrier=True)
-        if args.save and iteration % args.save_interval == 0:
-            save_checkpoint_and_time(iteration, model, optimizer, opt_param_scheduler, 0, {})
+        should_exit = checkpoint_and_decide_exit(
+            model, optimizer, opt_param_scheduler, iteration, 0, {}, train_data_iterator
+        )
+        if should_exit:
+            break
     if hooks_are_on:
         disable_forward_pre_hook(model)
+    if should_exit:
+        sys.exit(0)
     return iteration, 0
+
+
+def checkpoint_and_decide_exit(
+    model,
+    optimizer,
+    opt_param_scheduler,
+    iteration,
+    num_floating_point_operations_so_far,
+    checkpointing_context,
+    train_data_iterator,
+) -> bool:
+    args = get_args()
+    if args.exit_signal_handler and any(get_signal_handler().signals_received()):
+        return True
+    if args.save and iteration % args.save_interval == 0:
+        save_checkpoint_and_time(
+            iteration,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            num_floating_point_operations_so_far,
+            checkpointing_context,
+            train_data_iterator=train_data_iterator,
+        )
+    if args.exit_duration_in_mins:
+        minutes = (time.time() - _TRAIN_START_TIME) / 60
+        is_over = torch.tensor([float(minutes > args.exit_duration_in_mins)])
+        torch.distributed.all_reduce(is_over, op=torch.distributed.ReduceOp.MAX)
+        if is_over.item():
+            return True
+    return bool(args.exit_interval) and iteration % args.exit_interval == 0
 
 
 def evaluate_and_print_results(
@@ -382,6 +425,7 @@ def evaluate_and_print_results(
                 decoder_seq_length=args.decoder_seq_length,
                 forward_only=True,
             )
+            args.consumed_valid_samples += args.global_batch_size
             for one in losses:
                 total += one["lm loss"]
     if mpu.is_pipeline_last_stage(ignore_virtual=True):
