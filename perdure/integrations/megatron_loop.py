@@ -4,7 +4,8 @@ Functions that it calls by name are replaced by methods here, which call them. A
 whole, from the first micro-batch to the optimizer and its schedule; a fault in it is recovered
 from, and it runs again. What Megatron does between two steps, each rank does alone: a process that
 joins later has never been there. Evaluations and Megatron's own saves are done together, and one
-that a fault cuts short is left out. Written against Megatron-LM core_v0.16.1.
+that a fault cuts short is left out. Written against Megatron-LM core_v0.16.1
+and core_v0.12.1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -32,7 +34,12 @@ from torch.utils.data import DataLoader
 from perdure.integrations.framework_steps import FrameworkSteps
 from perdure.integrations.megatron_data import Evaluations, MovableLoader, StepData
 from perdure.integrations.megatron_parts import MegatronParts
-from perdure.integrations.megatron_settings import check_arguments, check_training, layout_of
+from perdure.integrations.megatron_settings import (
+    check_arguments,
+    check_training,
+    layout_of,
+    num_results,
+)
 from perdure.integrations.megatron_state import Schedule
 from perdure.training.diagnosis.exits import EXIT_DONE
 from perdure.training.errors import InputError
@@ -40,6 +47,7 @@ from perdure.training.liveness.heartbeat import Phase
 from perdure.training.runtime.errors import WorkerError
 from perdure.training.runtime.session import Session
 from perdure.training.runtime.state.random_numbers import seed_of
+from perdure.training.runtime.step_loop.step import Step
 
 _log = logging.getLogger("perdure.megatron")
 
@@ -54,7 +62,6 @@ REPLACED: Mapping[str, str] = {
     "disable_forward_pre_hook": "disable_hooks",
     "force_param_sync": "gather",
 }
-NUM_RESULTS = 8  # of train_step
 
 
 class MegatronLoop:
@@ -189,7 +196,7 @@ class MegatronLoop:
         forward_backward = arguments.get("forward_backward_func") or get_forward_backward_func()
         with _timers_restored(self._globals.get_timers()):
             losses = forward_backward(
-                forward_step_func=arguments["forward_step_func"],
+                forward_step_func=_drilled(arguments["forward_step_func"], step),
                 data_iterator=self._data.iterators_of(step.micro_batches()),
                 model=arguments["model"],
                 num_microbatches=len(step.data),
@@ -200,7 +207,7 @@ class MegatronLoop:
             )
             self._losses = (step.number, _reduced(losses) if _has_losses() else {})
             for loss in [*self._losses[1].values()][:1]:
-                step.report_loss(loss)
+                step.report_loss(step.drilled(loss))
             step.apply()
         is_last = step.number >= self._session.job.steps
         vote = step.vote
@@ -216,7 +223,7 @@ class MegatronLoop:
         skipped = int(parts.is_skipped)
         norm = None if skipped else vote.grad_norm
         result = (losses, skipped, False, False, 0, norm, parts.num_zeros, 0)
-        return result[:NUM_RESULTS]
+        return result[: num_results(megatron.core.__version__)]
 
     def evaluate(self, original: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """An evaluation, which has the time limit of one."""
@@ -281,15 +288,34 @@ def _num_micro_batches(consumed_samples: int) -> int:
     return int(get_num_microbatches())
 
 
+def _drilled(forward_step: Callable[..., Any], step: Step) -> Callable[..., Any]:
+    """Have the losses of a step as a drill has them."""
+
+    def drilled(*args: Any, **named: Any) -> Any:
+        output, loss_of = forward_step(*args, **named)
+
+        def drilled_loss_of(*outputs: Any, **further: Any) -> Any:
+            loss, *others = loss_of(*outputs, **further)
+            return step.drilled(loss), *others
+
+        return output, drilled_loss_of
+
+    return drilled
+
+
 def _has_losses() -> bool:
     return bool(mpu.is_pipeline_last_stage(ignore_virtual=True))
 
 
-def _reduced(losses: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _reduced(losses: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Average what the micro-batches have reported, as Megatron's train_step does. Collective."""
     reduced: dict[str, Tensor] = {}
     for key in losses[0]:
-        values = [micro_batch[key].view(-1) for micro_batch in losses]
+        reported = [micro_batch[key] for micro_batch in losses]
+        if isinstance(reported[0], tuple | list):  # core 0.12: the program itself has reduced them
+            reduced[key] = sum(one[0] for one in reported) / sum(one[1] for one in reported)
+            continue
+        values = [value.view(-1) for value in reported]
         if values[0].numel() == 2:  # the sum over tokens, and their number
             total = torch.vstack(values).sum(dim=0)
             dist.all_reduce(total, group=mpu.get_data_parallel_group(with_context_parallel=True))

@@ -78,8 +78,9 @@ class MegatronParts:
             group.grad_reduce_handle = group.param_gather_handle = None
             group.param_gather_dispatched = False
             group.golden_per_param_grad_ready_counts = {}
-            group.per_param_grad_ready_counts = {}
-            group.is_first_batch = group.is_last_microbatch = True
+            group.per_param_grad_ready_counts = {}  # before `reset`, which would keep them
+            group.is_first_batch = True
+            group.reset()
         self._is_gathered = not self._is_sharded
         self._is_left_to_hooks = False
 

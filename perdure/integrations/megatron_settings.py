@@ -14,7 +14,8 @@ from perdure.training.errors import InputError
 from perdure.training.recovery.replicas import ParallelLayout, RankOrder
 
 # Releases of megatron-core whose private names the tests have replaced: from this one, below that.
-TESTED = ((0, 16, 1), (0, 17, 0))
+# The older are MindSpeed-LLM's.
+TESTED = (((0, 12, 1), (0, 13, 0)), ((0, 16, 1), (0, 17, 0)))
 _NUMBERS = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 # Argument, as args has it, to the reason why it is refused when it is on.
@@ -41,6 +42,8 @@ REFUSED: Mapping[str, str] = {
     "check_weight_hash_across_dp_replicas_interval": "watch.consistency_every_steps compares the "
     "replicas",
     "inprocess_restart": "Perdure replaces ranks itself",
+    "enable_high_availability": "Perdure replaces ranks itself: restart.from_platform takes this "
+    "argument, and those that belong to it",
     "adlr_autoresume": "Perdure restarts the run",
     "async_save": "checkpoint of the job saves beside the training",
     "iterations_to_skip": "restart.data_skipping is for sessions of your own",
@@ -59,12 +62,21 @@ def check_version(version: str) -> None:
     Raises:
         InputError: it is outside of the tested range.
     """
+    numbers = _numbers(version)
+    if not any(first <= numbers < beyond for first, beyond in TESTED):
+        ranges = (f"from {_text(first)} to below {_text(beyond)}" for first, beyond in TESTED)
+        text = f"{version}: perdure.integrations.megatron is {' and '.join(ranges)}"
+        raise InputError("megatron-core", text)
+
+
+def num_results(version: str) -> int:
+    """Return how many values `train_step` returns to the loop of a release."""
+    return 8 if _numbers(version) >= TESTED[-1][0] else 7
+
+
+def _numbers(version: str) -> tuple[int, ...]:
     match = _NUMBERS.match(version)
-    numbers = tuple(int(number or 0) for number in match.groups()) if match is not None else ()
-    first, beyond = TESTED
-    if not first <= numbers < beyond:
-        tested = f"from {_text(first)} to below {_text(beyond)}"
-        raise InputError("megatron-core", f"{version}: perdure.integrations.megatron is {tested}")
+    return tuple(int(number or 0) for number in match.groups()) if match is not None else ()
 
 
 def _text(numbers: tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ from perdure.integrations.megatron_settings import (
     check_training,
     check_version,
     layout_of,
+    num_results,
 )
 from perdure.training.errors import InputError
 from perdure.training.recovery.replicas import ParallelLayout, RankOrder
@@ -35,15 +36,22 @@ JOB: Any = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("version", ["0.16.1", "0.16.4", "0.16.2rc1"])
+@pytest.mark.parametrize("version", ["0.12.1", "0.12.3", "0.16.1", "0.16.4", "0.16.2rc1"])
 def test_a_tested_release_is_taken(version):
     check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.12.1", "0.16.0", "0.17.0", "1.0", "unknown"])
+@pytest.mark.parametrize(
+    "version", ["0.12.0", "0.13.0", "0.15.3", "0.16.0", "0.17.0", "1.0", "unknown"]
+)
 def test_another_release_is_refused_in_one_line(version):
-    with pytest.raises(InputError, match=rf"megatron-core: {version}: .* from 0\.16\.1 to below"):
+    with pytest.raises(InputError, match=rf"megatron-core: {version}: .* from 0\.16\.1"):
         check_version(version)
+
+
+@pytest.mark.parametrize(("version", "count"), [("0.12.1", 7), ("0.12.3", 7), ("0.16.1", 8)])
+def test_a_step_returns_what_the_loop_of_its_release_takes(version, count):
+    assert num_results(version) == count
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,9 @@ def setup_model_and_optimizer(model_provider_func):
         )
         for number, chunk in enumerate(chunks)
     ]
+    gathers = {"overlap_param_gather": args.overlap_param_gather}
+    if not hasattr(OptimizerConfig, "overlap_param_gather"):  # core 0.12
+        gathers = {}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -105,9 +108,9 @@ def setup_model_and_optimizer(model_provider_func):
             loss_scale_window=4,
             hysteresis=1,
             use_distributed_optimizer=args.use_distributed_optimizer,
-            overlap_param_gather=args.overlap_param_gather,
             log_num_zeros_in_grad=args.log_num_zeros_in_grad,
             params_dtype=get_model_config(model[0]).params_dtype,
+            **gathers,
         ),
         model,
         use_gloo_process_groups=args.enable_gloo_process_groups,
@@ -301,7 +304,7 @@ def train(
         num_microbatches = get_num_microbatches()
         update_num_microbatches(args.consumed_train_samples, consistency_check=True)
         args.curr_iteration = iteration
-        loss_dict, skipped_iter, _, should_exit, _, grad_norm, num_zeros, max_logit = train_step(
+        loss_dict, skipped_iter, _, should_exit, _, grad_norm, num_zeros, *max_logit = train_step(
             forward_step_func,
             train_data_iterator,
             model,
