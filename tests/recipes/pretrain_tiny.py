@@ -53,7 +53,9 @@ def model_provider(vp_stage: int = 0) -> GPTModel:
         num_attention_heads=args.num_attention_heads,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=stages, num_moe_experts=args.num_experts,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        moe_token_dispatcher_type="alltoall",
         use_cpu_initialization=True, pipeline_dtype=dtype, params_dtype=dtype,
         bf16=args.bf16, fp16=args.fp16, hidden_dropout=args.dropout,
         attention_dropout=args.dropout, gradient_accumulation_fusion=False,
@@ -62,7 +64,8 @@ def model_provider(vp_stage: int = 0) -> GPTModel:
     )  # fmt: skip
     virtual = {"vp_stage": vp_stage} if stages else {}
     return GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=VOCAB, max_sequence_length=args.seq_length,
+        config, get_gpt_layer_local_spec(num_experts=args.num_experts),
+        vocab_size=VOCAB, max_sequence_length=args.seq_length,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=not stages, **virtual),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=not stages, **virtual),
         share_embeddings_and_output_weights=True, **virtual,

@@ -30,6 +30,7 @@ def parse_args() -> Namespace:
         "--disable-gloo-process-groups", action="store_false", dest="enable_gloo_process_groups"
     )
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    parser.add_argument("--num-experts", type=int)
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
     parser.add_argument("--rerun-mode", default="validate_results")
     parser.add_argument("--cuda-graph-impl", default="none")
