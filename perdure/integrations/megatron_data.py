@@ -166,12 +166,12 @@ class Evaluations:
     def moved_on(self) -> Iterator[None]:
         """Be behind an evaluation's samples where it is cut short, as the others are."""
         args = self._args
-        before = args.consumed_valid_samples
+        start = args.consumed_valid_samples
         try:
             yield
         except BaseException:
             if isinstance(args.eval_iters, int):  # else each evaluation reads all data
-                self._move_to(before + args.eval_iters * args.global_batch_size)
+                self._move_to(start + args.eval_iters * args.global_batch_size)
             raise
 
     def _move_to(self, consumed_samples: int) -> None:

@@ -295,8 +295,8 @@ def _drilled(forward_step: Callable[..., Any], step: Step) -> Callable[..., Any]
         output, loss_of = forward_step(*args, **named)
 
         def drilled_loss_of(*outputs: Any, **further: Any) -> Any:
-            loss, *others = loss_of(*outputs, **further)
-            return step.drilled(loss), *others
+            loss, *values = loss_of(*outputs, **further)
+            return step.drilled(loss), *values
 
         return output, drilled_loss_of
 
@@ -313,7 +313,8 @@ def _reduced(losses: list[dict[str, Any]]) -> dict[str, Tensor]:
     for key in losses[0]:
         reported = [micro_batch[key] for micro_batch in losses]
         if isinstance(reported[0], tuple | list):  # core 0.12: the program itself has reduced them
-            reduced[key] = sum(one[0] for one in reported) / sum(one[1] for one in reported)
+            sums = [sum(column) for column in zip(*reported, strict=True)]
+            reduced[key] = sums[0] / sums[1]
             continue
         values = [value.view(-1) for value in reported]
         if values[0].numel() == 2:  # the sum over tokens, and their number
