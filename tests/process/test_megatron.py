@@ -304,13 +304,13 @@ def test_at_the_end_of_megatrons_own_time_all_ranks_have_saved_the_same_step(hom
         assert f"called sys.exit() at step {last} of {STEPS}" in log.read_text()
 
 
-class Interrupted(Exception):
+class RunCutError(Exception):
     """Ends a run from outside."""
 
 
 def interrupt(_run: RunSupervisor, progress: Progress) -> None:
     if progress.last is not None and progress.last.step >= 5:
-        raise Interrupted
+        raise RunCutError
 
 
 @pytest.mark.long
@@ -319,7 +319,7 @@ def test_a_run_goes_on_with_half_the_data_parallel_ranks(home, form):
     same = ("--global-batch-size=16", "--dropout=0")
     name = f"fewer-{len(form.arguments)}"
     batch = {"global_batch_size": 8, "micro_batch_size": 1}  # of the job, which has no use for it
-    with pytest.raises(Interrupted):
+    with pytest.raises(RunCutError):
         play(home, name, form, *same, env=PACED, hook=interrupt, batch=batch)
     store = {"address": f"file://{home / 'store'}"}
     fewer = replace(form, ranks=2)
