@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +75,6 @@ FORMS = {
             "--num-layers-per-virtual-pipeline-stage=1",
         ),
     ),
-    "experts": Form(4, ("--expert-model-parallel-size=2", "--num-experts=4")),
     "two instances": Form(4, INSTANCES),
     "buckets": Form(2, BUCKETS),
     "buckets of two instances": Form(4, (*INSTANCES, *BUCKETS)),
@@ -302,33 +301,6 @@ def test_at_the_end_of_megatrons_own_time_all_ranks_have_saved_the_same_step(hom
     assert last < STEPS
     for log in (home / "runs" / "duration").rglob("rank-*.stderr.log"):
         assert f"called sys.exit() at step {last} of {STEPS}" in log.read_text()
-
-
-class RunCutError(Exception):
-    """Ends a run from outside."""
-
-
-def interrupt(_run: RunSupervisor, progress: Progress) -> None:
-    if progress.last is not None and progress.last.step >= 5:
-        raise RunCutError
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("form", [Form(4), FORMS["tensor"]], ids=["data", "tensor"])
-def test_a_run_goes_on_with_half_the_data_parallel_ranks(home, form):
-    same = ("--global-batch-size=16", "--dropout=0")
-    name = f"fewer-{len(form.arguments)}"
-    batch = {"global_batch_size": 8, "micro_batch_size": 1}  # of the job, which has no use for it
-    with pytest.raises(RunCutError):
-        play(home, name, form, *same, env=PACED, hook=interrupt, batch=batch)
-    store = {"address": f"file://{home / 'store'}"}
-    fewer = replace(form, ranks=2)
-    rest = play(home / "elsewhere", name, fewer, *same, env=PACED, batch=batch, storage=store)
-    assert rest.ended == "completed"
-    assert rest.history.attempts[-1].from_step >= 4
-    whole = play(home, f"{name}-whole", form, *same, batch=batch)
-    for step in range(1, STEPS + 1):  # sums are rounded in another order on fewer ranks
-        assert rest.curve[step][0] == pytest.approx(whole.curve[step][0], rel=1e-4)
 
 
 # Megatron-LM's own tree, a checkout at the tag core_v0.16.1 that MEGATRON_LM names.

@@ -62,16 +62,7 @@ def _stand_in() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    _leave_out_router_kernel()
     logging.getLogger(random.__name__).setLevel(logging.ERROR)  # the host's generator moves
-
-
-def _leave_out_router_kernel() -> None:
-    """Without Transformer Engine the name is not defined that the router of experts looks at."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
 
 
 _stand_in()
