@@ -11,7 +11,7 @@ export DO_NOT_TRACK := 1
 # A run starts dozens of processes: where images have this set, each would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan soak chaos bench bench-storage bench-recovery bench-scale check format clean
+.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan test-megatron test-megatron-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-npu   with the real torch_npu, on emulated Ascend devices"
 	@echo "make test-npu-long  the longer ones"
 	@echo "make test-torchtitan  with the real torchtitan, on the CPU"
+	@echo "make test-megatron  with the real megatron-core, on the CPU"
 	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
@@ -190,6 +191,23 @@ $(TITAN_VENV)/.installed: $(VENV)/.installed
 
 test-torchtitan: $(TITAN_VENV)/.installed
 	$(TEST) tests/process/test_torchtitan.py
+
+# Megatron-core in an environment of its own, with all that .venv has.
+MEGATRON_VENV := .venv-megatron
+TEST_MEGATRON := $(MEGATRON_VENV)/bin/python -m pytest tests/process/test_megatron.py --durations 20
+
+$(MEGATRON_VENV)/.installed: $(VENV)/.installed
+	test -x $(MEGATRON_VENV)/bin/python || $(PYTHON) -m venv $(MEGATRON_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		>$$($(MEGATRON_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-venv.pth
+	$(MEGATRON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[megatron]'
+	touch $@
+
+test-megatron: $(MEGATRON_VENV)/.installed
+	$(TEST_MEGATRON) -m "not long"
+
+test-megatron-long: $(MEGATRON_VENV)/.installed
+	$(TEST_MEGATRON)
 
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
 # that fails with CHAOS_OPTIONS=--shrink. On emulated NPUs (DEVICE=npu) it is thirty times.

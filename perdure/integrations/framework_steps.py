@@ -81,7 +81,7 @@ class FrameworkSteps:
 
     def _go_back(self) -> NoReturn:
         _log.info(
-            f"the Trainer has completed step {self._completed()} and cannot go back to step "
+            f"the program's loop has completed step {self._completed()} and cannot go back to step "
             f"{self.loop.state.step}: all ranks start again from the newest checkpoint"
         )
         raise SystemExit(EXIT_RESTART_ME)

@@ -344,6 +344,10 @@ class WorkerSpec(SettingsModel):
         "python does; a callback of perdure.integrations takes over its loop, or training_steps "
         "supplies the loop's steps",
     )  # fmt: skip
+    integration: Literal["megatron"] | None = Field(
+        None, description="scripts: what takes over the loop of an unchanged program: megatron, "
+        "for Megatron-LM and MindSpeed-LLM",
+    )  # fmt: skip
     preload: tuple[str, ...] = Field(
         (),
         description="scripts and recipes: modules that each node imports once, before it starts "
@@ -403,6 +407,8 @@ class WorkerSpec(SettingsModel):
     def _check_one(self) -> Self:
         if self.preload and self.command is not None:
             raise ValueError("preload is for a script or recipe: a command imports by itself")
+        if self.integration is not None and self.script is None:
+            raise ValueError("integration is for worker.script: it takes over the script's loop")
         depths = [
             name for name in ("recipe", "script", "command") if getattr(self, name) is not None
         ]

@@ -302,7 +302,7 @@ class Coordinator:
             case GenerationReport():
                 self._handle(StateReported(message.generation, message.report))
             case Trains():
-                self._handle(RankTrains(rank, message.generation, message.step))
+                self._handle(RankTrains(rank, message.generation, message.step, message.layout))
             case Paused():
                 self._handle(RankPaused(rank, message.step, is_paused=message.is_paused))
             case LastSaved():

@@ -98,6 +98,7 @@ def _fact_reader(fact: Fact, words: tuple[str, ...], but: Mapping[str, str]) -> 
 _TRUE_FALSE = {"true": True, "false": False}
 
 
+_NO_REPLICA = "a rank without a replica is not replaced: all go on from the newest checkpoint"
 _ELASTIC = "going on with fewer ranks (elastic training) is not a rung of ours"
 # exit names the last resort; every ladder of ours ends in `stop`. Source: MindCluster
 # "Process-Level Rescheduling": recover migrates the containers of the node at fault;
@@ -146,6 +147,29 @@ def _read_availability(name: str, text: str) -> Iterator[Finding]:
             yield Setting(setting, word in words, source, is_implied=word not in words)
     if "elastic-training" in words:
         yield f"{source}: {_ELASTIC}"
+
+
+def _flag_reader(*settings: str, without: tuple[str, ...] = (), warning: str = "") -> Reader:
+    """Make a reader of an argument of MindSpeed-LLM's programs, true where it is given.
+
+    Args:
+        settings: fields that it switches on.
+        without: fields that stay off unless another argument switches them on.
+        warning: the meaning that none of ours has.
+    """
+
+    def read(name: str, text: str) -> Iterator[Finding]:
+        if text not in _TRUE_FALSE:
+            raise refusal_of(name, text, " or ".join(_TRUE_FALSE))
+        on, source = _TRUE_FALSE[text], quote_entry(name, text)
+        for setting in settings:
+            yield Setting(setting, on, source, is_implied=not on)
+        for setting in without:
+            yield Setting(setting, False, source, is_implied=True)
+        if on and warning:
+            yield f"{source}: {warning}"
+
+    return read
 
 
 def _read_retry_times(name: str, text: str) -> Iterator[Finding]:
@@ -286,6 +310,26 @@ ENTRIES: Mapping[str, PlatformEntry] = {
         "end_of_life_checkpoint; retry: memory_retry, collective_retry; recover: process_replace, "
         "node_replace",
         _read_availability,
+    ),
+    "--enable-high-availability": PlatformEntry(
+        Platform.MINDSPEED, "true, false", "end_of_life_checkpoint",
+        _flag_reader(
+            "end_of_life_checkpoint", without=(*_STRATEGIES["retry"], *_STRATEGIES["recover"])
+        ),
+    ),
+    "--enable-hbmfault-repair": PlatformEntry(
+        Platform.MINDSPEED, "true, false", ", ".join(_STRATEGIES["retry"]),
+        _flag_reader(*_STRATEGIES["retry"]),
+    ),
+    "--enable-worker-reboot": PlatformEntry(
+        Platform.MINDSPEED, "true, false", ", ".join(_STRATEGIES["recover"]),
+        _flag_reader(*_STRATEGIES["recover"]),
+    ),
+    "--enable-elastic-training": PlatformEntry(
+        Platform.MINDSPEED, "true, false", "-", _flag_reader(warning=_ELASTIC)
+    ),
+    "--distributed-optimizer-no-replica": PlatformEntry(
+        Platform.MINDSPEED, "true, false", "-", _flag_reader(warning=_NO_REPLICA)
     ),
     "recover-strategy": PlatformEntry(
         Platform.MINDCLUSTER, "comma list: " + ", ".join(_STRATEGIES),

@@ -16,6 +16,7 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.repair import RankReport, RepairPlan
+from perdure.training.recovery.replicas import ParallelLayout
 from perdure.training.recovery.rungs import Decision, Rung
 
 
@@ -78,11 +79,16 @@ class GenerationReport(CoordinatorMessage):
 
 
 class Trains(CoordinatorMessage):
-    """A rank trains in a generation, from a step on."""
+    """A rank trains in a generation, from a step on.
+
+    Attributes:
+        layout: of its program, where it was known after the rank had joined; None: as before.
+    """
 
     op: Literal["trains"] = "trains"
     generation: int
     step: int
+    layout: ParallelLayout | None = None
 
 
 class Paused(CoordinatorMessage):

@@ -126,6 +126,8 @@ class Reactions(Operations):
         """Note that a rank trains, at a step. Returns whether all ranks train with it."""
         if stimulus.generation != self.memory.round.generation:
             return False
+        if stimulus.layout is not None:
+            self.memory.groups = stimulus.layout.replica_groups()
         self.memory.step = step
         self.memory.round.training.add(stimulus.rank)
         self.memory.ranks.stateless.discard(stimulus.rank)

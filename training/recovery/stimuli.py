@@ -66,11 +66,16 @@ class RankDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class RankTrains:
-    """A rank is in its loop, in a generation."""
+    """A rank is in its loop, in a generation.
+
+    Attributes:
+        layout: of its program, the same on every rank; None: as before.
+    """
 
     rank: int
     generation: int
     step: int
+    layout: ParallelLayout | None = None
     kind: Literal["rank_trains"] = "rank_trains"
 
 

@@ -51,6 +51,7 @@ class CoordinatorClient(Connection):
         on_wait: called now and then while the training thread waits for the coordinator.
 
     Attributes:
+        layout: the program's layout, for a coordinator that comes later; None: the job's.
         pause_wanted: all ranks are to pause.
         on_reconnect: called in a thread of its own when connections are to be re-established.
         on_moved: called with its new address when the coordinator is on another node.
@@ -68,7 +69,7 @@ class CoordinatorClient(Connection):
         on_moved: Callable[[CoordinatorAddress], None] = lambda _address: None,
     ) -> None:
         self._address_file = address_file
-        self._rank, self._layout = rank, layout
+        self._rank, self.layout = rank, layout
         self._rejoin_s = rejoin_s
         self._on_moved = on_moved
         self._on_generation = on_generation
@@ -93,7 +94,7 @@ class CoordinatorClient(Connection):
 
     def _joined(self, address: CoordinatorAddress) -> WorkerJoined:
         token = SecretStr(address.token)
-        return WorkerJoined(token=token, rank=self._rank, pid=os.getpid(), layout=self._layout)
+        return WorkerJoined(token=token, rank=self._rank, pid=os.getpid(), layout=self.layout)
 
     def _follow(self) -> None:
         """Go over to a coordinator on another node, whose address the agent writes."""

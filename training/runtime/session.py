@@ -150,6 +150,19 @@ class Session:
         """How the ranks are laid out."""
         return self.context.layout
 
+    def lay_out(self, layout: ParallelLayout) -> None:
+        """Give the layout of a program that reads it behind `join`; before `register`. Collective.
+
+        Raises:
+            InputError: it does not fit, or is not that of every rank.
+        """
+        context = self.context = replace(
+            self.context, own_layout=fitting_layout(layout, self.context)
+        )
+        if self._groups is not None:
+            self._groups.client.layout = layout
+        compare_layouts(context, self.device)
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """Construct the model inside this, optionally: a replaced process is back sooner.
@@ -276,6 +289,15 @@ class Session:
     def alone(self) -> Iterator[None]:
         """Run collectives that need no other rank: all ranks would bring the same values."""
         with self._groups.generations.alone() if self._groups is not None else nullcontext():
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run collectives with all ranks, within `alone`."""
+        if self._groups is None:
+            yield
+            return
+        with self._groups.generations.alone(is_alone=False):
             yield
 
     @property

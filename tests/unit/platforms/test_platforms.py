@@ -225,6 +225,30 @@ def test_the_platforms_number_is_about_volumes_and_leaves_the_grace_of_processes
         assert word in str(caught.value)
 
 
+HIGH = "--enable-high-availability"
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [
+        ((HIGH,), "1000"),
+        ((HIGH, "--enable-hbmfault-repair"), "1110"),
+        ((HIGH, "--enable-worker-reboot"), "1001"),
+        ((HIGH, "--enable-worker-reboot", "--enable-hbmfault-repair"), "1111"),
+        ((HIGH, "--enable-elastic-training", "--distributed-optimizer-no-replica"), "1000"),
+    ],
+)
+def test_arguments_of_mindspeed_name_what_is_on_in_any_order(given, on):
+    for names in (given, given[::-1]):
+        fields = read_platform(dict.fromkeys(names, "true")).fields
+        assert "".join(str(int(fields[field])) for field in IN_PROCESS[:4]) == on
+
+
+def test_an_argument_that_is_not_given_switches_nothing_off_that_another_names():
+    entries = {"--enable-worker-reboot": "false", "HIGH_AVAILABILITY": "recover"}
+    assert read_platform(entries).fields["process_replace"] is True
+
+
 def test_what_one_list_leaves_out_another_may_name():
     fields = read_platform({"HIGH_AVAILABILITY": "retry", "MS_ENABLE_TFT": "{ARF:1}"}).fields
     assert (fields["memory_retry"], fields["process_replace"]) == (True, True)
@@ -254,6 +278,7 @@ WRONG = [
     ({"MS_ENABLE_TFT": "{TRE:2,TRE_SNAPSHOT_STEPS:0}"}, ["TRE_SNAPSHOT_STEPS", "'0'"]),
     ({"MS_ENABLE_TFT": "{TRE_SNAPSHOT_STEPS:x}"}, ["TRE_SNAPSHOT_STEPS", "'x'"]),
     ({"HIGH_AVAILABILITY": "resume"}, ["HIGH_AVAILABILITY", "'resume'", "dump, retry, recover"]),
+    ({"--enable-worker-reboot": "on"}, ["--enable-worker-reboot", "'on'", "true or false"]),
     ({"recover-strategy": ""}, ["recover-strategy", "retry, recover"]),
     ({"fault-scheduling": "gentle"}, ["'gentle'", "grace or force or off"]),
     ({"fault-retry-times": "101"}, ["fault-retry-times", "'101'", "0 to 100"]),
@@ -330,6 +355,8 @@ UNSAYABLE = [
     ("MS_ENABLE_TFT", "{TRE:1}", "snapshot"),
     ("MS_ENABLE_TFT", "{TRE_SNAPSHOT_STEPS:5}", "TRE_SNAPSHOT_STEPS:5 has no effect"),
     ("HIGH_AVAILABILITY", "elastic-training", "fewer ranks"),
+    ("--enable-elastic-training", "true", "fewer ranks"),
+    ("--distributed-optimizer-no-replica", "true", "newest checkpoint"),
     ("recover-strategy", "elastic-training,exit", "fewer ranks"),
     ("fault-tolerance/job-unconditional-retry", "true", "never restarted"),
     ("fault-scheduling", "grace", "restart.failover_grace_s"),

@@ -33,6 +33,7 @@ from perdure.training.recovery.protocol import (
     WorkerFaultKind,
 )
 from perdure.training.recovery.repair import RankReport, RepairMode, RepairPlan, StepPhase, Vote
+from perdure.training.recovery.replicas import ParallelLayout
 from perdure.training.recovery.rungs import Policy, Rung
 from perdure.training.recovery.stages import Stage
 from perdure.training.recovery.stimuli import (
@@ -124,9 +125,16 @@ class AttemptHarness:
 
     # Events.
 
-    def trains(self, rank: int, *, generation: int | None = None, step: int = STEP) -> None:
+    def trains(
+        self,
+        rank: int,
+        *,
+        generation: int | None = None,
+        step: int = STEP,
+        layout: ParallelLayout | None = None,
+    ) -> None:
         number = self.attempt.generation if generation is None else generation
-        self.handle(RankTrains(rank, number, step))
+        self.handle(RankTrains(rank, number, step, layout))
 
     def handle(self, stimulus: Stimulus) -> None:
         """Something happens now; `collect` has what it leads to."""

@@ -10,10 +10,12 @@ from perdure.training.recovery.protocol import NewGeneration, Plan, ReplaceWorke
 from perdure.training.recovery.ranks import END_NOTICE_S
 from perdure.training.recovery.reactions import CONNECTION_SETTLE_S
 from perdure.training.recovery.repair import Move, RankReport, StepPhase
+from perdure.training.recovery.replicas import ParallelLayout, RankOrder
 from perdure.training.recovery.rungs import Rung
 from perdure.training.recovery.stages import Stage
 from perdure.training.recovery.stimuli import StateReported, StepCommitted, StepRecorded
 from tests.unit.recovery.attempts import (
+    ALONE,
     DDP,
     HSDP,
     REPAIR_LIMIT_S,
@@ -35,6 +37,57 @@ def test_training_begins_when_the_last_rank_trains():
 def test_a_rank_that_joins_receives_the_generation():
     harness = AttemptHarness.of(is_training=False)
     assert harness.collect() == [ToRank(rank, NewGeneration(number=1)) for rank in range(4)]
+
+
+# A layout that the program knows only when it trains.
+
+
+@pytest.mark.parametrize(
+    ("layout", "replica"),
+    [
+        (ParallelLayout(dp=4), 0),
+        (ParallelLayout(dp=2, tp=2), 3),
+        (ParallelLayout(dp=2, pp=2), 0),
+        (ParallelLayout(dp=4, optimizer_shards=2), 3),
+        (ParallelLayout(dp=2, pp=2, order=RankOrder.DP_LAST), 3),
+    ],
+)
+def test_a_dead_rank_has_its_state_from_a_replica_of_the_layout_that_its_program_reports(
+    layout, replica
+):
+    harness = AttemptHarness.of(ALONE, is_training=False)
+    for rank in range(4):
+        harness.trains(rank, layout=layout)
+    harness.kill(1)
+    harness.answer()
+    assert harness.plan().moves == (Move(source=replica, target=1),)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=4),
+        ParallelLayout(tp=2, pp=2),
+        ParallelLayout(dp=4, optimizer_shards=4),
+        ParallelLayout(dp=2, tp=2, optimizer_shards=2),
+    ],
+)
+def test_a_rank_is_not_replaced_where_the_layout_that_its_program_reports_has_one_copy(layout):
+    harness = AttemptHarness.of(DDP, is_training=False)
+    for rank in range(4):
+        harness.trains(rank, layout=layout)
+    harness.kill(1)
+    harness.answer()
+    assert harness.replaced() == []
+    assert "no replica: no other rank has the state of rank 1" in harness.given_up()[0]
+
+
+def test_a_layout_of_an_earlier_generation_changes_nothing():
+    harness = AttemptHarness.of(DDP)
+    harness.trains(1, generation=0, layout=ParallelLayout(tp=4))
+    harness.kill(1)
+    harness.answer()
+    assert harness.plan().moves == (Move(source=0, target=1),)
 
 
 # A process that died.

@@ -7,8 +7,9 @@ import math
 import pytest
 from pydantic import SecretStr, ValidationError
 
-from perdure.training.recovery.protocol import GenerationReport, NewGeneration, Plan
+from perdure.training.recovery.protocol import GenerationReport, NewGeneration, Plan, Trains
 from perdure.training.recovery.repair import RankReport, RepairMode, RepairPlan, Vote
+from perdure.training.recovery.replicas import ParallelLayout, RankOrder
 from perdure.training.wire.coordinator import FROM_MEMBER, TO_MEMBER, AgentJoined, WorkerJoined
 from perdure.training.wire.transport import dump_line
 
@@ -36,6 +37,24 @@ def test_a_number_that_is_infinite_arrives_as_it_is_both_ways(norm):
     assert FROM_MEMBER.validate_json(dump_line(report)) == report
     plan = Plan(generation=2, plan=RepairPlan(mode=RepairMode.TRAIN, step=4, vote=vote))
     assert TO_MEMBER.validate_json(dump_line(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        ParallelLayout(dp=2, tp=4, optimizer_shards=2),
+        ParallelLayout(dp=8, ep=2, etp=1, order=RankOrder.DP_LAST),
+    ],
+)
+def test_a_layout_that_is_known_late_arrives_as_it_is(layout):
+    message = Trains(generation=2, step=4, layout=layout)
+    assert FROM_MEMBER.validate_json(dump_line(message)) == message
+
+
+def test_a_rank_of_an_older_release_trains_without_a_layout():
+    line = b'{"op": "trains", "generation": 2, "step": 4}'
+    assert FROM_MEMBER.validate_json(line) == Trains(generation=2, step=4)
 
 
 def test_a_loss_that_is_no_number_arrives_as_such():

@@ -353,9 +353,9 @@ class Generations:
             self._retired = [connection for connection in retired if not connection.is_idle]
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Let collectives return at once, without the other ranks."""
-        was_alone, self.is_alone = self.is_alone, True
+    def alone(self, *, is_alone: bool = True) -> Iterator[None]:
+        """Let collectives return at once, without the other ranks; or, within that, with them."""
+        was_alone, self.is_alone = self.is_alone, is_alone
         try:
             yield
         finally:

@@ -395,7 +395,8 @@ class RankRecovery:
     def report_training(self, step: int) -> None:
         """Report that this rank is in its loop."""
         generation = self.groups.generations.current
-        self.groups.client.send(Trains(generation=generation, step=step))
+        layout = self.context.own_layout
+        self.groups.client.send(Trains(generation=generation, step=step, layout=layout))
 
     def snapshot(self, state: RankState) -> None:
         """Keep this step to go back to."""
