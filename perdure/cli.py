@@ -29,6 +29,7 @@ from perdure.console import (
 )
 from perdure.diagnosis import diagnose
 from perdure.drills import drill
+from perdure.launch import launch
 from perdure.logs import logs
 from perdure.nodes import nodes
 from perdure.pausing import pause, resume
@@ -60,7 +61,8 @@ app.add_typer(server.app, name="server")
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(policy.app, name="policy")
 for command in (
-    run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder, support,
+    run, launch, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder,
+    support,
 ):  # fmt: skip
     app.command()(command)
 
