@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 
 from perdure.console import JobFile, Overrides, make_console, make_table, warn
 from perdure.runs import credentials_of
+from perdure.server import API_URL
 from perdure.storage.address import has_store, worker_environment
 from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job import Job
@@ -26,6 +28,7 @@ from perdure.training.files import home_folder
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import completed_before
 
+SERVER_TIMEOUT_S = 5.0
 SAVE_MARGIN_S = 60.0  # beyond the grace period, before the end of an allocation
 
 
@@ -126,6 +129,7 @@ def launch(  # noqa: PLR0913 an option of the command each
         secret=secret,
         credentials=credentials,
         command=command if supervisor else (),
+        variables=_supervisors_variables,
         leaves_s=job.engine.grace_s + SAVE_MARGIN_S if leave_before is None else leave_before,
     )
     end = node.run()
@@ -154,6 +158,21 @@ def _identity(job: Job, flags: dict[Fact, str]) -> NodeIdentity:
         spares = identity.num_nodes - spec.nodes
         warn(f"the allocation has {spares} spare nodes, the job wants {spec.spares}")
     return identity
+
+
+def _supervisors_variables() -> dict[str, str]:
+    """The variables of a supervisor; one whose Prefect server does not answer has its own."""
+    variables = dict(os.environ)
+    url = variables.get(API_URL)
+    if url is None:
+        return variables
+    try:
+        httpx.get(f"{url.rstrip('/')}/health", timeout=SERVER_TIMEOUT_S).raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = str(error) or type(error).__name__
+        warn(f"the Prefect server at {url} does not answer ({why}): uses one of this node instead")
+        del variables[API_URL]
+    return variables
 
 
 def _explain(identity: NodeIdentity) -> None:

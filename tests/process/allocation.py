@@ -44,11 +44,13 @@ class Allocation:
     Attributes:
         document: the job.
         num_nodes: of the allocation, whether they have been started or not.
+        suffix: of the files with the nodes' output.
     """
 
     bench: Workbench
     document: dict[str, Any]
     num_nodes: int
+    suffix: str = ""
     nodes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -61,7 +63,7 @@ class Allocation:
         return self._out(rank).read_text()
 
     def _out(self, rank: int) -> Path:
-        return self.bench.home / f"{self.document['run_id']}-{rank}.out"
+        return self.bench.home / f"{self.document['run_id']}-{rank}{self.suffix}.out"
 
     def start(
         self,
@@ -70,7 +72,7 @@ class Allocation:
         env: Mapping[str, str] | None = None,
     ) -> Allocation:
         """`perdure launch` on these nodes; None: on all."""
-        path = self.bench.home / f"{self.document['run_id']}.yaml"
+        path = self.bench.home / f"{self.document['run_id']}{self.suffix}.yaml"
         path.write_text(yaml.safe_dump(self.document))
         for rank in range(self.num_nodes) if ranks is None else ranks:
             place = ("--nodes", str(self.num_nodes), "--node-rank", str(rank))

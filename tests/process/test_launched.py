@@ -25,7 +25,8 @@ def allocate(bench: Workbench) -> Iterator[Any]:
     made: list[Allocation] = []
 
     def make(run_id: str, num_nodes: int, **changes: Any) -> Allocation:
-        made.append(Allocation(bench, launched(bench, run_id, **changes), num_nodes))
+        suffix = f"-{len(made)}" if made else ""
+        made.append(Allocation(bench, launched(bench, run_id, **changes), num_nodes, suffix))
         return made[-1]
 
     yield make

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -34,7 +34,7 @@ from perdure.training.engines.launched.meeting import (
 )
 from perdure.training.engines.launched.messages import Registration
 from perdure.training.engines.launched.node_host import NodeHost
-from perdure.training.engines.launched.secret import SECRET_ENV, LaunchSecret
+from perdure.training.engines.launched.secret import LaunchSecret
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
@@ -69,6 +69,7 @@ class LaunchedNode:
         secret: the run's.
         credentials: keys of the job's store; None: boto3's default chain.
         command: starts a supervisor; empty: it is outside.
+        variables: of a supervisor that begins now.
         leaves_s: seconds before the end of the allocation at which the run saves.
     """
 
@@ -78,6 +79,7 @@ class LaunchedNode:
     secret: LaunchSecret
     credentials: Credentials | None
     command: Sequence[str]
+    variables: Callable[[], Mapping[str, str]]
     leaves_s: float
 
     def run(self) -> NodeEnd:
@@ -154,7 +156,7 @@ class LaunchedNode:
             Ledger(store, self.job.run_id, lease_s=spec.lease_s),
             Gathering(spec.nodes, identity.num_nodes, spec.gather_timeout_s),
             command=self.command,
-            start=start_supervisor,
+            start=self._start_supervisor,
         )
 
     def _end(self, election: Election) -> NodeEnd:
@@ -193,6 +195,10 @@ class LaunchedNode:
         host.close()
         return self._told(LaunchEnd.START_AGAIN, "this node was asked to end, and has saved")
 
+    def _start_supervisor(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start a supervisor on this node; what it prints is this command's output."""
+        return subprocess.Popen(command, env=self.variables(), stdin=subprocess.DEVNULL)
+
     def _await_supervisor(self, election: Election) -> None:
         """Let the supervisor of this node print its last words."""
         if election.supervisor is not None:
@@ -217,12 +223,6 @@ def own_address(identity: NodeIdentity) -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         raise InputError("--host", "this node has no address that can be seen; give it") from None
-
-
-def start_supervisor(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a supervisor on this node; what it prints is this command's output."""
-    environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
 
 def _noted_termination() -> Sequence[int]:
