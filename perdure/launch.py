@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from perdure.training.engines.launched.identity import NodeIdentity, identify
 from perdure.training.engines.launched.node import LaunchedNode, own_address
 from perdure.training.engines.launched.platforms import PLATFORMS, Fact
 from perdure.training.engines.launched.secret import SECRET_ENV, find_secret, keep_secret
-from perdure.training.errors import InputError
+from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import completed_before
@@ -74,6 +75,12 @@ def launch(  # noqa: PLR0913 an option of the command each
     secret_file: Annotated[
         Path | None,
         typer.Option("--secret-file", help="file with the secret that all nodes have"),
+    ] = None,
+    end_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--end-file", help="file for the exit code and the nodes at fault, for a batch script"
+        ),
     ] = None,
     supervisor: Annotated[
         bool,
@@ -134,6 +141,8 @@ def launch(  # noqa: PLR0913 an option of the command each
     )
     end = node.run()
     place = end.on_platform
+    if end_file is not None:
+        _write_end(end_file, f"{place.code} {','.join(end.nodes)}\n")
     warn(
         f"{identity.name}: {job.run_id} {end.message}; {end.end}: exit code {place.code} "
         f"({identity.platform}: {place.platform_does})"
@@ -158,6 +167,20 @@ def _identity(job: Job, flags: dict[Fact, str]) -> NodeIdentity:
         spares = identity.num_nodes - spec.nodes
         warn(f"the allocation has {spares} spare nodes, the job wants {spec.spares}")
     return identity
+
+
+def _write_end(path: Path, text: str) -> None:
+    """Write the end of the run for a batch script; every node writes the same.
+
+    Raises:
+        PerdureError: the file cannot be written.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise PerdureError(f"--end-file: {path}: {error.strerror}") from None
 
 
 def _supervisors_variables() -> dict[str, str]:

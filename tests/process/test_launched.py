@@ -155,7 +155,7 @@ def test_a_plain_torch_command_goes_on_after_the_loss_of_a_node(bench, allocate)
     nodes.power_off(0)
     assert nodes.finish() == {1: 0, 2: 0}, nodes.out(2)
     assert nodes.running.rungs() == [Rung.POD_RESCHEDULE]
-    assert set(nodes.running.history.attempts[-1].nodes) == {"node-1", "node-2"}
+    assert {m.node for m in nodes.running.history.attempts[-1].members} == {"node-1", "node-2"}
     out = f"--out_dir={bench.home / 'given-whole'}"
     dataset = next(a for a in not_none(job.worker.command) if a.startswith("--dataset"))
     expected = printed(by_hand("nanogpt_train.py", out, dataset, *arguments))

@@ -51,11 +51,16 @@ _log = logging.getLogger("perdure.launch")
 
 @dataclass(frozen=True, slots=True)
 class NodeEnd:
-    """How a node's `perdure launch` ends."""
+    """How a node's `perdure launch` ends.
+
+    Attributes:
+        nodes: that the next allocation is to do without.
+    """
 
     end: LaunchEnd
     message: str
     on_platform: PlatformEnd
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +177,11 @@ class LaunchedNode:
         message = f"{ended.outcome}: {ended.message}"
         if end is LaunchEnd.START_ELSEWHERE:
             message = f"{message}; nodes at fault: {', '.join(history.isolated)}"
+            return self._told(end, message, history.isolated)
         return self._told(end, message)
 
-    def _told(self, end: LaunchEnd, message: str) -> NodeEnd:
-        return NodeEnd(end, message, ENDS[self.identity.platform][end])
+    def _told(self, end: LaunchEnd, message: str, nodes: tuple[str, ...] = ()) -> NodeEnd:
+        return NodeEnd(end, message, ENDS[self.identity.platform][end], nodes)
 
     def _leave(self, host: NodeHost, election: Election, *, is_due: bool) -> NodeEnd:
         """Have everything of this node save and end, as far as the platform's time goes."""
