@@ -150,7 +150,7 @@ class Election(threading.Thread):
 
     def _look(self) -> None:
         if time.monotonic() - self._registered_s > REGISTER_S:
-            self._meet()
+            self.meet()
         if self._first_epoch is None:
             self._first_epoch = self._ledger.read().epoch
         if self._ledger.is_supervised():
@@ -190,7 +190,7 @@ class Election(threading.Thread):
         """Whether this node has no supervisor that is just starting, or has just failed."""
         return self.supervisor is None and time.monotonic() >= self._not_before_s
 
-    def _meet(self) -> list[Registration]:
+    def meet(self) -> list[Registration]:
         """Register this node, and look for the others.
 
         Raises:
@@ -213,7 +213,7 @@ class Election(threading.Thread):
     def _is_gathered(self) -> bool:
         if self._has_gathered:
             return True
-        living, now_s = self._meet(), time.monotonic()
+        living, now_s = self.meet(), time.monotonic()
         if len(living) >= self._gathering.needed and self._enough_s is None:
             self._enough_s = now_s
         enough_s = now_s - self._enough_s if self._enough_s is not None else 0.0

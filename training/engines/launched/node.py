@@ -109,11 +109,16 @@ class LaunchedNode:
         host.start()
         election = self._election(store, host, instance)
         try:
+            election.meet()
+            host.end_remains()  # not before: a second command must not end the first one's
             election.start()
             while election.ended is None and election.refusal is None:
                 host.work(WORK_S)
                 if is_terminated or host.is_leaving or self._is_due(election):
                     return self._leave(host, election, is_due=not is_terminated)
+        except InputError:
+            host.close()
+            raise
         finally:
             election.close()
             with suppress(StorageError):

@@ -114,17 +114,23 @@ class NodeHost:
         return self._server.port
 
     def start(self) -> None:
-        """End what an earlier `perdure launch` has left of this node, then begin to answer.
+        """Begin to answer.
 
         Raises:
             OSError: the folder of the node cannot be made.
         """
         private_folder(self._root)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for agent_log in self._folder.glob("*/agent.log"):
-            left = str(agent_log.parent)
-            kill_container(left, recorded=read_unmarked(agent_log.parent))
         self._server.start()
+
+    def end_remains(self) -> None:
+        """End what an earlier `perdure launch` left of this node, once it is known to be gone."""
+        for agent_log in self._folder.glob("*/agent.log"):
+            folder = agent_log.parent
+            with self._lock:
+                is_own = str(folder) in self._containers
+            if not is_own:
+                kill_container(str(folder), recorded=read_unmarked(folder))
 
     def close(self) -> None:
         """Stop answering, and end all containers by force."""
