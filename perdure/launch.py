@@ -212,6 +212,6 @@ def _explain(identity: NodeIdentity) -> None:
     source = next((t.source for t in PLATFORMS if t.platform is platform), "options alone")
     console.print(f"platform: {platform} ({source})", soft_wrap=True)
     ends = make_table("end", "exit code", "the platform does")
-    for end, told in ENDS[platform].items():
-        ends.add_row(end, str(told.code), told.platform_does)
+    for end, row in ENDS[platform].items():
+        ends.add_row(end, str(row.code), row.platform_does)
     console.print(ends)

@@ -84,13 +84,13 @@ class Election(threading.Thread):
     """Looks after the supervisor of a run from one node, until the run has ended.
 
     Attributes:
-        own: registration of this node.
+        registration: of this node.
         ended: the end of the run.
         history: of the run, when it had ended.
         refusal: why this node, or the run, cannot go on.
 
     Args:
-        own: registration of this node.
+        registration: of this node.
         registrations: of all nodes.
         calls: to the other nodes.
         ledger: of the run.
@@ -101,7 +101,7 @@ class Election(threading.Thread):
 
     def __init__(
         self,
-        own: Registration,
+        registration: Registration,
         registrations: Registrations,
         calls: HostCalls,
         ledger: Ledger,
@@ -114,7 +114,7 @@ class Election(threading.Thread):
         self.ended: RunEnded | None = None
         self.refusal: InputError | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
-        self.own, self.history = own, RunHistory()
+        self.registration, self.history = registration, RunHistory()
         self._registrations, self._calls = registrations, calls
         self._ledger, self._gathering = ledger, gathering
         self._command, self._start = command, start
@@ -180,8 +180,8 @@ class Election(threading.Thread):
 
     def _is_end(self, history: RunHistory) -> bool:
         """Whether the run has ended since this node came, and nobody has taken it further."""
-        ended, before = history.ended, self._first_epoch or 0
-        if ended is None or ended.epoch <= before:
+        ended, first_epoch = history.ended, self._first_epoch or 0
+        if ended is None or ended.epoch <= first_epoch:
             return False
         return ended.epoch == history.epoch or ended.outcome == "completed"
 
@@ -196,16 +196,16 @@ class Election(threading.Thread):
         Raises:
             InputError: this node may not join them.
         """
-        self._registrations.put(self.own)
+        self._registrations.put(self.registration)
         self._registered_s = time.monotonic()
         registrations, _ = self._registrations.read()
         living = self._calls.living(registrations)
-        refusal = refusal_of(self.own, living)
+        refusal = refusal_of(self.registration, living)
         if refusal is not None:
             raise refusal
         alive = {registration.instance for registration in living}
         for registration in registrations:
-            if registration.instance not in alive | {self.own.instance}:
+            if registration.instance not in alive | {self.registration.instance}:
                 with suppress(StorageError):
                     self._registrations.delete(registration)
         return living
@@ -225,13 +225,15 @@ class Election(threading.Thread):
     def _take_turn(self) -> None:
         """Start a supervisor, unless a node before this one in the row has."""
         living = in_order(self._calls.living(self._registrations.read()[0]))
-        later = sum(registration.node_rank > self.own.node_rank for registration in living)
+        later = sum(registration.node_rank > self.registration.node_rank for registration in living)
         if self._closed.wait(TURN_S * min(later, LAST_TURN)) or self._ledger.is_supervised():
             return
         epoch = self._ledger.read().epoch
         if not self._has_claimed(epoch, {registration.instance for registration in living}):
             return
-        _log.info("%s supervises run %s from now on", self.own.node, self._registrations.run_id)
+        _log.info(
+            "%s supervises run %s from now on", self.registration.node, self._registrations.run_id
+        )
         self.supervisor = self._start(self._command)
 
     def _has_claimed(self, epoch: int, living: Collection[str]) -> bool:
@@ -240,12 +242,14 @@ class Election(threading.Thread):
         claim = self._registrations.read_claim()
         if claim is not None:
             is_new = claim.epoch == epoch and now_s - claim.at_s < CLAIM_S
-            if is_new and claim.instance in living and claim.instance != self.own.instance:
+            if is_new and claim.instance in living and claim.instance != self.registration.instance:
                 return False
             self._registrations.withdraw_claim()
-        return self._registrations.claim(Claim(instance=self.own.instance, epoch=epoch, at_s=now_s))
+        return self._registrations.claim(
+            Claim(instance=self.registration.instance, epoch=epoch, at_s=now_s)
+        )
 
     def _withdraw(self) -> None:
         claim = self._registrations.read_claim()
-        if claim is not None and claim.instance == self.own.instance:
+        if claim is not None and claim.instance == self.registration.instance:
             self._registrations.withdraw_claim()

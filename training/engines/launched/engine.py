@@ -152,8 +152,8 @@ class LaunchedEngine:
         states = self._hosts.states()
         contacts = {}
         for member in self._members:
-            gone = AgentEndpoint(member.node, "", None, "")
-            contacts[member.index] = gone
+            lost_endpoint = AgentEndpoint(member.node, "", None, "")
+            contacts[member.index] = lost_endpoint
             if member.node in states:
                 state = states[member.node]
                 held = next((h for h in state.held if _is_of(h, member)), None)

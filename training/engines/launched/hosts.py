@@ -116,8 +116,8 @@ class Hosts:
             _log.warning("the nodes cannot be listed now: %s", error)
             return
         for node, registration in by_node(registrations).items():
-            known = self._states.get(node)
-            if known is None or known.registration.instance != registration.instance:
+            state = self._states.get(node)
+            if state is None or state.registration.instance != registration.instance:
                 self._states[node] = HostState(registration)
 
     def _ask(self, *, is_at_once: bool) -> None:

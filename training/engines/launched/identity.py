@@ -120,18 +120,18 @@ def _read(table: PlatformTable, environment: Mapping[str, str]) -> Iterator[Sour
     Raises:
         InputError: a variable is not what it must be, or two contradict each other.
     """
-    known: dict[Fact, SourcedFact] = {}
+    facts: dict[Fact, SourcedFact] = {}
     for reading in table.readings:
         values = [environment.get(name, "") for name in reading.variables]
         if not all(values):
             continue
         fact = _sourced(reading, values)
-        first = known.setdefault(fact.fact, fact)
+        first = facts.setdefault(fact.fact, fact)
         if first.value != fact.value and fact.fact not in _SERIES:
             raise InputError(
                 first.source, f"tells {first.value} {fact.fact}, but {fact.source} {fact.value}"
             )
-    yield from known.values()
+    yield from facts.values()
 
 
 def _sourced(reading: Reading, values: list[str]) -> SourcedFact:

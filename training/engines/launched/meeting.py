@@ -189,28 +189,27 @@ def order_of(registration: Registration) -> tuple[float, str]:
     return registration.started_s, registration.instance
 
 
-def refusal_of(own: Registration, living: Collection[Registration]) -> InputError | None:
+def refusal_of(node: Registration, living: Collection[Registration]) -> InputError | None:
     """Explain why a node may not join those that live; None: it may.
 
     Args:
-        own: the node's registration.
+        node: the node's registration.
         living: registrations whose node answers.
     """
-    others = sorted((r for r in living if r.instance != own.instance), key=order_of)
-    earlier = [other for other in others if order_of(other) < order_of(own)]
+    earlier = sorted((r for r in living if order_of(r) < order_of(node)), key=order_of)
     for other in earlier:
         where = f"process {other.pid} on {other.host}"
-        if other.node_rank == own.node_rank:
-            return InputError("--node-rank", f"node {own.node_rank} is there already: {where}")
-        if other.node == own.node:
-            text = f"{own.node} is there already, as node {other.node_rank}: {where}; start one"
+        if other.node_rank == node.node_rank:
+            return InputError("--node-rank", f"node {node.node_rank} is there already: {where}")
+        if other.node == node.node:
+            text = f"{node.node} is there already, as node {other.node_rank}: {where}; start one"
             return InputError("--node-name", f"{text} `perdure launch` on each node")
     if earlier:
         first = earlier[0]
-        if first.version != own.version:
-            text = f"this node has {own.version}, and {first.node} has {first.version}"
+        if first.version != node.version:
+            text = f"this node has {node.version}, and {first.node} has {first.version}"
             return InputError("version of Perdure", text)
-        if first.job != own.job:
+        if first.job != node.job:
             text = f"differs from that of {first.node}; all nodes need the same job and --set"
             return InputError("job file", text)
     return None

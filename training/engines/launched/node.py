@@ -122,7 +122,7 @@ class LaunchedNode:
         finally:
             election.close()
             with suppress(StorageError):
-                self._registrations(store).delete(election.own)
+                self._registrations(store).delete(election.registration)
         try:
             if election.refusal is not None:
                 raise election.refusal
@@ -147,7 +147,7 @@ class LaunchedNode:
     def _election(self, store: ObjectStore, host: NodeHost, instance: str) -> Election:
         spec, identity = self.job.engine, self.identity
         assert isinstance(spec, LaunchedEngineSpec)  # noqa: S101 the command sees to it
-        own = Registration(
+        registration = Registration(
             node=identity.name,
             node_rank=identity.node_rank,
             instance=instance,
@@ -160,7 +160,7 @@ class LaunchedNode:
             allocation=identity.allocation,
         )
         return Election(
-            signed(own, self.secret),
+            signed(registration, self.secret),
             self._registrations(store),
             HostCalls(self.secret),
             Ledger(store, self.job.run_id, lease_s=spec.lease_s),

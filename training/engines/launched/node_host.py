@@ -59,12 +59,12 @@ T = TypeVar("T")
 
 def variables_for_agents(environment: Mapping[str, str]) -> dict[str, str]:
     """Choose the variables of this process that its agents have, too."""
-    kept = inherited_variables(environment)
+    variables = inherited_variables(environment)
     if GRACE in environment:
-        kept[GRACE] = environment[GRACE]
+        variables[GRACE] = environment[GRACE]
     return {
         name: value
-        for name, value in kept.items()
+        for name, value in variables.items()
         if name != SECRET_ENV and not _PLATFORMS_OWN.fullmatch(name)
     }
 
@@ -243,12 +243,12 @@ class NodeHost:
         with self._lock:
             container = self._containers.get(order.folder)
             if container is not None:
-                taken = {
+                fields = {
                     "member": order.member,
                     "schedule_cnt": order.schedule_cnt,
                     "stood_by": True,
                 }
-                self._containers[order.folder] = container.model_copy(update=taken)
+                self._containers[order.folder] = container.model_copy(update=fields)
 
     def _end(self, folders: tuple[str, ...]) -> list[str]:
         """End containers by force. Returns those that could not be ended."""

@@ -69,13 +69,13 @@ def find_secret(
     Raises:
         InputError: the secret cannot be read, or is too short.
     """
-    kept = home / "runs" / run_id / _KEPT
+    home_file = home / "runs" / run_id / _KEPT
     if file is not None:
         return LaunchSecret(_checked(_read(file, "--secret-file"), "--secret-file"), run_id)
     if environment.get(SECRET_ENV):
         return LaunchSecret(_checked(environment[SECRET_ENV], SECRET_ENV), run_id)
     with suppress(FileNotFoundError):
-        return LaunchSecret(kept.read_text(encoding="utf-8").strip(), run_id)
+        return LaunchSecret(home_file.read_text(encoding="utf-8").strip(), run_id)
     if store_keys.get(_STORE_KEY):
         return LaunchSecret(store_keys[_STORE_KEY], run_id)
     return LaunchSecret(_of_this_home(home), run_id)
@@ -103,11 +103,11 @@ def _of_this_home(home: Path) -> str:
     """Read the secret of Perdure's folder, which the first reader makes."""
     path = private_folder(home) / _KEPT
     if not path.exists():
-        own = path.with_name(f"{_KEPT}.{secrets.token_hex(4)}")
-        write_whole(own, secrets.token_hex(32), private=True)
+        draft = path.with_name(f"{_KEPT}.{secrets.token_hex(4)}")
+        write_whole(draft, secrets.token_hex(32), private=True)
         with suppress(FileExistsError):
-            os.link(own, path)  # unlike a rename, it does not replace another node's
-        own.unlink()
+            os.link(draft, path)  # unlike a rename, it does not replace another node's
+        draft.unlink()
     return path.read_text(encoding="utf-8").strip()
 
 
