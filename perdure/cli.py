@@ -29,6 +29,7 @@ from perdure.console import (
 )
 from perdure.diagnosis import diagnose
 from perdure.drills import drill
+from perdure.launch import launch
 from perdure.logs import logs
 from perdure.nodes import nodes
 from perdure.pausing import pause, resume
@@ -40,6 +41,7 @@ from perdure.runs import credentials_of, named_job
 from perdure.schema_page import job_page
 from perdure.status import status
 from perdure.storage.errors import StorageError
+from perdure.submit import submit
 from perdure.support import support
 from perdure.training.config.job import Job
 from perdure.training.config.job_file import load_job, load_template
@@ -60,7 +62,8 @@ app.add_typer(server.app, name="server")
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(policy.app, name="policy")
 for command in (
-    run, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight, ladder, support,
+    run, launch, submit, demo, drill, status, pause, resume, logs, nodes, diagnose, preflight,
+    ladder, support,
 ):  # fmt: skip
     app.command()(command)
 

@@ -83,7 +83,7 @@ class LeaseRenewal(_Periodic):
     """Renews the supervisor's lease in the store; notices when it has been superseded."""
 
     def __init__(self, run: RunHandle, logger: Log, outage: StoreOutage) -> None:
-        super().__init__("perdure-lease", RENEW_S)
+        super().__init__("perdure-lease", run.ledger.renew_s)
         self._run = run
         self._logger = logger
         self._outage = outage

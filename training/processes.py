@@ -31,6 +31,8 @@ _MOST_FILES = 1 << 20
 RESOLVE_S = 60.0  # for the name of a new container, which may not be known everywhere yet
 RESOLVE_PAUSE_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
+DIES_WITH_PARENT = "PERDURE_DIES_WITH_PARENT"  # pid of the parent without which a process ends
 # Launchers give a rank its number, its place on the node, and the number of all ranks: torchrun
 # (accelerate, deepspeed), msrun, Open MPI, MPICH and Intel MPI.
 _RANK_NAMES = (
@@ -55,6 +57,19 @@ def become_subreaper() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have SIGTERM sent to this process when the thread that started it ends.
+
+    Args:
+        parent_pid: of that thread's process, which may have ended already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        raise SystemExit(f"process {parent_pid}, which started this one, has ended")
 
 
 def reap_adopted(own_pids: Collection[int]) -> None:
@@ -265,6 +280,20 @@ def raise_open_files() -> None:
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """Find the address of this machine on the way to another; None: there is no way.
+
+    No packet is sent.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def interface_of(host: str) -> str | None:

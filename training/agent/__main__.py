@@ -17,7 +17,7 @@ from perdure.training.agent.preparation import LIFE_PREFIX
 from perdure.training.environment import worker_path
 from perdure.training.injection.outside import lose_node_on_signal
 from perdure.training.log import start_logging
-from perdure.training.processes import MARKER, raise_open_files
+from perdure.training.processes import DIES_WITH_PARENT, MARKER, die_with_parent, raise_open_files
 from perdure.training.wire.agent import AgentConfig
 
 NODE_ENV = "PERDURE_NODE"
@@ -27,6 +27,8 @@ HOST_ENV = "PERDURE_HOST"
 def main() -> None:
     """Run the agent of the container whose scratch folder is the first argument."""
     start_logging()
+    if parent := os.environ.pop(DIES_WITH_PARENT, ""):
+        die_with_parent(int(parent))
     raise_open_files()
     os.environ["PATH"] = worker_path()
     folder = Path(sys.argv[1])

@@ -35,6 +35,11 @@ class EngineSpec(SettingsModel):
 
     # Whether its containers are processes of the supervisor's machine, with its folders.
     on_this_machine: ClassVar[bool] = False
+    # A supervisor on another host counts as lost after this long without renewal of its lease.
+    lease_s: ClassVar[float] = 30.0
+    # For the supervisor to say that a node is lost whose agent is gone, too: one that is cut off
+    # counts as silent after 15 s. A supervisor that was on the lost node is replaced first.
+    node_notice_s: ClassVar[float] = 25.0
 
     kind: str = Field(description="name of the engine")
     nodes: int = Field(2, ge=1, le=1024, description="nodes that the job trains on")
@@ -101,6 +106,29 @@ class LocalEngineSpec(EngineSpec):
     on_this_machine: ClassVar[bool] = True
 
     kind: Literal["local"] = Field("local", description="name of the engine")
+
+
+class LaunchedEngineSpec(EngineSpec):
+    """Nodes that a platform has given, each with one `perdure launch`."""
+
+    lease_s: ClassVar[float] = 10.0
+    node_notice_s: ClassVar[float] = 75.0
+
+    kind: Literal["launched"] = Field("launched", description="name of the engine")
+    orphan_timeout_s: float = Field(
+        1800.0,
+        ge=10,
+        description="seconds without a supervisor after which agents stop their processes and end",
+    )
+    gather_timeout_s: float = Field(
+        600.0,
+        ge=1,
+        description="seconds for `nodes` nodes to come; `perdure launch` ends if fewer have come",
+    )
+
+    def has_folder(self, folder: str) -> bool:  # noqa: ARG002 of some engines' sections
+        """Return True: only the nodes themselves can tell, when they do not find each other."""
+        return True
 
 
 class Reach(StrEnum):
@@ -323,7 +351,9 @@ def _of_its_kind(section: Any) -> EngineSpec:
 
 
 # Every engine's section, as a union; one without a kind is local.
-AnyEngineSpec = Annotated[LocalEngineSpec | KubernetesEngineSpec, BeforeValidator(_of_its_kind)]
+AnyEngineSpec = Annotated[
+    LocalEngineSpec | KubernetesEngineSpec | LaunchedEngineSpec, BeforeValidator(_of_its_kind)
+]
 
 
 class WorkerSpec(SettingsModel):

@@ -119,7 +119,9 @@ class Job(SettingsModel):
         None, description="checkpoint of another run that supplies the initial weights"
     )
     engine: AnyEngineSpec = Field(
-        LocalEngineSpec(), description="source of the nodes: this machine, or a Kubernetes cluster"
+        LocalEngineSpec(),
+        description="source of the nodes: this machine, "
+        "a Kubernetes cluster, or whoever has given them",
     )
     watch: WatchSpec = Field(
         WatchSpec(), description="hang limits, alert thresholds, log collection and metrics"

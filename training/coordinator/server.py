@@ -58,6 +58,7 @@ from perdure.training.recovery.protocol import (
     WorkerEnded,
     WorkerFault,
 )
+from perdure.training.recovery.ranks import Ranks
 from perdure.training.recovery.stages import Stage
 from perdure.training.recovery.stimuli import (
     AgentConnected,
@@ -438,7 +439,8 @@ def _new_attempt(config: CoordinatorConfig, job: Job) -> Attempt:
         checks_chips=restart.heal.check,
     )
     is_checked = CHECK_INVARIANTS_ENV in os.environ
-    memory = Memory(job.engine.world_size, groups)
+    ranks = Ranks(node_notice_s=job.engine.node_notice_s)
+    memory = Memory(job.engine.world_size, groups, ranks=ranks)
     return Attempt(memory, settings, decider, checks_invariants=is_checked)
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,75 +21,31 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from perdure.storage.frozen_model import FrozenModel
-from perdure.storage.proxies import users_environment
-from perdure.training.agent.agent import CONFIG_FILE
-from perdure.training.agent.control import ADDRESS_FILE, TERMINATED_FILE
 from perdure.training.agent.preparation import node_folder
 from perdure.training.agent.unmarked import read_unmarked
 from perdure.training.config.job import Job
 from perdure.training.diagnosis.evidence import NodeLoss
-from perdure.training.engines.base import AgentEndpoint, Placement, agent_config, terminated
+from perdure.training.engines.base import AgentEndpoint, Placement, agent_config
+from perdure.training.engines.containers import (
+    Container,
+    inherited_variables,
+    start_agent,
+    write_container,
+)
 from perdure.training.errors import EngineError
 from perdure.training.files import last_line, private_folder, why_unwritable, write_whole
 from perdure.training.injection.victims import processes_of
 from perdure.training.journal.records import Member
-from perdure.training.processes import MARKER, is_alive, kill_container
+from perdure.training.processes import kill_container
 from perdure.training.recovery.chip_events import ChipReport
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import Rung
-from perdure.training.wire.agent import NO_MEMBER, AgentAddress, NodeLog
+from perdure.training.wire.agent import NO_MEMBER, NodeLog
 from perdure.training.wire.node import VISIBLE
 
-LOOPBACK = "127.0.0.1"
 AGENT_START_TIMEOUT_S = 60.0
 _CONTAINERS_FILE = "containers.json"
-# The supervisor's flow run, container and rank are not those of its workers.
-_NOT_INHERITED = ("PREFECT_", "MA_", "VC_", "TORCHELASTIC_")
 _DEVICE = re.compile(r"davinci([0-9]+)")
-
-
-class Container(FrozenModel):
-    """A container as the file of containers has it; `member` is NO_MEMBER for a spare."""
-
-    member: int
-    node: str
-    schedule_cnt: int
-    folder: str
-    token: str
-    stood_by: bool = False
-
-    @property
-    def path(self) -> Path:
-        """The container's folder."""
-        return Path(self.folder)
-
-    @property
-    def was_up(self) -> bool:
-        """Whether the agent has ever listened; it may have died since."""
-        return (self.path / ADDRESS_FILE).exists()
-
-    def address(self) -> AgentAddress | None:
-        """Read where the agent listens; None where it is dead or has not listened yet."""
-        try:
-            text = (self.path / ADDRESS_FILE).read_text(encoding="utf-8")
-            address = AgentAddress.model_validate_json(text)
-        except (OSError, ValidationError):
-            return None
-        return address if is_alive(address.pid, address.process_started_s) else None
-
-    def contact(self) -> AgentEndpoint:
-        """Describe the container to the fleet."""
-        address = self.address()
-        is_terminated = address is None and (self.path / TERMINATED_FILE).exists()
-        return AgentEndpoint(
-            self.node,
-            self.token,
-            (address.host, address.port) if address is not None else None,
-            LOOPBACK,
-            was_spare=self.stood_by,
-            schedule_cnt=self.schedule_cnt,
-            loss=terminated(self.node) if is_terminated else None,
-        )
 
 
 class Containers(FrozenModel):
@@ -265,41 +219,20 @@ class LocalEngine:
 
     def _write_container(self, member: Member, name: str) -> Container:
         folder = self._root / "nodes" / member.node / name
-        # An earlier supervisor left it, where it died between this line and `_save`.
-        shutil.rmtree(folder, ignore_errors=True)
         private_folder(self._root)
-        folder.mkdir(mode=0o700, parents=True)
         token = secrets.token_hex(16)
         disk = node_folder(folder.parent, self._created_s)
         config = agent_config(
             self._job, member, token=token, epoch=self._epoch, node_folder=str(disk)
         )
-        write_whole(folder / CONFIG_FILE, config.model_dump_json(), private=True)
-        return Container(
-            member=member.index,
-            node=member.node,
-            schedule_cnt=member.schedule_cnt,
-            folder=str(folder),
-            token=token,
-        )
+        return write_container(folder, config)
 
     def _spawn(self, container: Container) -> subprocess.Popen[bytes]:
-        users = users_environment(os.environ)
-        inherited = {k: v for k, v in users.items() if not k.startswith(_NOT_INHERITED)}
         number = int(container.node.rpartition("-")[2])
         devices = devices_of_node(number, self._job.engine.slots_per_node, os.environ)
-        node_env = {MARKER: container.folder, **devices}
-        errors = _as_engine_error(f"no agent on {container.node}")
-        with errors, (container.path / "agent.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "perdure.training.agent", container.folder],
-                cwd=container.path,
-                env={**inherited, **self._secrets_env, **node_env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # lives on when the supervisor's session ends
-            )
+        environment = {**inherited_variables(os.environ), **self._secrets_env, **devices}
+        with _as_engine_error(f"no agent on {container.node}"):
+            process = start_agent(container, environment, cwd=container.path)
         self._processes[container.folder] = process
         return process
 

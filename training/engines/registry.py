@@ -21,13 +21,23 @@ def _kubernetes(job: Job, **options: Any) -> Engine:
     return KubernetesEngine(job, **options)
 
 
+def _launched(job: Job, **options: Any) -> Engine:
+    from perdure.training.engines.launched.engine import LaunchedEngine  # noqa: PLC0415 rarely used
+
+    return LaunchedEngine(job, **options)
+
+
 def _cluster_checks(job: Job) -> Sequence[Check]:
     from perdure.training.engines.kubernetes.cluster_checks import check_cluster  # noqa: PLC0415 same
 
     return check_cluster(job)
 
 
-ENGINES: Mapping[str, Callable[..., Engine]] = {"local": LocalEngine, "kubernetes": _kubernetes}
+ENGINES: Mapping[str, Callable[..., Engine]] = {
+    "local": LocalEngine,
+    "kubernetes": _kubernetes,
+    "launched": _launched,
+}
 PLATFORM_CHECKS: Mapping[str, Callable[[Job], Sequence[Check]]] = {"kubernetes": _cluster_checks}
 
 

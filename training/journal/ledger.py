@@ -31,6 +31,7 @@ from perdure.training.processes import is_alive
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
 RENEW_S = 5.0  # five renewals in a row may fail before another host takes over
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # pids from before a reboot mean nothing
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class Identity(FrozenModel):
@@ -38,6 +39,7 @@ class Identity(FrozenModel):
 
     Attributes:
         flow_run: id of the flow run of the process; None without Prefect.
+        pid_namespace: where its pid means something; containers of a host may share its name.
     """
 
     supervisor: str
@@ -46,6 +48,7 @@ class Identity(FrozenModel):
     pid: int
     process_started_s: float
     flow_run: str | None = None
+    pid_namespace: str = ""
 
     @classmethod
     def of_this_process(cls, *, flow_run: str | None = None) -> Identity:
@@ -57,6 +60,7 @@ class Identity(FrozenModel):
             pid=os.getpid(),
             process_started_s=psutil.Process().create_time(),
             flow_run=flow_run,
+            pid_namespace=str(_PID_NAMESPACE.stat().st_ino),
         )
 
 
@@ -65,19 +69,26 @@ class SupervisorLease(Identity):
 
     epoch: int
     renewed_s: float
+    lease_s: float = LEASE_S
 
 
 class Ledger:
     """The records of a run: a reader and, once it has taken the run, a writer."""
 
     def __init__(
-        self, store: ObjectStore, run_id: str, *, clock: Callable[[], float] = time.time
+        self,
+        store: ObjectStore,
+        run_id: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        lease_s: float = LEASE_S,
     ) -> None:
         self._store = store
         self._prefix = f"runs/{run_id}/ledger/"
         self._lease_key = f"runs/{run_id}/supervisor.json"
         self._run_id = run_id
         self._clock = clock
+        self._lease_s = lease_s
         self._records: list[AnyRecord] = []
         self._epoch = 0
         self._identity: Identity | None = None
@@ -89,6 +100,11 @@ class Ledger:
     def run_id(self) -> str:
         """Name of the run."""
         return self._run_id
+
+    @property
+    def renew_s(self) -> float:
+        """How often the lease is to be renewed."""
+        return min(RENEW_S, self._lease_s / 5)
 
     @property
     def epoch(self) -> int:
@@ -176,7 +192,7 @@ class Ledger:
             )
 
     def renew(self) -> None:
-        """Renew the lease of this supervisor; call every RENEW_S seconds.
+        """Renew the lease of this supervisor; call every `renew_s` seconds.
 
         Raises:
             AlreadySupervised: another supervisor took the run.
@@ -186,7 +202,12 @@ class Ledger:
             return  # given up a moment ago
         self._catch_up()
         self.ensure_current()
-        lease = SupervisorLease(**identity.model_dump(), epoch=self._epoch, renewed_s=self._clock())
+        lease = SupervisorLease(
+            **identity.model_dump(),
+            epoch=self._epoch,
+            renewed_s=self._clock(),
+            lease_s=self._lease_s,
+        )
         self._store.put(self._lease_key, lease.model_dump_json().encode())
 
     def release(self) -> None:
@@ -217,8 +238,9 @@ class Ledger:
 
     def _is_held(self, lease: SupervisorLease, identity: Identity) -> bool:
         """Whether another holder lives: by process on the same host, by time on another."""
-        if (lease.host, lease.boot_id) != (identity.host, identity.boot_id):
-            return self._clock() - lease.renewed_s < LEASE_S
+        is_here = (lease.host, lease.boot_id) == (identity.host, identity.boot_id)
+        if not is_here or lease.pid_namespace not in ("", identity.pid_namespace):
+            return self._clock() - lease.renewed_s < lease.lease_s
         return lease.pid != identity.pid and is_alive(lease.pid, lease.process_started_s)
 
     def _refuse_if_alive(self, identity: Identity) -> None:

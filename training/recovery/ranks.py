@@ -30,6 +30,7 @@ class Ranks:
         building: have not reported yet.
         stateless: have no state, or one not to be trusted.
         disconnected_s: since when a connection is closed, until it is known how the process ended.
+        node_notice_s: for the supervisor to say that a node is lost.
     """
 
     living: set[int] = field(default_factory=set)
@@ -40,6 +41,7 @@ class Ranks:
     building: set[int] = field(default_factory=set)
     stateless: set[int] = field(default_factory=set)
     disconnected_s: dict[int, float] = field(default_factory=dict)
+    node_notice_s: float = NODE_NOTICE_S
 
     @property
     def survivors(self) -> set[int]:
@@ -111,7 +113,7 @@ class Ranks:
             without_agent: those whose agent is gone as well; of them the supervisor reports.
         """
         limits_s = {
-            rank: NODE_NOTICE_S if rank in without_agent else END_NOTICE_S
+            rank: self.node_notice_s if rank in without_agent else END_NOTICE_S
             for rank in self.disconnected_s
         }
         since = self.disconnected_s.items()

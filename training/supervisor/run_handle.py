@@ -61,7 +61,7 @@ class RunHandle:
         )
         patient = self.store if retry is None else open_store(job.storage, credentials, retry=retry)
         self.checkpoints = CheckpointStore(patient, job.run_id)
-        self.ledger = Ledger(patient, job.run_id)
+        self.ledger = Ledger(patient, job.run_id, lease_s=job.engine.lease_s)
         self._credentials = credentials
         self._history = RunHistory()
 

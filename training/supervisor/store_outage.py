@@ -23,7 +23,7 @@ from perdure.storage.errors import StorageError, StorageFull, TransientError
 from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.retry import Retry
 from perdure.training.files import write_whole
-from perdure.training.journal.ledger import LEASE_S, Ledger
+from perdure.training.journal.ledger import Ledger
 from perdure.training.supervisor.job_registry import job_path
 from perdure.training.wire.store_wait import Wait, WaitKind
 
@@ -166,7 +166,7 @@ def unwritable(ledger: Ledger, home: Path, *, now_s: float) -> dict[str, Any] | 
     if outage is not None and outage.since_s > lease.renewed_s:
         return outage.model_dump()
     # Its supervisor runs elsewhere, or where no note can be written, and renews in vain.
-    if now_s - lease.renewed_s > LEASE_S and ledger.is_supervised():
+    if now_s - lease.renewed_s > lease.lease_s and ledger.is_supervised():
         why = f"process {lease.pid} on {lease.host} lives and has not renewed its lease since"
         return Outage(since_s=lease.renewed_s, why=why).model_dump()
     return None

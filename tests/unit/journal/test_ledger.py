@@ -71,6 +71,27 @@ def test_a_supervisor_whose_lease_ran_out_is_succeeded(store, clock):
     assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
 
 
+def test_a_lease_lasts_as_long_as_its_holder_says(store):
+    clock = Clock()
+    holder = Ledger(store, "run", clock=clock, lease_s=10.0)
+    holder.take(ELSEWHERE)
+    assert holder.renew_s == 2.0
+    clock.now_s += 9.0
+    with pytest.raises(RunConflict, match="another-host"):
+        Ledger(store, "run", clock=clock).take(Identity.of_this_process())
+    clock.now_s += 2.0
+    assert Ledger(store, "run", clock=clock).take(Identity.of_this_process()).epoch == 2
+
+
+@pytest.mark.parametrize(("namespace", "is_here"), [("", True), ("another", False)])
+def test_the_pid_of_another_container_of_this_host_says_nothing(store, namespace, is_here):
+    clock, own = Clock(), Identity.of_this_process()
+    dead = {"supervisor": "other", "pid": 2**22 + 1, "pid_namespace": namespace}
+    Ledger(store, "run", clock=clock).take(own.model_copy(update=dead))
+    clock.now_s += LEASE_S / 2
+    assert Ledger(store, "run", clock=clock).is_supervised() is not is_here
+
+
 def test_a_dead_supervisor_of_this_host_is_succeeded_at_once(store):
     identity = Identity.of_this_process()
     Ledger(store, "run").take(identity.model_copy(update={"pid": 2**22 + 1}))

@@ -39,8 +39,8 @@ def test_the_rows_of_a_section_have_type_range_and_default():
     assert "| number, above 0, up to 100 | `95.0` |" in rows["| `memory_high_percent`"]
     assert "| map of strings or integers | `{}` |" in rows["| `resources`"]
     assert (
-        "| [local](#engine-kind-local), [kubernetes](#engine-kind-kubernetes) |"
-        in (rows["| `engine`"])
+        "| [local](#engine-kind-local), [kubernetes](#engine-kind-kubernetes), "
+        "[launched](#engine-kind-launched) |" in (rows["| `engine`"])
     )
 
 

@@ -118,6 +118,17 @@ def test_without_that_word_the_survivors_save_and_end(harness):
     assert "no supervisor brings another node" in why
 
 
+def test_ranks_wait_longer_where_the_supervisor_may_be_lost_with_the_node(harness):
+    harness.attempt.memory.ranks.node_notice_s = 3 * NODE_NOTICE_S
+    harness.handle(AgentDisconnected("node-1"))
+    for rank in (2, 3):
+        harness.kill(rank, is_reported=False)
+    harness.advance(2 * NODE_NOTICE_S)
+    assert harness.began() == []
+    lose(harness)
+    assert harness.rungs() == [Rung.NODE_REPLACE]
+
+
 def test_a_device_that_never_heals_takes_its_node_along(harness):
     harness.kill(2, exit_code=76)
     (began,) = harness.began()

@@ -1,0 +1,40 @@
+"""Every platform is told every end."""
+
+from __future__ import annotations
+
+import pytest
+
+from perdure.training.engines.launched.ends import ENDS, LaunchEnd, end_of
+from perdure.training.engines.launched.platforms import Platform
+
+PODS = (Platform.ASCEND_OPERATOR, Platform.KUBEFLOW, Platform.INDEXED_JOB)
+
+
+def test_every_platform_has_every_end_with_a_code_of_its_own():
+    assert set(ENDS) == set(Platform)
+    for ends in ENDS.values():
+        assert set(ends) == set(LaunchEnd)
+        assert len({end.code for end in ends.values()}) == len(LaunchEnd)
+        assert ends[LaunchEnd.COMPLETED].code == 0
+
+
+@pytest.mark.parametrize("platform", PODS)
+def test_pods_are_started_again_only_where_that_helps(platform):
+    again = {end for end, told in ENDS[platform].items() if told.code > 127}
+    assert again == {LaunchEnd.START_AGAIN, LaunchEnd.START_ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "user_fault", "short", "expected"),
+    [
+        ("completed", False, False, LaunchEnd.COMPLETED),
+        ("completed", False, True, LaunchEnd.COMPLETED),
+        ("cancelled", True, True, LaunchEnd.CANCELLED),
+        ("failed", True, False, LaunchEnd.USER_MUST_MEND),
+        ("failed", True, True, LaunchEnd.USER_MUST_MEND),
+        ("failed", False, True, LaunchEnd.START_ELSEWHERE),
+        ("failed", False, False, LaunchEnd.USER_MUST_MEND),
+    ],
+)
+def test_the_end_of_a_run_says_what_the_platform_is_to_do(outcome, user_fault, short, expected):
+    assert end_of(outcome, is_user_fault=user_fault, is_short_of_nodes=short) is expected
