@@ -11,7 +11,7 @@ export DO_NOT_TRACK := 1
 # A run starts dozens of processes: where images have this set, each would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan test-megatron test-megatron-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
+.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan test-megatron test-megatron-long test-mindspore soak chaos bench bench-storage bench-recovery bench-scale check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-npu-long  the longer ones"
 	@echo "make test-torchtitan  with the real torchtitan, on the CPU"
 	@echo "make test-megatron  with the real megatron-core, on the CPU"
+	@echo "make test-mindspore  with the real MindSpore, on the CPU"
 	@echo "make soak       ten minutes without a false alarm, half an hour of kills"
 	@echo "make chaos      break runs at random; SEEDS=\"1 2 3\""
 	@echo "make bench      speed beside other programs, printed as ratios"
@@ -209,6 +210,19 @@ test-megatron: $(MEGATRON_VENV)/.installed
 test-megatron-long: $(MEGATRON_VENV)/.installed
 	$(TEST_MEGATRON)
 
+# MindSpore in an environment of its own, without Perdure: it wants an older numpy. Only the programs
+# that the tests start run there.
+MINDSPORE_VENV := .venv-mindspore
+MINDSPORE_PACKAGES := "mindspore==2.10.0" "numpy<2" "scipy<1.14"
+
+$(MINDSPORE_VENV)/.installed: | $(VENV)/.installed
+	test -x $(MINDSPORE_VENV)/bin/python || $(PYTHON) -m venv $(MINDSPORE_VENV)
+	$(MINDSPORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(MINDSPORE_PACKAGES)
+	touch $@
+
+test-mindspore: $(MINDSPORE_VENV)/.installed
+	$(TEST) tests/process/test_mindspore.py
+
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
 # that fails with CHAOS_OPTIONS=--shrink. On emulated NPUs (DEVICE=npu) it is thirty times.
 SEEDS ?= 1 2 3
@@ -293,4 +307,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) $(NPU_VENV) $(TITAN_VENV) .venv-bench .perdure .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(NPU_VENV) $(TITAN_VENV) $(MINDSPORE_VENV) .venv-bench .perdure .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -16,6 +16,7 @@ from perdure.training.config.job import parse_job
 from perdure.training.config.job_file import read_document
 from perdure.training.errors import InputError
 from perdure.training.platforms.checklist import CHECKLIST, import_fields
+from perdure.training.platforms.mindformers import import_configuration, is_configuration
 
 MAX_BYTES = 1 << 20
 
@@ -32,11 +33,13 @@ def import_policy(
 ) -> None:
     """Print a platform's document of fault tolerance as sections of a job file.
 
-    FILE holds annotations, labels and variables, in a manifest or alone, or the checklist
-    `fault_tolerance_config = {...}`. A comment says what became of each field.
+    FILE holds annotations, labels and variables, in a manifest or alone, the checklist
+    `fault_tolerance_config = {...}`, or the YAML configuration of MindSpore Transformers. A comment
+    says what became of each field.
     """
     document = read_foreign_document(file)
-    imported = import_fields(document)
+    read = import_configuration if is_configuration(document) else import_fields
+    imported = read(document)
     if not imported.fields:
         raise InputError(str(file), "has no field")
     check_sections(imported.sections)
@@ -105,4 +108,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
         InputError: the first problem.
     """
     needed = {"run_id": "imported", "storage": {"address": "file:///imported"}}
-    parse_job({**needed, "worker": {"command": ["imported"]}, **sections})
+    worker = {"command": ["imported"], **sections.get("worker", {})}
+    # The sizes of a program need as many ranks as only its own job has.
+    checked = {name: section for name, section in sections.items() if name != "parallelism"}
+    parse_job({**needed, **checked, "worker": worker})

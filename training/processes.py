@@ -40,6 +40,7 @@ _RANK_NAMES = (
     ("RANK_ID", "DEVICE_ID", "RANK_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
+    ("MS_NODE_ID", "DEVICE_ID", "MS_WORKER_NUM"),
 )
 # accelerate 1.15 starts one process without a rank where it is told of no second one.
 _ALONE = "ACCELERATE_MIXED_PRECISION"
@@ -72,18 +73,22 @@ def die_with_parent(parent_pid: int) -> None:
         raise SystemExit(f"process {parent_pid}, which started this one, has ended")
 
 
-def reap_adopted(own_pids: Collection[int]) -> None:
-    """Collect the exit status of ended children but those in `own_pids`, whose owners do."""
+def reap_adopted(own_pids: Collection[int]) -> dict[int, int]:
+    """Collect the exit codes of ended children but those in `own_pids`, whose owners do."""
+    codes: dict[int, int] = {}
     # Mostly there is none: one call of the kernel, where looking for them reads all of /proc.
     with contextlib.suppress(ChildProcessError):
         if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return
+            return codes
     for child in psutil.Process().children():
         if child.pid in own_pids:
             continue
         with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
             if child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
+                pid, status = os.waitpid(child.pid, os.WNOHANG)
+                if pid:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+    return codes
 
 
 def container_processes(
@@ -136,6 +141,8 @@ def _lives(process: psutil.Process) -> bool:
 
 def read_rank(environment: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Read the global and the local rank that a launcher put into an environment, or None."""
+    if environment.get("MS_ROLE") == "MS_SCHED":
+        return None, None  # msrun gives its scheduler the number of the first worker
     for rank, local_rank, _ in _RANK_NAMES:
         number, place = environment.get(rank, ""), environment.get(local_rank, "")
         if number.isdecimal():

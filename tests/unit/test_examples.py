@@ -23,7 +23,22 @@ PROGRAMS = sorted({*EXAMPLES.iterdir()} - {*JOBS})
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
 def test_every_job_passes_the_checks_from_the_folder_of_the_clone(path, monkeypatch):
     monkeypatch.chdir(ROOT)
+    if path.stem == "mindspore" and not (ROOT / ".venv-mindspore/bin/msrun").exists():
+        pytest.skip("no MindSpore: make test-mindspore installs it")
     check_without_store(load_job(path))
+
+
+def test_a_program_is_looked_for_on_the_path_of_its_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    program = tmp_path / "bin" / "own-launcher"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    command = "worker={command: [own-launcher]}"
+    with pytest.raises(InputError, match="no program on this machine"):
+        check_without_store(load_job(EXAMPLES / "command.yaml", [command]))
+    path = f"env={{PATH: '{program.parent}:/bin'}}"
+    check_without_store(load_job(EXAMPLES / "command.yaml", [command, path]))
 
 
 def test_a_job_whose_program_is_not_there_would_not(monkeypatch):

@@ -28,6 +28,7 @@ from perdure.training.agent.driver_reports import MSNPUREPORT, write_driver_repo
 from perdure.training.agent.log_room import first_kept_byte
 from perdure.training.agent.worker_output import STREAMS
 from perdure.training.agent.workers import WorkerGroup
+from perdure.training.commands.msrun import MsrunProcess
 from perdure.training.config.job import Job
 from perdure.training.masking import mask_stream, secret_values
 from perdure.training.wire.agent import AgentConfig, StartOrder
@@ -149,7 +150,8 @@ def _matching_logs(
         elif query.rank is not None:
             is_wanted = rank == query.rank
         else:
-            is_wanted = query.every_log or log.path.parent == group.output.log_folder
+            is_ours = log.path.parent == group.output.log_folder
+            is_wanted = query.every_log or is_ours or log.name.startswith("msrun-")
         if is_wanted:
             yield log, rank
 
@@ -159,6 +161,8 @@ def _all_logs(folder: Path, group: WorkerGroup) -> Iterator[tuple[Log, int | Non
         of = None if group.order.is_launcher else rank
         for stream in STREAMS:
             yield from ((log, of) for log in logs_at(group.output.path(rank, stream)))
+    for process in group.output.msrun:
+        yield from ((log, process.rank) for log in _msrun_logs([process]))
     names = (group.folder / "coordinator.log", *(folder / name for name in OF_CONTAINER))
     for path in names:
         yield from ((log, None) for log in logs_at(path))
@@ -403,6 +407,15 @@ def _rank_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:
     for rank in ranks:
         for stream in STREAMS:
             yield from logs_at(group.output.path(rank, stream))
+    yield from _msrun_logs(group.output.msrun)
+
+
+def _msrun_logs(processes: Iterable[MsrunProcess]) -> Iterator[Log]:
+    """List the logs that MindSpore's launcher keeps of its workers and its scheduler."""
+    for process in processes:
+        if process.log is not None:
+            name = f"msrun-{process.rank:05d}" if process.rank is not None else "msrun-scheduler"
+            yield from logs_at(process.log, f"{name}.log")
 
 
 def _device_logs(group: WorkerGroup, ranks: Sequence[int]) -> Iterator[Log]:

@@ -6,11 +6,12 @@ log. CANN writes a log of its own per process. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.training.agent.masked_output import MaskedOutput, scrub
+from perdure.training.commands.msrun import MsrunProcess
 from perdure.training.masking import mask_text, secret_values
 from perdure.training.wire.agent import AgentConfig, StartOrder
 from perdure.training.wire.logs import WorkerLog
@@ -27,6 +28,7 @@ class WorkerOutput:
         folder: the attempt's folder, where pipes get their names.
         log_folder: where logs lie.
         secrets: values that must not leave the node.
+        msrun: processes of MindSpore's launcher, whose logs are their own.
     """
 
     config: AgentConfig
@@ -34,6 +36,7 @@ class WorkerOutput:
     folder: Path
     log_folder: Path
     secrets: frozenset[str] = frozenset()
+    msrun: Sequence[MsrunProcess] = ()
     _ascend_base: str | None = None
     _masked: MaskedOutput | None = None
 
@@ -89,15 +92,22 @@ class WorkerOutput:
     def tails(self, ranks: Iterable[int], tail_bytes: int) -> tuple[WorkerLog, ...]:
         """Read the end of each log, with secrets masked."""
         self.flush()
-        paths = [(rank, self.path(rank, stream)) for rank in ranks for stream in STREAMS]
+        ranks = list(ranks)
+        paths = [(rank, self.path(rank, stream), "") for rank in ranks for stream in STREAMS]
+        # The diagnosis learns from their first lines which process is which worker.
+        paths += [
+            (ranks[0], process.log, f"{process.line}\n")
+            for process in self.msrun
+            if process.log is not None
+        ]
         return tuple(
             WorkerLog(
                 rank=rank,
                 path=str(path),
-                text=mask_text(tail(path, tail_bytes), self.secrets),
+                text=title + mask_text(tail(path, tail_bytes), self.secrets),
                 written_s=path.stat().st_mtime,
             )
-            for rank, path in paths
+            for rank, path, title in paths
             if path.exists()
         )
 

@@ -34,6 +34,7 @@ class Worker:
         awaits_answer: whether the coordinator decides what follows its end.
         next_generation: generation of the process that is to replace it.
         raised: the exception that had ended its program when the agent ended the process.
+        has_left_failure: whether it exited with 0, and a rank failed that it had left running.
     """
 
     rank: int
@@ -47,10 +48,13 @@ class Worker:
     awaits_answer: bool = False
     next_generation: int | None = None
     raised: str | None = None
+    has_left_failure: bool = False
 
     @property
     def exit_code(self) -> int | None:
         """Exit code; of a process that lived on after an exception, the one it was to have."""
+        if self.has_left_failure and self.process.returncode == 0:
+            return 1
         return 1 if self.raised is not None and self.process.returncode else self.process.returncode
 
     def kill(self) -> None:

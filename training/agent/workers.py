@@ -28,9 +28,14 @@ from perdure.training.agent.preparation import (
 )
 from perdure.training.agent.worker_output import ASCEND_PATH, STREAMS, WorkerOutput
 from perdure.training.agent.worker_process import SessionActivity, Worker, read_error
-from perdure.training.commands.arguments import argument_variables, fill_in
+from perdure.training.commands.arguments import (
+    argument_variables,
+    fill_in,
+    fill_in_variables,
+)
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher
 from perdure.training.commands.leftovers import Leftovers
+from perdure.training.commands.msrun import MsrunGang
 from perdure.training.commands.progress import StepFollower
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.config.job import RESERVED_NAMES
@@ -77,6 +82,7 @@ class WorkerGroup:
         activity: activity of processes that have completed no step, by pid; the hang check sets it.
         step_follower: steps in the output of a command; None: the job does not say how to read it.
         checkpoint_watcher: checkpoints of a command; None: the job does not say where they lie.
+        msrun: what MindSpore's launcher has started, if the command runs it.
     """
 
     config: AgentConfig
@@ -95,6 +101,7 @@ class WorkerGroup:
     step_follower: StepFollower | None = None
     checkpoint_watcher: CommandCheckpointWatcher | None = None
     output: WorkerOutput = field(init=False)
+    msrun: MsrunGang | None = None
     _retries: RetryLogs = field(default_factory=RetryLogs)
     _environment: dict[str, str] = field(default_factory=dict)
     _command: CommandRanks | None = None
@@ -150,6 +157,10 @@ class WorkerGroup:
             self._start_counts.append(proc_start_cnt)
         if self.order.is_command:
             self._command = CommandRanks(list(self.pids().values()), self.folder)
+        if self.order.is_launcher:
+            rank = self.planned_ranks[0]
+            outputs = [self.output.path(rank, stream) for stream in reversed(STREAMS)]
+            self.msrun = MsrunGang(self.marker, outputs)
 
     @property
     def proc_start_cnt(self) -> int:
@@ -175,6 +186,8 @@ class WorkerGroup:
             ),
             **further,
         }
+        if self.order.is_command:
+            variables = fill_in_variables(variables, self.order.job.env)
         process = self._spawn(rank, variables)
         self._started_pids.add(process.pid)
         named = rank if self.order.is_command else local_rank  # ranks of a command name the file
@@ -338,12 +351,14 @@ class WorkerGroup:
                 failed = worker.process.returncode != 0 or self._ended_early(worker) is not None
                 if failed and not self._report_end(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
-        reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
+        exits = reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
+        self._poll_msrun(exits)
         running = [w for w in self._workers if w.ended_s is None or w.awaits_answer]
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             well = self._command if self._first_failure_s is None else None
-            if settled or not (running or self.leftovers.is_awaited(well, self)):
+            trains = self.msrun is not None and self.msrun.is_alive and well is not None
+            if settled or not (running or trains or self.leftovers.is_awaited(well, self)):
                 self.stop(self.order.failover_grace_s if running else self.order.grace_s)
             return False
         remaining = container_processes(self.marker, spare=self.spare)
@@ -355,6 +370,21 @@ class WorkerGroup:
             return False
         self.close_output()
         return True
+
+    def _poll_msrun(self, exits: Mapping[int, int]) -> None:
+        """Look after what msrun has started, until the attempt ends."""
+        if self.msrun is None or self._kill_at_s is not None:
+            return
+        is_joined = any(worker.ended_s is None for worker in self._workers)
+        self.msrun.poll(exits, spare=self.spare, is_joined=is_joined)
+        if self.step_follower is not None:
+            for process in self.msrun.logs:
+                self.step_follower.follow(process.log)
+        self.output.msrun = self.msrun.logs
+        if self.msrun.has_failed and self._first_failure_s is None:
+            for worker in self._workers:
+                worker.has_left_failure = True
+            self._note_failure()
 
     def _note_end(self, worker: Worker) -> None:
         """Record that a worker's process has ended, which may be known already."""

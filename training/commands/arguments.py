@@ -8,6 +8,7 @@ given to a shell keeps it, because the shell may set it itself.
 from __future__ import annotations
 
 import difflib
+import re
 import string
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,24 @@ def explain_unknown_name(name: str, names: Collection[str]) -> str:
     near = difflib.get_close_matches(name, sorted(names), n=1)
     hint = f"did you mean ${{{near[0]}}}? " if near else ""
     return f"${{{name}}} is set by nothing; {hint}$$ stands for a plain $"
+
+
+_BRACED = re.compile(r"\$\{(\w+)\}")
+
+
+def fill_in_variables(variables: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Fill into the variables of these names what an agent sets, such as ${MASTER_PORT}.
+
+    Other text with a dollar stays: it may be meant for the program.
+    """
+    values = argument_variables(variables)
+
+    def value_of(match: re.Match[str]) -> str:
+        is_set = match[1] in NAMES_IN_ARGUMENTS and match[1] in values
+        return values[match[1]] if is_set else match[0]
+
+    filled = {name: _BRACED.sub(value_of, variables[name]) for name in names if name in variables}
+    return {**variables, **filled}
 
 
 def argument_variables(variables: Mapping[str, str]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from pydantic_core import from_json
 from perdure.storage.errors import Corrupt
 from perdure.storage.regular_file import NotRegularError, open_regular, read_regular
 from perdure.storage.safetensors_file import LENGTH, header_size_bytes, parse_header
+from perdure.training.commands.mindspore_layouts import has_whole_messages, list_saved_files
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.files import write_whole
 
@@ -62,21 +63,23 @@ class ProgramCheckpoint:
 
     Attributes:
         step: step at which it was saved.
-        path: file or folder.
+        path: file or folder; of a checkpoint in files of all ranks, that of the first rank.
         size_bytes: size of all of its files; 0 stands for a part that a node does not have.
         written_s: when the newest of its files was written.
+        more_files: files of the other ranks.
     """
 
     step: int
     path: Path
     size_bytes: int
     written_s: float
+    more_files: tuple[Path, ...] = ()
 
     def is_unchanged(self) -> bool:
         """Whether the files are as they were; a part without bytes still has none."""
         now = None
         if self.path.exists():
-            now = next(measure_checkpoint(self.step, self.path), None)
+            now = next(measure_checkpoint(self.step, self.path, self.more_files), None)
         return now == (self if self.size_bytes else None)
 
 
@@ -119,6 +122,7 @@ class _Entry:
     step: int
     path: Path
     has_sign: bool
+    more_files: tuple[Path, ...] = ()
 
 
 def find_checkpoints(
@@ -179,11 +183,13 @@ def _survey(
     settle_s = _settle_s(spec)
     surveyed: list[tuple[ProgramCheckpoint, bool]] = []
     in_doubt: list[ProgramCheckpoint] = []
-    for entry in _LAYOUTS[spec.kind](root):
-        saved = next(measure_checkpoint(entry.step, entry.path), None) or _measure_empty(entry)
+    for entry in _list_entries(spec, root):
+        saved = next(measure_checkpoint(entry.step, entry.path, entry.more_files), None)
+        saved = saved or _measure_empty(entry)
         if saved is None or saved.written_s < since_s:
             continue
-        is_whole = entry.has_sign and saved.size_bytes > 0 and _has_whole_files(saved.path)
+        is_whole = entry.has_sign and saved.size_bytes > 0
+        is_whole = is_whole and all(map(_has_whole_files, (saved.path, *saved.more_files)))
         is_settled = now_s - saved.written_s >= settle_s
         if spec.kind is CheckpointKind.GLOB and is_whole and not is_settled:
             in_doubt.append(saved)
@@ -193,6 +199,15 @@ def _survey(
         ((saved, is_whole and saved != cut_short) for saved, is_whole in surveyed),
         key=lambda judged: judged[0].step,
     )
+
+
+def _list_entries(spec: ProgramCheckpointsSpec, root: Path) -> Iterator[_Entry]:
+    if not spec.kind.is_of_mindspore:
+        yield from _LAYOUTS[spec.kind](root)
+        return
+    for saved in list_saved_files(spec, root):
+        first, *more_files = saved.paths
+        yield _Entry(saved.step, first, saved.has_sign, tuple(more_files))
 
 
 def _settle_s(spec: ProgramCheckpointsSpec) -> float:
@@ -337,6 +352,8 @@ def _has_end(path: Path, size_bytes: int, _written_ns: int) -> bool:
             return zipfile.is_zipfile(file)
         if path.suffix == ".safetensors" and len(begin) == LENGTH.size:
             return _fits_header(file, begin, size_bytes, str(path))
+        if path.suffix == ".ckpt" and size_bytes:
+            return has_whole_messages(file)
     return size_bytes > 0 or path.suffix not in _DATA_SUFFIXES
 
 
@@ -383,16 +400,20 @@ def _number_after(pickled: bytes, key: str) -> int | None:
     return None
 
 
-def measure_checkpoint(step: int, path: Path) -> Iterator[ProgramCheckpoint]:
+def measure_checkpoint(
+    step: int, path: Path, more_files: tuple[Path, ...] = ()
+) -> Iterator[ProgramCheckpoint]:
     """Measure the files at a path; yields nothing if the program deletes them meanwhile."""
     try:
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        files += more_files
         stats = [file.stat() for file in files]
     except FileNotFoundError:
         return
     size = sum(status.st_size for status in stats)
     if size:
-        yield ProgramCheckpoint(step, path, size, max(status.st_mtime for status in stats))
+        newest_s = max(status.st_mtime for status in stats)
+        yield ProgramCheckpoint(step, path, size, newest_s, more_files)
 
 
 def find_parts(root: Path) -> Iterator[ProgramCheckpoint]:

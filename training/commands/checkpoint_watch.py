@@ -39,6 +39,7 @@ from perdure.training.commands.megatron import (
     prepare_parts,
     read_record,
 )
+from perdure.training.commands.mindspore_layouts import name_in_metas
 from perdure.training.config.command import CheckpointKind, ProgramCheckpointsSpec
 from perdure.training.wire.agent import AgentReply, SavedQuery, StartOrder
 from perdure.training.wire.agent_status import SavedCheckpoint
@@ -48,6 +49,7 @@ POLL_S = 5.0
 POLL_SHARE = 0.02
 NUM_REPORTED = 5
 EMPTY_ASK_S = 60.0  # how often a node without files asks whether other nodes have saved
+_WITH_TRACKER = (CheckpointKind.MEGATRON, CheckpointKind.MINDFORMERS)
 SIGN_WAIT_S = 20.0  # at the end of an attempt, for member 0 to have stored its part
 _log = logging.getLogger("perdure.agent")
 
@@ -97,7 +99,7 @@ class CommandCheckpointWatcher:
             ValueError: the path names a variable that is not set.
         """
         job = order.job
-        spec = job.worker.checkpoints
+        spec = job.program_checkpoints
         if spec is None:
             return None
         root = _checkpoint_root(spec, order.cwd, variables)
@@ -310,10 +312,11 @@ def _delete_oldest(checkpoints: Sequence[ProgramCheckpoint], *, keep: int) -> No
     """Delete all but the newest complete checkpoints; another node may do the same."""
     for saved in checkpoints[:-keep]:
         try:
-            if saved.path.is_dir():
-                shutil.rmtree(saved.path)
-            else:
-                saved.path.unlink()
+            for path in (*saved.more_files, saved.path):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -351,12 +354,17 @@ def _set_aside(
 ) -> None:
     """Rename checkpoints, and take the program's sign off them."""
     for saved in renamed:
-        new_path = set_aside(saved.path)
-        if new_path is not None:
-            _log.warning(f"step {saved.step} of the command is set aside: it is {new_path} now")
+        for path in (*saved.more_files, saved.path):
+            new_path = set_aside(path)
+            if new_path is not None:
+                _log.warning(f"step {saved.step} of the command is set aside: it is {new_path} now")
+    if spec.kind.is_of_mindspore and renamed:
+        whole = find_checkpoints(spec, root, now_s=time.time(), is_over=True)
+        for saved in whole[-1:]:
+            name_in_metas((saved.path, *saved.more_files))
     tracker = Tracker(root)
     is_signed = any(saved.step == tracker.step for saved in renamed)
-    if spec.kind is CheckpointKind.MEGATRON and is_signed:
+    if spec.kind in _WITH_TRACKER and is_signed:
         # Those of an earlier run, too: without a sign the program would begin anew.
         whole = find_checkpoints(spec, root, now_s=time.time(), is_over=True)
         remaining = [saved.step for saved in whole]

@@ -58,6 +58,7 @@ class ProgressFormat(FrozenModel):
         source: program that prints it.
         patterns: patterns that are searched in every line.
         counts_from: number that the program prints with the first completed step.
+        epochs_from: number that the program prints for the first epoch.
         example: lines, and what they show.
     """
 
@@ -65,6 +66,7 @@ class ProgressFormat(FrozenModel):
     source: str
     patterns: tuple[str, ...]
     counts_from: int = 1
+    epochs_from: int = 0
     example: tuple[dict[str, Any], ...] = Field(min_length=1)
 
 
@@ -85,6 +87,10 @@ class LineReader:
         self._patterns = [re.compile(pattern) for pattern in patterns]
         counts_from = program.counts_from if program is not None else spec.counts_from
         self._offset = 1 - (1 if counts_from is None else counts_from)
+        self._epochs_from = program.epochs_from if program is not None else 0
+        self._steps_per_epoch = spec.steps_per_epoch
+        self._epoch = 0.0
+        self._last_batch = 0.0
 
     def read(self, line: str) -> dict[str, float]:
         """Return the numbers that a line shows, by name; most lines show none.
@@ -104,8 +110,15 @@ class LineReader:
         return self._in_units(numbers) if numbers else numbers
 
     def _in_units(self, numbers: dict[str, float]) -> dict[str, float]:
-        if {"batch", "batches", "epoch"} <= numbers.keys():
-            numbers["step"] = numbers["epoch"] * numbers.pop("batches") + numbers.pop("batch")
+        if {"batch", "epoch"} <= numbers.keys():
+            batch, epoch = numbers.pop("batch"), numbers["epoch"] - self._epochs_from
+            batches = numbers.pop("batches", None) or self._count_batches(epoch, batch)
+            if batches is None and epoch:
+                return {}  # the length of an epoch is not known yet
+            numbers["step"] = epoch * (batches or 0) + batch
+            if batches is not None and "epochs" in numbers:
+                numbers["target"] = numbers["epochs"] * batches
+        numbers.pop("epochs", None)
         if "step" in numbers:
             numbers["step"] += self._offset
         if "step_ms" in numbers:
@@ -113,6 +126,15 @@ class LineReader:
         if "mfu_percent" in numbers:
             numbers["mfu"] = numbers.pop("mfu_percent") / 100.0
         return numbers
+
+    def _count_batches(self, epoch: float, batch: float) -> float | None:
+        """Return the steps of an epoch, where no line has them: the last step of one that ended."""
+        if self._steps_per_epoch is None and epoch > self._epoch and self._last_batch:
+            self._steps_per_epoch = round(self._last_batch)
+        if epoch >= self._epoch:
+            self._last_batch = batch if epoch > self._epoch else max(batch, self._last_batch)
+            self._epoch = epoch
+        return self._steps_per_epoch
 
 
 def _number(text: str) -> float | None:
@@ -313,7 +335,7 @@ class StepFollower:
     """
 
     steps: StepTracker
-    logs: Sequence[GrowingLog]
+    logs: list[GrowingLog]
     file: Path
     unsaved: UnsavedSteps
     _polled_s: float = field(default_factory=time.time)
@@ -343,6 +365,12 @@ class StepFollower:
         prefix = metrics_prefix(job.run_id, order.placement, order.attempt)
         logs = [GrowingLog.from_its_end(path) for path in paths]
         return cls(steps, logs, folder / attempt_log.FILE_NAME, UnsavedSteps(prefix))
+
+    def follow(self, path: Path | None) -> None:
+        """Follow one more log from its beginning, such as that of a rank; again: nothing."""
+        if path is not None and all(log.path != path for log in self.logs):
+            with self._lock:
+                self.logs.append(GrowingLog(path, 0))
 
     def start(self, open_store: Callable[[], ObjectStore]) -> None:
         """Follow the output until `finish`."""

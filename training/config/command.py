@@ -32,6 +32,7 @@ GROUPS = {
     "epoch": "number of the epoch",
     "batch": "number in the epoch, where no step is printed",
     "batches": "of an epoch",
+    "epochs": "of the whole training, where no target is printed",
 }
 RESERVED_PREFIXES = ("MA_", "VC_", "PERDURE_")
 _OF_EPOCH = {"epoch", "batch", "batches"}
@@ -68,6 +69,8 @@ class ProgressKind(StrEnum):
     LIGHTNING = "lightning"
     NANOGPT = "nanogpt"
     TORCHTITAN = "torchtitan"
+    MINDFORMERS = "mindformers"
+    MINDSPORE = "mindspore"
 
 
 class ProgressSpec(SettingsModel):
@@ -80,6 +83,10 @@ class ProgressSpec(SettingsModel):
     )  # fmt: skip
     counts_from: Literal[0, 1] | None = Field(
         None, description="number that `patterns` find for the first completed step; default: 1"
+    )  # fmt: skip
+    steps_per_epoch: int | None = Field(
+        None, ge=1, description="kind=mindspore, which prints the step within the epoch: steps of "
+        "an epoch; default: the last step of the first epoch that ends in the output"
     )  # fmt: skip
 
     @field_validator("patterns")
@@ -102,6 +109,8 @@ class ProgressSpec(SettingsModel):
             raise ValueError(f"give either kind, one of {kinds}, or patterns of your own")
         if self.kind is not None and self.counts_from is not None:
             raise ValueError(f"counts_from is for patterns, kind={self.kind} has its own")
+        if self.steps_per_epoch is not None and self.kind is not ProgressKind.MINDSPORE:
+            raise ValueError("steps_per_epoch is for kind=mindspore: other lines have it")
         return self
 
 
@@ -133,12 +142,19 @@ class CheckpointKind(StrEnum):
     LIGHTNING = "lightning"
     NANOGPT = "nanogpt"
     TORCHTITAN = "torchtitan"
+    MINDFORMERS = "mindformers"
+    MINDSPORE = "mindspore"
     GLOB = "glob"
 
     @property
     def is_in_parts(self) -> bool:
         """Whether nodes with disks of their own each have a part, and not all the same."""
         return self is CheckpointKind.MEGATRON
+
+    @property
+    def is_of_mindspore(self) -> bool:
+        """Whether names have epoch and step, and a checkpoint may be a file of every rank."""
+        return self in (CheckpointKind.MINDFORMERS, CheckpointKind.MINDSPORE)
 
 
 class ProgramCheckpointsSpec(SettingsModel):
@@ -167,6 +183,20 @@ class ProgramCheckpointsSpec(SettingsModel):
         None, ge=2, description="number of complete checkpoints of the run to keep, the newest; "
         "older ones are deleted; default: delete nothing, since programs usually delete their own"
     )  # fmt: skip
+    ranks: int | None = Field(
+        None, ge=1, description="kind=mindformers: ranks that each save a file of a checkpoint; "
+        "default: engine.nodes times engine.slots_per_node"
+    )  # fmt: skip
+    end_of_life: bool | None = Field(
+        None, description="kind=mindformers: files of some ranks alone count, where no meta.json "
+        "names them or a later step: the survivors saved them before they ended; default: whether "
+        "env.MS_ENABLE_TFT has TTP:1"
+    )  # fmt: skip
+    steps_per_epoch: int | None = Field(
+        None, ge=1, description="kind=mindformers or mindspore, whose names have epoch and step "
+        "within the epoch: steps of an epoch; default: as the files say, or else the largest step "
+        "of their names"
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:
@@ -175,6 +205,17 @@ class ProgramCheckpointsSpec(SettingsModel):
         if self.kind is CheckpointKind.GLOB and self.upload and "*" in str(Path(self.path).parent):
             raise ValueError(
                 f"path={self.path}: upload needs one folder, a * in its last part alone"
+            )
+        for name in ("ranks", "end_of_life"):
+            if getattr(self, name) is not None and self.kind is not CheckpointKind.MINDFORMERS:
+                raise ValueError(f"{name} is for kind=mindformers, not {self.kind}")
+        if not self.kind.is_of_mindspore:
+            if self.steps_per_epoch is not None:
+                raise ValueError("steps_per_epoch is for kind=mindformers or mindspore")
+        elif self.upload:
+            raise ValueError(
+                f"upload is not for kind={self.kind}, whose checkpoints are files in the folders "
+                "of all ranks: save to storage that all nodes have"
             )
         return self
 

@@ -404,6 +404,11 @@ class WorkerSpec(SettingsModel):
         None, description="commands: arguments and variables to add when the program starts again "
         "and this run has a checkpoint; ${PERDURE_CHECKPOINT} is its path"
     )  # fmt: skip
+    mindformers: str | None = Field(
+        None, min_length=1, description="commands: YAML configuration of MindSpore Transformers, "
+        "relative to cwd, which is read with the job file: it gives progress, checkpoints, resume, "
+        "parallelism and restart.from_platform, where the job itself does not"
+    )  # fmt: skip
     restart_codes: tuple[int, ...] = Field(
         (), description="exit codes by which the program asks to be started again, such as [85, "
         "99], each from 1 to 255: no fault, and free while each start comes further than the "
@@ -447,7 +452,7 @@ class WorkerSpec(SettingsModel):
         if self.per == "device" and self.command is None:
             kind = "script" if self.script is not None else "recipe"
             raise ValueError(f"per=device is for worker.command: a {kind} is started so anyway")
-        for name in ("progress", "checkpoints", "resume"):
+        for name in ("progress", "checkpoints", "resume", "mindformers"):
             if getattr(self, name) is not None and self.command is None:
                 raise ValueError(f"{name} is for worker.command: a recipe's session does it")
         if self.resume is not None and self.checkpoints is None:

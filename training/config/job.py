@@ -21,7 +21,12 @@ from pydantic import (
 
 from perdure.storage.address import StorageSpec
 from perdure.storage.frozen_model import SettingsModel
-from perdure.training.config.command import RESERVED_PREFIXES, check_variables
+from perdure.training.config.command import (
+    RESERVED_PREFIXES,
+    CheckpointKind,
+    ProgramCheckpointsSpec,
+    check_variables,
+)
 from perdure.training.config.document import check_document
 from perdure.training.config.drill import DrillSpec
 from perdure.training.config.engine import (
@@ -131,7 +136,9 @@ class Job(SettingsModel):
     )
     drill: DrillSpec = Field(DrillSpec(), description="faults injected on purpose")
     env: dict[str, str] = Field(
-        {}, description="further environment variables of the workers; secrets belong in env_from"
+        {},
+        description="further environment variables of the workers; in those of a command, "
+        "${MASTER_ADDR}, ${MASTER_PORT} and the like are filled in; secrets belong in env_from",
     )
     env_from: dict[str, SecretSource] = Field(
         {},
@@ -285,6 +292,17 @@ class Job(SettingsModel):
         """The step at which the run is complete; None for a command whose job does not name it."""
         is_given = not self.worker.is_command or "steps" in self.model_fields_set
         return self.steps if is_given else None
+
+    @property
+    def program_checkpoints(self) -> ProgramCheckpointsSpec | None:
+        """The checkpoints of a command, with defaults that other sections give."""
+        spec = self.worker.checkpoints
+        if spec is None or spec.kind is not CheckpointKind.MINDFORMERS:
+            return spec
+        saves_at_end = bool(re.search(r"\bTTP\s*:\s*1\b", self.env.get("MS_ENABLE_TFT", "")))
+        defaults = {"ranks": self.engine.world_size, "end_of_life": saves_at_end}
+        missing = {k: value for k, value in defaults.items() if getattr(spec, k) is None}
+        return spec.model_copy(update=missing)
 
     @property
     def saves_in_parts(self) -> bool:

@@ -21,6 +21,7 @@ from perdure.training.config.job import Job, JobTemplate, parse_job, parse_templ
 from perdure.training.config.secrets import why_secret
 from perdure.training.errors import InputError
 from perdure.training.masking import has_key
+from perdure.training.platforms.mindformers import import_configuration, is_configuration
 
 _NAME = re.compile(r"[A-Za-z_][\w/-]*")
 _MERGE = "tag:yaml.org,2002:merge"
@@ -71,10 +72,45 @@ def _load(
         raise InputError(str(path), "must be a mapping of job fields")
     for override in overrides:
         _set_override(document, override)
-    job = parse(document)
+    job = parse(_with_configuration(document))
     refuse_secrets(job)
     check_intervals(job)
     return job
+
+
+def _with_configuration(document: dict[str, Any]) -> dict[str, Any]:
+    """Add to a job the fields that the configuration of its program gives, and it itself does not.
+
+    Raises:
+        InputError: the configuration cannot be read.
+    """
+    worker = document.get("worker")
+    name = worker.get("mindformers") if isinstance(worker, dict) else None
+    if not isinstance(worker, dict) or not isinstance(name, str):
+        return document
+    file = Path(str(worker.get("cwd") or ".")) / name
+    try:
+        configuration = read_document_file(file)
+    except InputError as error:
+        raise InputError("worker.mindformers", str(error)) from None
+    if not isinstance(configuration, dict) or not is_configuration(configuration):
+        raise InputError(
+            "worker.mindformers", f"{file} is no configuration of MindSpore Transformers"
+        )
+    sections = import_configuration(configuration).sections
+    if "checkpoints" in worker:
+        del sections["worker"]["checkpoints"], sections["worker"]["resume"]
+    return _merge_below(document, sections)
+
+
+def _merge_below(document: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge defaults into a document, whose own fields win."""
+    merged = dict(document)
+    for key, value in defaults.items():
+        present = merged.setdefault(key, value)
+        if isinstance(present, dict) and isinstance(value, Mapping):
+            merged[key] = _merge_below(present, value)
+    return merged
 
 
 def refuse_secrets(job: Job) -> None:

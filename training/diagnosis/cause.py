@@ -18,6 +18,7 @@ from enum import IntEnum
 from math import inf
 
 from perdure.training.diagnosis.lines import severity_of
+from perdure.training.diagnosis.msrun import relate_workers
 from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES
@@ -93,6 +94,8 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         has_failed: there was a failure for certain, so a fault that training seems to have
             survived counts where no other finding explains it.
     """
+    related = relate_workers([source.findings for source in sources])
+    sources = [replace(s, findings=f) for s, f in zip(sources, related, strict=True)]
     candidates = [
         Candidate(source, finding)
         for source in sources

@@ -387,7 +387,11 @@ def _blame_by_output(end: WorkerEnd, finding: Finding, evidence: Evidence) -> _C
     if killed and end.node not in evidence.oom_nodes:
         # Elsewhere a killed process means memory; here the kernel of the node killed none for it.
         name = signal.SIGKILL.name
-        return _cause_of_end(_Tier.ROOT, FaultClass.NATIVE_CRASH, finding.line, end, evidence, name)
+        cause = _cause_of_end(
+            _Tier.ROOT, FaultClass.NATIVE_CRASH, finding.line, end, evidence, name
+        )
+        rank = cause.fault.rank if cause.fault.rank is not None else finding.origin.rank
+        return replace(cause, fault=replace(cause.fault, rank=rank))
     crashed = finding.fault_class is FaultClass.NATIVE_CRASH
     tier = _Tier.ROOT if killed or crashed else _tier_of(finding)
     candidate = Candidate(LogSource(end.name, (finding,), rank=end.rank, node=end.node), finding)

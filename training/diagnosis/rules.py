@@ -29,6 +29,7 @@ from perdure.training.recovery.faults import FaultClass, RecoverableBy
 FILES = (
     "perdure.toml",
     "prefect.toml",
+    "mindspore.toml",
     "ascend.toml",
     "cuda.toml",
     "accelerators.toml",

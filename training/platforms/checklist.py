@@ -252,7 +252,7 @@ def import_fields(document: Mapping[str, Any]) -> ImportedDocument:
     entries: dict[str, str] = {}
     fields: list[ImportedField] = []
     sections: dict[str, Any] = {}
-    for path, value in _leaves(document, ()):
+    for path, value in list_leaves(document):
         key = path[-1]
         if key in ENTRIES or key in IGNORED_ENTRIES:
             entries[key] = _entry_text(value)
@@ -261,7 +261,7 @@ def import_fields(document: Mapping[str, Any]) -> ImportedDocument:
         imported = _import_field(path, value)
         fields.append(imported)
         if imported.field is not None:
-            _put(sections, imported.field, imported.result, imported.name)
+            put_field(sections, imported.field, imported.result, imported.name)
     reading = read_platform(entries)
     read_entries = {key: entry for key, entry in entries.items() if key in ENTRIES}
     if read_entries:
@@ -269,7 +269,7 @@ def import_fields(document: Mapping[str, Any]) -> ImportedDocument:
     return ImportedDocument(sections, tuple(fields), tuple(reading.warnings))
 
 
-def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def list_leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """List the values of a document with the names around them."""
     if not isinstance(value, dict):
         yield path, value
@@ -277,7 +277,7 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
     for key, inner in value.items():
         content = _named_values(inner)
         is_frame = str(key) in _FRAMES and isinstance(content, dict)
-        yield from _leaves(content, path if is_frame else (*path, str(key)))
+        yield from list_leaves(content, path if is_frame else (*path, str(key)))
 
 
 def _named_values(value: Any) -> Any:
@@ -317,7 +317,7 @@ def _import_field(path: tuple[str, ...], value: Any) -> ImportedField:
     return ImportedField(name, value, None, f"has no counterpart{hint}")
 
 
-def _put(sections: dict[str, Any], field: str, value: Any, name: str) -> None:
+def put_field(sections: dict[str, Any], field: str, value: Any, name: str) -> None:
     """Set a field of the job, which no other field of the document may set otherwise."""
     section, *inner, last = field.split(".")
     place = sections.setdefault(section, {})

@@ -272,8 +272,10 @@ def _check_program(job: Job) -> None:
         raise InputError("worker.cwd", f"{str(cwd)!r} is not a folder")
     if job.worker.command is not None:
         program = job.worker.command[0]
-        # The agent fills in $variables, and has a PATH of its own.
-        is_on_path = shutil.which(program, path=worker_path()) is not None
+        # The agent fills in $variables, and has a PATH of its own, unless the job gives one.
+        entries = job.env.get("PATH", worker_path()).split(os.pathsep)
+        path = os.pathsep.join(str(cwd / entry) for entry in entries if entry)
+        is_on_path = shutil.which(program, path=path) is not None
         if "$" not in program and not is_on_path and not (cwd / program).exists():
             raise InputError("worker.command", f"{program!r} is no program on this machine")
         _check_names("worker.command", job.worker.command, job)

@@ -274,7 +274,7 @@ class CheckpointFinder:
         self.fleet.list_saved(self._query().model_copy(update=update))
 
     def _query(self) -> SavedQuery:
-        history, spec = self.history, self.job.worker.checkpoints
+        history, spec = self.history, self.job.program_checkpoints
         assert spec is not None  # noqa: S101 the callers have checked
         is_over = self.job.engine.on_this_machine or not _may_write_on(history)
         return SavedQuery(

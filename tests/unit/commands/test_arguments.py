@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.commands.arguments import fill_in, find_unknown_names
+from perdure.training.commands.arguments import (
+    fill_in,
+    fill_in_variables,
+    find_unknown_names,
+)
 
 KNOWN = {"NNODES": "2"}
 
@@ -35,3 +39,21 @@ def test_names_that_nothing_sets_are_found_but_in_the_script_of_a_shell(command,
 
 def test_what_is_known_is_filled_in_for_a_shell_too():
     assert fill_in(["sh", "-c", "echo $NNODES $i $$HOME"], KNOWN) == ["sh", "-c", "echo 2 $i $HOME"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("${MASTER_PORT}", "29501"),
+        ("tcp://${MASTER_ADDR}:${MASTER_PORT}", "tcp://10.0.0.1:29501"),
+        ("${WORLD_SIZE}", "8"),
+        ("$MASTER_PORT and ${OTHER}", "$MASTER_PORT and ${OTHER}"),
+        ("${SECRET}", "${SECRET}"),
+        ("$${MASTER_PORT}", "$29501"),
+    ],
+)
+def test_a_variable_of_the_job_may_name_one_that_the_agent_sets(text, value):
+    variables = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "SECRET": "s", "A": text}
+    variables |= {"MA_NUM_HOSTS": "2", "MA_NUM_GPUS": "4", "B": "${MASTER_PORT}"}
+    filled = fill_in_variables(variables, ["A", "missing"])
+    assert (filled["A"], filled["B"]) == (value, "${MASTER_PORT}")

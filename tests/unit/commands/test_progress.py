@@ -148,3 +148,24 @@ def test_the_bar_of_an_evaluation_before_the_first_step_gives_way_to_the_trainin
     take(steps, bar(1, 500), bar(500, 500))
     take(steps, bar(1, 100), LOSS)
     assert (steps.step, steps.target) == (1, 100)
+
+
+def test_an_epoch_of_unknown_length_has_that_of_the_one_before():
+    line = "epoch: {} step: {}, loss is 1.5".format
+    read = LineReader(ProgressSpec(kind=ProgressKind.MINDSPORE)).read
+    places = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 3), (3, 2)]
+    assert [read(line(*place))["step"] for place in places] == [1, 2, 3, 4, 6, 8]
+
+
+def test_a_program_that_resumes_in_a_later_epoch_shows_steps_when_one_has_ended():
+    line = "epoch: {} step: {}, loss is 1.5".format
+    read = LineReader(ProgressSpec(kind=ProgressKind.MINDSPORE)).read
+    assert [read(line(3, 1)), read(line(3, 2))] == [{}, {}]
+    assert read(line(4, 1))["step"] == 7
+    known = LineReader(ProgressSpec(kind=ProgressKind.MINDSPORE, steps_per_epoch=2)).read
+    assert known(line(3, 1))["step"] == 5
+
+
+def test_only_mindspores_lines_lack_the_length_of_an_epoch():
+    with pytest.raises(ValueError, match="steps_per_epoch is for kind=mindspore"):
+        ProgressSpec(kind=ProgressKind.MINDFORMERS, steps_per_epoch=5)

@@ -33,6 +33,7 @@ EXCEPTIONS: Mapping[str, str] = {
     "CommSpec.chip": "says what is there: op_retry.enabled is refused without a3",
     "CommSpec.mc2": "says what the program does: op_retry.enabled is refused with it",
     "RestartSpec.from_platform": "sets the other fields, before the job is made",
+    "WorkerSpec.mindformers": "sets other fields, before the job is made",
 }
 # Those of the product: a test may have made one of its own.
 ENGINES = [one for one in EngineSpec.__subclasses__() if one.__module__.startswith("perdure.")]

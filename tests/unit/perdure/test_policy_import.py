@@ -7,7 +7,11 @@ import json
 import pytest
 import yaml
 
+from perdure.policy_import import import_policy
+from perdure.training.config.job_file import load_job
+from perdure.training.errors import InputError
 from tests.unit.perdure.commands import error_line, perdure
+from tests.values import not_none
 
 CHECKLIST = """
 import os
@@ -122,3 +126,76 @@ def test_wrong_input_is_one_line(file, text, words, capsys):
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
     assert "cannot be read" in error_line(capsys, "policy", "import", tmp_path / "none")
+
+
+CONFIGURATION = """
+output_dir: ./out
+load_checkpoint: ''
+resume_training: False
+use_skip_data_by_global_norm: False
+runner_config: {epochs: 2, sink_mode: False}
+monitor_config: {monitor_on: True, check_for_global_norm: True, global_norm_spike_threshold: 44.0}
+parallel_config: {data_parallel: 2, model_parallel: 4, pipeline_stage: 2}
+callbacks: [{type: CheckpointMonitor, save_checkpoint_steps: 5}]
+"""
+
+
+def test_a_configuration_of_mindformers_says_what_became_of_each_field(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIGURATION)
+    import_policy(file, as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["job"] == {
+        "worker": {
+            "progress": {"kind": "mindformers"},
+            "checkpoints": {"kind": "mindformers", "path": "out/checkpoint"},
+            "resume": {
+                "args": ["--load_checkpoint", "out/checkpoint", "--resume_training", "True"]
+            },
+        },
+        "parallelism": {"tensor": 4, "pipeline": 2},
+        "restart": {
+            "from_platform": {
+                "use_skip_data_by_global_norm": "False", "monitor_on": "True",
+                "check_for_global_norm": "True", "global_norm_spike_threshold": "44.0",
+            }
+        },
+    }  # fmt: skip
+    names = [field["name"] for field in printed["fields"]]
+    assert len(names) == 13, "every field, and only these"
+    assert all(field["result"] for field in printed["fields"])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("parallel_config: {model_parallel: 0}", "parallel_config.model_parallel: 0 must be"),
+        ("runner_config: {}\noutput_dir: [a]", "output_dir"),
+        ("monitor_config: {monitor_on: perhaps}", "monitor_on"),
+    ],
+)
+def test_a_configuration_of_mindformers_with_a_wrong_value_is_refused(line, problem, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(line)
+    with pytest.raises(InputError, match=problem):
+        import_policy(file)
+
+
+def test_a_job_takes_from_the_configuration_of_its_program_what_it_does_not_say(tmp_path):
+    (tmp_path / "config.yaml").write_text(CONFIGURATION)
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"run_id: m\nstorage: {{address: file://{tmp_path}}}\n"
+        f"worker: {{command: [msrun], cwd: {tmp_path}, mindformers: config.yaml}}\n"
+        "parallelism: {pipeline: 1}\n"
+        "engine: {slots_per_node: 8, spares: 0}\n"
+    )
+    job = load_job(path)
+    assert (job.parallelism.tensor, job.parallelism.pipeline) == (4, 1)
+    assert not_none(job.worker.checkpoints).path == "out/checkpoint"
+    assert not_none(job.worker.resume).args[0] == "--load_checkpoint"
+    assert job.restart.from_platform["check_for_global_norm"] == "True"
+    own = load_job(path, ["worker.checkpoints={kind: glob, path: 'x-*'}"])
+    assert (not_none(own.worker.checkpoints).path, own.worker.resume) == ("x-*", None)
+    with pytest.raises(InputError, match=r"worker.mindformers: .* cannot be read"):
+        load_job(path, ["worker.mindformers=other.yaml"])
