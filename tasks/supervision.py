@@ -41,13 +41,14 @@ from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import RENEW_S
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.preflight.job import CheckedJob
 from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import clear_requests, is_pause_wanted
-from perdure.training.wire.store_wait import Wait, Waiter, WaitKind
+from perdure.training.wire.store_wait import Waiter
 
 CONTROL_PERIOD_S = 3.0
 TERMINATED_CLOSE_S = 2.0  # the platform does not wait for what the server was not told yet

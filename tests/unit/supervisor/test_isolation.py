@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -14,40 +13,7 @@ from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Decision, Rung
 from perdure.training.supervisor import placing
 from perdure.training.supervisor.finishing import Decider
-from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet
-
-
-class Scheduled(FakeFleet):
-    """The fleet of an engine that chooses nodes.
-
-    Attributes:
-        usable: names of the nodes that the platform shows; None: it shows none.
-    """
-
-    usable: frozenset[str] | None = None
-
-    def nodes(self) -> Sequence[str] | None:
-        return None
-
-    def usable_nodes(self) -> Any:
-        return self.usable
-
-    def resolve_nodes(
-        self, placement: Placement, members: Collection[int] | None = None
-    ) -> Placement:
-        free = (f"k{i}" for i in range(100) if f"k{i}" not in (*placement.avoid, *placement.nodes))
-        return placement.with_nodes({m.index: m.node or next(free) for m in placement.members})
-
-
-class ScheduledRun(ClusterRun):
-    """A run whose nodes an engine chooses."""
-
-    usable: frozenset[str] | None = None
-
-    def _make_fleet(self, epoch: int) -> Any:
-        fleet = Scheduled(self.cluster, lambda _action: None)
-        fleet.usable = self.usable
-        return fleet
+from tests.unit.supervisor.cluster import Cluster, FakeFleet, ScheduledRun
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Suspen
 from perdure.tasks import supervision as module
 from perdure.tasks.supervision import RequestPoller, Supervision
 from perdure.training.errors import AlreadySupervised, RunConflict
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.preflight.job import CheckedJob
 from perdure.training.wire.requests import read_control, write_control
-from perdure.training.wire.store_wait import Wait, WaitKind
 from tests.jobs import small_job
 
 
