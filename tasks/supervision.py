@@ -34,6 +34,7 @@ from perdure.tasks.remote_jobs import artifact_of, is_kept
 from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, NotYet, Reporter
 from perdure.tasks.retry_delay import RetryDelay
 from perdure.tasks.runs import flow_runs_of, run_of
+from perdure.tasks.states import give_back_end
 from perdure.tasks.story import RunReporter
 from perdure.tasks.termination import TerminationSignals
 from perdure.training.config.job import Job
@@ -370,6 +371,7 @@ class Supervision:
             and conflict.flow_run == flow_run_id
         ):
             self.logger.info(OWN_SUPERVISOR_LIVES)
+            _ask(lambda client: give_back_end(client, UUID(flow_run_id)), None)
             raise Abort(OWN_SUPERVISOR_LIVES) from conflict
 
     def _interrupted(self, kind: type[BaseException]) -> None:

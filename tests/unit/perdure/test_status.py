@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 import re
+import time
 from dataclasses import asdict, replace
 
 import pytest

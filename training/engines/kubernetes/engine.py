@@ -37,6 +37,7 @@ from perdure.training.engines.kubernetes.fault_feed import (
 )
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
+from perdure.training.engines.kubernetes.own_pod import label_supervisor
 from perdure.training.engines.kubernetes.pod_events import PodEvents
 from perdure.training.engines.kubernetes.pod_launch import PodLaunch
 from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd, answering
@@ -123,6 +124,8 @@ class KubernetesEngine:
         self._informer.start()
         if self._is_ours:
             return
+        if self._api.in_cluster:
+            label_supervisor(self._api, self._job)
         try:
             owner = self._api.get(CONFIG_MAPS, objects.name_of(self._job))
         except ApiError as error:
@@ -339,7 +342,8 @@ class KubernetesEngine:
         return (SECRETS, POD_GROUPS) if self._spec.volcano is not None else (SECRETS,)
 
     def _names(self, resource: Resource) -> list[str]:
-        items, _ = self._api.list(resource, labels=objects.selector(self._job))
+        part = objects.AGENT if resource is PODS else None  # the supervisor's has the label, too
+        items, _ = self._api.list(resource, labels=objects.selector(self._job, part))
         return [str(item["metadata"]["name"]) for item in items]
 
     @property

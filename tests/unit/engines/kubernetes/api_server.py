@@ -130,7 +130,10 @@ class ApiServer(Api):
                 self.remove(kind, name)
             elif method == "PATCH":
                 for part, changes in body.items():
-                    document.setdefault(part, {}).update(changes)
+                    for name, value in changes.items():
+                        former = document.setdefault(part, {}).get(name)
+                        merged = former | value if isinstance(former, dict) else value
+                        document[part][name] = merged
                 self._put(kind, document)
             return document
 

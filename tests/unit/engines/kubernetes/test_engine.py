@@ -366,3 +366,24 @@ def test_the_secret_of_a_pod_that_is_replaced_goes_at_once(server, supervisor):
     fleet.submit(BOTH)
     fleet.replace(MOVED, {1}, grace_s=0.0)
     assert sorted(server.objects["secrets"]) == sorted(server.objects["pods"])
+
+
+@pytest.mark.parametrize(
+    ("role", "may_patch", "labeled"),
+    [("supervisor", True, True), ("keeper", True, False), ("supervisor", False, False)],
+)
+def test_the_pod_of_a_supervisor_gets_the_label_of_its_run(
+    server, supervisor, monkeypatch, role, may_patch, labeled
+):
+    labels = {"perdure.io/role": role}
+    pod = {"metadata": {"name": "sly-termite", "labels": labels}, "spec": {}, "status": {}}
+    server.objects["pods"]["sly-termite"] = pod
+    monkeypatch.setenv("HOSTNAME", "sly-termite")
+    server.refused = {} if may_patch else {"PATCH pods": "pods is forbidden"}
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    own = server.objects["pods"]["sly-termite"]["metadata"]["labels"]
+    assert own.get("perdure.io/run") == ("run" if labeled else None)
+    fleet.cancel(0.0)
+    assert fleet.leftovers() == []
+    assert "sly-termite" in server.objects["pods"]
