@@ -329,12 +329,20 @@ class Placer:
         members = placement.members if placement is not None else ()
         return frozenset(member.index for member in members if member.node == node)
 
-    def has_room(self) -> bool:
-        """Whether a member could move to another node, as far as is known."""
+    def has_room(self, *, is_sure: bool = True) -> bool:
+        """Whether a member could move to another node, as far as is known.
+
+        Args:
+            is_sure: False: a node is enough that fits a container and may be taken by others, as
+                for a member that cannot stay where it is.
+        """
         nodes = self._fleet.nodes()
-        if nodes is None:
-            return bool(self._fleet.spare_containers.ready())
-        return bool(spares_of(nodes, self._writer.history))
+        if nodes is not None:
+            return bool(spares_of(nodes, self._writer.history))
+        if self._fleet.spare_containers.ready():
+            return True
+        usable = self._fleet.usable_nodes() if not is_sure else None
+        return bool(spares_of(sorted(usable or ()), self._writer.history))
 
     def refuse(self, node: str, why: str) -> None:
         """Keep a node out of what is placed from now on."""

@@ -116,3 +116,19 @@ def test_nodes_are_counted_where_they_are_known_with_the_one_at_fault(
     run = make_run(usable)
     assert isinstance(run._decider, Decider)
     assert run._decider.num_healthy(isolated, at_fault=at_fault) == healthy
+
+
+@pytest.mark.parametrize(
+    ("usable", "may_have", "has"),
+    [(None, False, False), (["k0", "k1"], False, False), (["k0", "k1", "k2"], True, False)],
+    ids=str,
+)
+def test_a_member_that_cannot_stay_moves_where_a_node_fits(
+    make_run, usable, may_have, has, monkeypatch
+):
+    run = make_run(usable)
+    run.place()
+    run.refresh()
+    monkeypatch.setattr(run.fleet.spare_containers, "ready", frozenset, raising=False)
+    assert run._placer.has_room(is_sure=False) is may_have
+    assert run._placer.has_room() is has
