@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from perdure.training.diagnosis.evidence import Evidence
+from perdure.training.recovery.blame import answer_of
 from perdure.training.recovery.chip_events import STALL_WINDOW_S, chip_key
 from perdure.training.recovery.chips import ChipAnswer
 from perdure.training.recovery.faults import Fault, FaultClass
-from perdure.training.recovery.guards import answer_of
 
 
 def reported_faults(evidence: Evidence) -> Iterator[Fault]:

@@ -20,9 +20,9 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
+from perdure.training.recovery.blame import points_at_hardware
 from perdure.training.recovery.chips import SEPARATED, ChipLevel, chip_fact
 from perdure.training.recovery.faults import Fault
-from perdure.training.recovery.guards import points_at_hardware
 
 CHECK_LIMIT_S = 60.0  # of one check: the driver's tools, then the computation
 RESET_COMMAND_LIMIT_S = 60.0

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from perdure.training.recovery.blame import suspicion_of_node, too_often
 from perdure.training.recovery.ends import ENDS, hung_before
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass
 from perdure.training.recovery.guards import (
@@ -27,8 +28,6 @@ from perdure.training.recovery.guards import (
     is_accepted,
     refusal,
     rungs_for,
-    suspicion_of_node,
-    too_often,
 )
 from perdure.training.recovery.ladder_rules import RULES
 from perdure.training.recovery.protocol import RecoveryBegan, WorkerFault, WorkerFaultKind

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.training.diagnosis.rules import load_rules
+from perdure.training.recovery.blame import SAME_CODE_WINDOW_S
 from perdure.training.recovery.chips import BY_LEVEL, ChipAnswer, Severity, _facts
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
@@ -16,7 +17,6 @@ from perdure.training.recovery.faults import (
     FaultClass,
     RecoverableBy,
 )
-from perdure.training.recovery.guards import SAME_CODE_WINDOW_S
 from perdure.training.recovery.healing import Act, ActDone, found_at_fault
 from perdure.training.recovery.node_suspicion import ROWS, Threshold, chance_of
 from perdure.training.recovery.protocol import WorkerFaultKind

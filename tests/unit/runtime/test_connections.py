@@ -22,8 +22,8 @@ from perdure.training.runtime.process_group.generations import (
     new_sockets,
     open_sockets,
     shut_down,
-    start,
 )
+from perdure.training.runtime.process_group.operations import start
 from tests.waiting import BEYOND_A_TEST_S
 
 HOST = "127.0.0.1"

@@ -5,6 +5,7 @@ The test does the coordinator's part: it receives the report of a break, and has
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import struct
@@ -25,17 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from perdure.training.recovery.protocol import WorkerFaultKind
-from perdure.training.runtime.errors import WorkerError, classify
+from perdure.training.runtime.errors import Interrupted, WorkerError, classify
 from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
     GroupMembership,
     shut_down,
 )
+from perdure.training.runtime.process_group.operations import Operation
 from perdure.training.runtime.process_group.replay import (
     ReplayableConnections,
     ReplayableProcessGroup,
-    _Operation,
 )
 from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
 
@@ -478,7 +479,7 @@ def test_what_ends_an_operation_does_not_keep_its_connection_alive():
     connection.group = SimpleNamespace(allreduce=lambda *_: work)  # type: ignore[assignment]
     group._connection, alive = connection, weakref.ref(connection)
     arguments = ([torch.ones(1)], None)
-    operation = _Operation("allreduce", arguments, None, 1)
+    operation = Operation("allreduce", arguments, None, 1)
     group._begin(operation, arguments)
     assert not connection.is_idle
     running = connection.running
@@ -488,6 +489,63 @@ def test_what_ends_an_operation_does_not_keep_its_connection_alive():
     future.set_result([torch.ones(1)])
     assert operation.is_done
     assert running.is_none
+
+
+def exchange_for_ever(tensor: Tensor, rank: int) -> None:
+    """Send to the other rank and receive from it in turns."""
+    for count in itertools.count(rank):
+        (dist.send if count % 2 else dist.recv)(tensor, 1 - rank)
+
+
+def exchange_until_announced(member: Member, times: int) -> Any:
+    """Exchange tensors with the other rank; each generation that comes cuts a transfer short."""
+    tensor = torch.ones(1000)
+    for _ in range(times):
+        member.enter_next()
+        summed(member)
+        member.send("begins")
+        with pytest.raises((Interrupted, RuntimeError)):
+            exchange_for_ever(tensor, member.rank)
+    member.enter_next()
+    return summed(member)
+
+
+def test_a_generation_ends_each_transfer_that_waits(new_world):
+    # Gloo alone goes on waiting in one of twenty-five transfers that an abort cuts short.
+    times = 12
+    world = new_world(partial(exchange_until_announced, times=times), 2)
+    for generation in range(2, times + 2):
+        assert world.receive_all() == ["begins"] * 2
+        world.announce(generation)
+    assert world.receive_all() == [3.0, 3.0]
+
+
+def test_a_transfer_in_which_gloo_waits_for_ever_ends_with_its_generation():
+    generations = Generations(0, device=CPU, op_timeout_s=60, open_store=not_asked)
+    generations.current = generations.announced = 1
+    connections = ReplayableConnections(
+        generations, open_store=not_asked, report=not_asked, budget_s=1.0, replays=False
+    )
+    group = ReplayableProcessGroup(generations, connections, GroupMembership("all", 0, 2))
+    waits, is_over = threading.Event(), threading.Event()
+    connection = GroupConnection("gloo", CPU)
+
+    class Stuck(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            waits.set()
+            return is_over.wait(TIMEOUT_S)
+
+    connection.group = SimpleNamespace(recv=lambda *_: Stuck())  # type: ignore[assignment]
+    generations._connections["all"] = connection
+    work = group.recv([torch.ones(1)], 1)
+    assert not work.is_completed()
+    assert waits.wait(TIMEOUT_S)
+    generations.announced = 2
+    connections.fail()
+    with pytest.raises(RuntimeError, match="generation 2 is announced"):
+        work.wait()
+    assert not connection.is_idle, "gloo's thread is still in it"
+    is_over.set()
 
 
 def not_asked(*_: object) -> Any:

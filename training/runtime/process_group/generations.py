@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from perdure.training.device import ENDED_BY_THE_DEVICE, abort_group, backend_of, open_group
 from perdure.training.runtime.errors import Interrupted
+from perdure.training.runtime.process_group.operations import Running
 
 GLOO = "gloo"
 STORE_TIMEOUT_S = 36_000.0
@@ -84,33 +84,6 @@ class GroupMembership:
     rank: int
     size: int
     ranks: tuple[int, ...] = ()
-
-
-class Running:
-    """The operations that run on a connection.
-
-    A thread of gloo that ends an operation knows this and not the connection: with the last
-    reference to a group it would join itself ("Resource deadlock avoided", then terminate()).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-
-    def began(self) -> None:
-        """Count an operation that begins."""
-        with self._lock:
-            self._count += 1
-
-    def ended(self) -> None:
-        """Count an operation that has ended."""
-        with self._lock:
-            self._count -= 1
-
-    @property
-    def is_none(self) -> bool:
-        """Whether there is none."""
-        return self._count == 0
 
 
 class GroupConnection:
@@ -270,48 +243,6 @@ def _plugin(backend: str, store: Store, membership: GroupMembership, timeout: dt
     # rank table (createHCCLCommEx).
     options.group_id, options.global_ranks_in_group = membership.name, list(membership.ranks)
     return plugin.creator_fn(options, None)
-
-
-Started = tuple[dist.Work, Callable[[], None]]
-
-
-def start(group: Any, operation: str, arguments: Sequence[Any], *, rank: int, size: int) -> Started:
-    """Begin a collective whose end can be followed.
-
-    Gloo's reduce_scatter (torch 2.13) returns a work without a future: it is an all-reduce of a
-    copy, from which wait() takes this rank's part. So it is here, and the copy can be followed.
-
-    Args:
-        group: runs the operation.
-        operation: method of the group.
-        arguments: passed to the method.
-        rank: this process's number within the group.
-        size: number of ranks in it.
-
-    Returns:
-        The work, and what to call once it has succeeded.
-    """
-    if not operation.startswith("reduce_scatter"):
-        return getattr(group, operation)(*arguments), lambda: None
-    outputs, inputs, reduce_options = arguments
-    if operation == "reduce_scatter_single":
-        outputs, inputs = [outputs], [inputs]
-    wholes = [_copy(tensors) for tensors in inputs]
-    options = dist.AllreduceCoalescedOptions()
-    if reduce_options is not None:
-        options.reduceOp = reduce_options.reduceOp
-
-    def take_part() -> None:
-        for output, whole in zip(outputs, wholes, strict=True):
-            output.copy_(whole.view(size, -1)[rank].view_as(output))
-
-    return group.allreduce_coalesced(wholes, options), take_part
-
-
-def _copy(source: Tensor | Sequence[Tensor]) -> Tensor:
-    """Copy into a flat tensor, from a part per rank or from the whole."""
-    parts = [source] if isinstance(source, Tensor) else source
-    return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
 GIVEN_UP = sys.maxsize  # as a generation: there will be none

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,37 +23,10 @@ from torch._C._distributed_c10d import AllgatherOptions, HashStore
 
 from perdure.training.device import ENDED_BY_THE_DEVICE
 from perdure.training.runtime.process_group.generations import Generations, GroupMembership
+from perdure.training.runtime.process_group.operations import FutureWork
 
 BACKEND = "perdure"
 TRANSFERS = frozenset({"send", "recv"})  # between two ranks, so that counts would differ
-
-
-class FutureWork(dist.Work):
-    """A work that waits for a future; torch's own wrapper swallows the error in wait()."""
-
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
-        super().__init__()
-        self._future = future
-
-    @classmethod
-    def done(cls, result: Any) -> Self:
-        """Return the work of a collective that needs no other rank."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(result)
-        return cls(future)
-
-    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002, D102 torch's signature
-        self._future.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:  # noqa: D102
-        return self._future
-
-    def is_completed(self) -> bool:  # noqa: D102
-        return self._future.done()
-
-    def result(self) -> Any:  # noqa: D102
-        return self._future.value()
 
 
 class ReconfigurableProcessGroup(dist.ProcessGroup):

@@ -1,8 +1,6 @@
 """Process groups over gloo whose operations can be replayed after their connections broke.
 
-Gloo may go on waiting in an operation whose connections are shut down (seen with torch 2.13, in
-about one of thirty aborts). So the result of an operation is a future of its own: when a
-generation ends it fails at once, and gloo's threads are left to their time-out.
+When a generation ends, each operation fails at once, and gloo's threads are left to their time-out.
 
 Where a job wants it, operations also outlive a broken connection. The inputs of each are copied,
 and only the coordinator learns of the break. All ranks then reconnect and replay, in their order,
@@ -15,134 +13,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
     GroupMembership,
-    Running,
     StoreClient,
+)
+from perdure.training.runtime.process_group.operations import (
+    INPUT_OF,
+    FutureWork,
+    Operation,
+    Running,
+    TransferWork,
+    clone,
     start,
 )
 from perdure.training.runtime.process_group.reconfigurable import (
     TRANSFERS,
-    FutureWork,
     ReconfigurableProcessGroup,
 )
 
 IDLE_TIMEOUT_S = 1.0  # for operations to notice that their connection is aborted
 POLL_S = 0.002
-
-# Which argument of an operation is read; the first is written, and may be the same.
-INPUT_OF: Mapping[str, int | None] = {
-    "allreduce": 0,
-    "allreduce_coalesced": 0,
-    "broadcast": 0,
-    "reduce": 0,
-    "allgather": 1,
-    "all_gather_single": 1,
-    "all_gather_single_coalesced": 1,
-    "reduce_scatter": 1,
-    "reduce_scatter_single": 1,
-    "reduce_scatter_single_coalesced": 1,
-    "gather": 1,
-    "barrier": None,
-}
-
-
-@dataclass(slots=True, eq=False)
-class _Operation:
-    """One operation, until its step is over.
-
-    Attributes:
-        name: method of the group.
-        arguments: passed to the method.
-        inputs: a copy of what it reads, where operations are replayed.
-        number: in its group, from 1.
-        runs_on: those of its connection; an end on another connection does not count.
-        is_done: it has ended, and its future has a value, or is about to get one.
-    """
-
-    name: str
-    arguments: tuple[Any, ...]
-    inputs: Any
-    number: int = 0
-    runs_on: Running | None = None
-    is_done: bool = False
-    _error: Exception | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _end: torch.futures.Future[Any] = field(default_factory=torch.futures.Future)
-
-    def future(self) -> torch.futures.Future[Any]:
-        """Return its result, for code that waits in C++.
-
-        Future.set_exception is Python's own: DDP's reducer would take the exception for a list
-        of tensors. A callback that raises fails the future that `then` returns, in C++ too.
-        """
-        return self._end.then(lambda _: self._result())
-
-    def detach(self) -> None:
-        """Ignore what its connection still reports."""
-        with self._lock:
-            self.runs_on = None
-
-    def claim(self, running: Running) -> bool:
-        """Whether an end on this connection is the end of the operation; true only once.
-
-        Who claims it calls `complete`.
-        """
-        with self._lock:
-            if self.is_done or self.runs_on is not running:
-                return False
-            self.is_done = True
-            return True
-
-    def complete(self, error: Exception | None = None) -> None:
-        """Give the future its value, or this error."""
-        self._error = error
-        self._end.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """Fail, unless it has ended."""
-        with self._lock:
-            if self.is_done:
-                return
-            self.is_done = True
-        self.complete(error)
-
-    def arguments_again(self) -> tuple[Any, ...]:
-        """Return the arguments for a replay, which does not write over results in use."""
-        position = INPUT_OF[self.name]
-        if position is None:
-            return self.arguments
-        arguments = list(self.arguments)
-        if self.is_done:
-            arguments[0] = _clone(arguments[0])
-            arguments[position] = _clone(self.inputs)
-            if position == 0:
-                arguments[0] = arguments[position]
-        elif position == 0:
-            _copy(arguments[0], self.inputs)
-        else:
-            arguments[position] = self.inputs
-        return tuple(arguments)
-
-    def _result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        written = self.arguments[0] if self.arguments else []
-        if isinstance(written, Tensor):
-            return [written]
-        return list(written) if isinstance(written, list | tuple) else []
 
 
 class ReplayableProcessGroup(ReconfigurableProcessGroup):
@@ -157,7 +58,8 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         super().__init__(generations, membership)
         self.key = membership.name
         self._connections = connections
-        self._operations: dict[int, _Operation] = {}
+        self._operations: dict[int, Operation] = {}
+        self._transfers: WeakSet[Operation] = WeakSet()
         self._count = 0
         self._connection: GroupConnection | None = None
         self._generation = 0
@@ -165,13 +67,14 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
 
     def _run(self, operation: str, alone: Callable[[], Any], *arguments: Any) -> dist.Work:
         generations = self._generations
-        # Gloo's transfers between two ranks have no future to follow.
-        if generations.is_alone or self._own_size == 1 or operation in TRANSFERS:
+        if generations.is_alone or self._own_size == 1:
             return super()._run(operation, alone, *arguments)
+        if operation in TRANSFERS:
+            return self._transfer(operation, arguments)
         with self._connections.gate:  # while ranks reconnect, nothing begins
             generations.on_collective(f"{operation} in {self.display_name}")
             self._enter_generation()
-            begun = _Operation(operation, arguments, self._inputs_of(operation, arguments))
+            begun = Operation(operation, arguments, self._inputs_of(operation, arguments))
             self._count += 1
             self._operations[self._count] = begun
             begun.number = self._count
@@ -183,11 +86,23 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
             begun.fail(generations.interruption())
         return work
 
+    def _transfer(self, operation: str, arguments: tuple[Any, ...]) -> dist.Work:
+        """Begin a transfer, which is not counted: the ranks of a group begin unequally many."""
+        generations = self._generations
+        generations.on_transfer(f"{operation} in {self.display_name}")
+        connection = generations.connection(self._membership)
+        begun = Operation(operation, arguments, None, runs_on=connection.running)
+        self._transfers.add(begun)
+        work = getattr(connection.group, operation)(*arguments)
+        if generations.announced > generations.current:
+            begun.fail(generations.interruption())
+        return TransferWork(begun, work, connection.running)
+
     def _inputs_of(self, operation: str, arguments: tuple[Any, ...]) -> Any:
         position = INPUT_OF.get(operation)
         if position is None or not self._connections.replays:
             return None
-        return _clone(arguments[position])
+        return clone(arguments[position])
 
     def _enter_generation(self) -> None:
         generations = self._generations
@@ -199,7 +114,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         if self._connection is None:
             self._connection = generations.connection(self._membership)
 
-    def _begin(self, operation: _Operation, arguments: tuple[Any, ...]) -> None:
+    def _begin(self, operation: Operation, arguments: tuple[Any, ...]) -> None:
         number, connection = self._connections.number, self._connection
         assert connection is not None  # noqa: S101 set by the callers
         running = operation.runs_on = connection.running
@@ -217,7 +132,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
 
     def _ended(
         self,
-        operation: _Operation,
+        operation: Operation,
         future: torch.futures.Future[Any],
         running: Running,
         number: int,
@@ -232,7 +147,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         finally:
             running.ended()
 
-    def _complete(self, operation: _Operation, finish: Callable[[], None]) -> None:
+    def _complete(self, operation: Operation, finish: Callable[[], None]) -> None:
         try:
             finish()
         except RuntimeError as exc:
@@ -243,7 +158,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
         if not self._connections.replays:
             self._operations.pop(operation.number, None)
 
-    def _failed(self, operation: _Operation, error: RuntimeError, number: int) -> None:
+    def _failed(self, operation: Operation, error: RuntimeError, number: int) -> None:
         if self._connections.replays and operation.name in INPUT_OF:
             self._connections.broke(str(error), number)
         else:
@@ -301,7 +216,7 @@ class ReplayableProcessGroup(ReconfigurableProcessGroup):
 
     def fail(self, error: Exception) -> None:
         """Fail every operation that has not ended: a new generation begins."""
-        for operation in list(self._operations.values()):
+        for operation in [*self._operations.values(), *self._transfers]:
             operation.fail(error)
 
 
@@ -452,18 +367,3 @@ def _wait_idle(connections: Sequence[GroupConnection], until_s: float) -> None:
     """
     while time.monotonic() < until_s and not all(connection.is_idle for connection in connections):
         time.sleep(POLL_S)
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return [_clone(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _copy(target: Any, source: Any) -> None:
-    if isinstance(target, Tensor):
-        with torch.no_grad():
-            target.copy_(source)
-        return
-    for target_item, source_item in zip(target, source, strict=True):
-        _copy(target_item, source_item)
