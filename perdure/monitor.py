@@ -29,6 +29,7 @@ from perdure.training.journal.events import StepRecord
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.steps import drop_lost_steps
 from perdure.training.journal.time_account import Account, SeenStep, account_time
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.recovery.faults import Fault
 from perdure.training.reporting.ettr import Accountant
 from perdure.training.reporting.facts import FaultFacts, RecoveryFacts
@@ -44,7 +45,7 @@ from perdure.training.supervisor.store_outage import read_outage, unwritable
 from perdure.training.supervisor.waiting import wait_of
 from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.requests import is_pause_wanted
-from perdure.training.wire.store_wait import Wait, Waiter, WaitKind, read_wait
+from perdure.training.wire.store_wait import Waiter, read_wait
 
 CHECKPOINTS_PERIOD_S = 10.0  # listing them takes the store more than the rest together
 ACCOUNT_SHARE = 0.1  # of the time, at most, goes into making accounts
@@ -209,7 +210,9 @@ def _waits(
     outage = read_outage(run.home, run.job.run_id)
     if outage is not None:
         return outage.wait
-    return wait_of(history, agents) or read_wait(folder) or starts
+    lease = run.ledger.lease() if is_supervised else None
+    elsewhere = lease.wait if lease is not None else None
+    return wait_of(history, agents) or read_wait(folder) or elsewhere or starts
 
 
 def _add_events(history: RunHistory, attempt: AttemptSnapshot) -> None:

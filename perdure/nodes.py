@@ -18,7 +18,7 @@ from perdure.training.journal.history import Isolation, RunHistory
 from perdure.training.journal.ledger import Ledger
 from perdure.training.journal.records import NodeReleased
 from perdure.training.reporting.markdown import clock_text
-from perdure.training.supervisor.placing import SubHealthyNode, sub_healthy_nodes
+from perdure.training.supervisor.sub_health import SubHealthyNode, sub_healthy_nodes
 
 
 def nodes(

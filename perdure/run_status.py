@@ -20,6 +20,7 @@ from pydantic import (
 from perdure.storage.frozen_model import FrozenModel
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import CheckpointRestored
+from perdure.training.journal.waits import Wait
 from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.reporting.facts import FaultFacts, RecoveryFacts
@@ -28,7 +29,6 @@ from perdure.training.reporting.summary import AbnormalSteps
 from perdure.training.supervisor.store_outage import Outage
 from perdure.training.wire.agent_status import AgentState, RankStatus
 from perdure.training.wire.node import NodeSample
-from perdure.training.wire.store_wait import Wait
 
 _FAULT = TypeAdapter(Fault)
 

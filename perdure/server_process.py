@@ -26,8 +26,8 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.proxies import bypass_proxies
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder, private_folder, write_whole
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.processes import free_port, is_alive
-from perdure.training.wire.store_wait import Wait, WaitKind
 
 PORTS = range(4200, 4300)  # from Prefect's own on
 REMEMBERED = (

@@ -48,13 +48,13 @@ from perdure.runs import run_to_observe
 from perdure.storage.errors import StorageError
 from perdure.training.errors import InputError, PerdureError
 from perdure.training.files import home_folder
+from perdure.training.journal.waits import WaitKind
 from perdure.training.reporting.ettr import duration_text, ettr_text
 from perdure.training.reporting.markdown import clock_text
 from perdure.training.reporting.rows import OPEN, AlertRow, losses_of_steps, story_rows
 from perdure.training.reporting.summary import abnormal_steps
 from perdure.training.supervisor.job_registry import known_runs
 from perdure.training.supervisor.store_outage import read_outage
-from perdure.training.wire.store_wait import WaitKind
 
 LINES = ("run_id", "state", "step", "committed_step", "target_step", "ettr", "isolated")
 NOT_KNOWN = "not known"

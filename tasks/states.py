@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
+from uuid import UUID
 
-from prefect.client.schemas.objects import State
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import State, StateType
 from prefect.states import Cancelled, Completed, Crashed, Failed
 
 UNDECIDED = "Undecided"  # of an attempt that has failed, until the hook has its decision
@@ -48,3 +50,20 @@ def data_of(state: State[T]) -> T:
     if isinstance(data, BaseException):
         raise data
     return data
+
+
+def give_back_end(client: SyncPrefectClient, flow_run_id: UUID) -> None:
+    """Give a flow run the end back over which its second process has set it Running.
+
+    A cluster may start a second process for a flow run whose first one is just about to leave.
+    """
+    states = client.read_flow_run_states(flow_run_id)  # oldest first
+    newest = states[-1] if states else None
+    if newest is None or not (newest.is_running() or newest.is_pending()):
+        return
+    beginnings = (StateType.RUNNING, StateType.PENDING)
+    former = next((state for state in reversed(states) if state.type not in beginnings), None)
+    if former is None or not former.is_final() or former.is_crashed():
+        return  # it crashed, or a user starts it once more
+    end: State[Any] = State(type=former.type, name=former.name, message=former.message)
+    client.set_flow_run_state(flow_run_id, end, force=True)

@@ -33,6 +33,7 @@ from perdure.training.journal.events import (
     StepRecord,
 )
 from perdure.training.journal.history import RunHistory
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.protocol import (
     AttemptGivenUp,
@@ -67,11 +68,12 @@ from perdure.training.supervisor.exit_zero import shown_target
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.waiting import wait_of
 from perdure.training.supervisor.watch import Progress
-from perdure.training.wire.store_wait import Wait, WaitKind
 
 UPDATE_PERIOD_S = 30.0
 WAIT_PERIOD_S = 30.0
 STANDS_AFTER_S = 10.0  # without a step
+ROOM_NEED_S = 60.0  # a wait for the platform needs a person after that
+_NEEDS = (WaitKind.NODE, WaitKind.PLATFORM, WaitKind.AGENTS)
 CHECKPOINTS_PERIOD_S = 300.0
 ACCOUNT_SHARE = 0.05  # of the time, at most, goes into making accounts
 # Share of the run's age: pictures of weeks need not follow every half a minute.
@@ -102,6 +104,7 @@ class RunReporter:
         self._wait: Wait | None = None  # of this process
         self._agents_wait: Wait | None = None
         self._waited_s = float("-inf")
+        self._needed_s: float | None = None  # since when a wait needs a person, as shown
         self.ettr: float | None = None
         self.placement_task: TaskRun | None = None
         self._run = run
@@ -141,6 +144,23 @@ class RunReporter:
             self._publish(())
             # Not the rest: it may need the store that cannot be used.
             self._show_progress()
+        if wait is None or self._lasting_wait is not None:
+            self._show_need(wait)
+
+    @property
+    def _lasting_wait(self) -> Wait | None:
+        """The wait that needs a person: for room, the platform, or a way to the agents."""
+        wait = self._wait
+        if wait is None or wait.kind not in _NEEDS:
+            return None
+        return wait if time.time() - wait.since_s > ROOM_NEED_S else None
+
+    def _show_need(self, wait: Wait | None) -> None:
+        """Show once that the run waits for a person, and once that it does no longer."""
+        need = wait.since_s if wait is not None else None
+        if need != self._needed_s:
+            self._needed_s = need
+            self._show_history(self._run.history)
 
     @property
     def phase(self) -> str:
@@ -196,7 +216,7 @@ class RunReporter:
         self._reported = view.key
         self._agents_wait = None
         for recovery in view.recoveries:
-            if recovery.ended is None and view.ended is not None:
+            if recovery.is_cut_off and view.ended is not None:
                 facts = RecoveryFacts.of(view, recovery).payload
                 self.reporter.event("recovery", facts, at_s=view.ended.at_s)
         self.update()
@@ -256,7 +276,12 @@ class RunReporter:
         """Show everything that follows from the ledger; what has not changed is not sent."""
         run_id, spares = self._run.job.run_id, self._run.spares()
         items = attention(
-            run_id, history, spares=spares, warm=self._run.warm_spares, limits=self.limits
+            run_id,
+            history,
+            spares=spares,
+            warm=self._run.warm_spares,
+            limits=self.limits,
+            wait=self._lasting_wait,
         )
         self.reporter.artifact(Artifact(TOP, ArtifactKind.MARKDOWN, items.body, items.title))
         self._call_for_help(items.needs)
@@ -271,9 +296,8 @@ class RunReporter:
             title = f"Alerts: {num_open} open, {len(alerts) - num_open} past"
             rows = [alert_cells(row) for row in alerts]
             self.reporter.artifact(Artifact("alerts", ArtifactKind.TABLE, rows, title))
-        place = ReportPlace(
-            run_id, self._run.store.url, waits=waits_for_node(history, spares=spares)
-        )
+        waits = self._lasting_wait is not None or waits_for_node(history, spares=spares)
+        place = ReportPlace(run_id, self._run.store.url, waits=waits)
         for report in fault_reports(history, place, recent=RECENT):
             self.reporter.artifact(
                 Artifact(report.name, ArtifactKind.MARKDOWN, report.body, report.title)

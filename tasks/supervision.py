@@ -34,6 +34,7 @@ from perdure.tasks.remote_jobs import artifact_of, is_kept
 from perdure.tasks.reporting import CLOSE_TIMEOUT_S, Log, NotYet, Reporter
 from perdure.tasks.retry_delay import RetryDelay
 from perdure.tasks.runs import flow_runs_of, run_of
+from perdure.tasks.states import give_back_end
 from perdure.tasks.story import RunReporter
 from perdure.tasks.termination import TerminationSignals
 from perdure.training.config.job import Job
@@ -41,13 +42,14 @@ from perdure.training.errors import AlreadySupervised, InputError, RunConflict
 from perdure.training.files import home_folder
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import RENEW_S
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.preflight.job import CheckedJob
 from perdure.training.reporting.markdown import counted
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.store_outage import StoreOutage
 from perdure.training.wire.requests import clear_requests, is_pause_wanted
-from perdure.training.wire.store_wait import Wait, Waiter, WaitKind
+from perdure.training.wire.store_wait import Waiter
 
 CONTROL_PERIOD_S = 3.0
 TERMINATED_CLOSE_S = 2.0  # the platform does not wait for what the server was not told yet
@@ -369,6 +371,7 @@ class Supervision:
             and conflict.flow_run == flow_run_id
         ):
             self.logger.info(OWN_SUPERVISOR_LIVES)
+            _ask(lambda client: give_back_end(client, UUID(flow_run_id)), None)
             raise Abort(OWN_SUPERVISOR_LIVES) from conflict
 
     def _interrupted(self, kind: type[BaseException]) -> None:

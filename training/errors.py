@@ -6,10 +6,13 @@ PerdureError
       - AlreadySupervised  another supervisor lives: its process and flow run
   + EngineError         the engine could not do what was asked
       - NoCapacity      fewer healthy nodes than the job needs
+      - ImageUnavailable   the image of a container cannot be pulled at the moment
   + AgentUnreachable    the agent of a node does not answer
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class PerdureError(Exception):
@@ -70,6 +73,23 @@ class StopRequested(EngineError):  # noqa: N818 a state of affairs, named as it 
 
 class NoCapacity(EngineError):  # noqa: N818 a state of affairs, named as it is shown
     """Fewer healthy nodes than the job needs."""
+
+
+class ImageUnavailable(EngineError):  # noqa: N818 a state of affairs, named as it is shown
+    """The image of a container cannot be pulled at the moment.
+
+    Attributes:
+        containers: their names.
+    """
+
+    def __init__(self, message: str, containers: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.containers = containers
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it passes: the registry may answer again."""
+        return True
 
 
 class AgentUnreachable(PerdureError):  # noqa: N818 a state of affairs, named as it is shown

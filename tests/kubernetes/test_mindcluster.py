@@ -120,7 +120,7 @@ def test_a_chip_that_mindcluster_separates_costs_a_training_run_its_node_at_once
     job = runs.job("separated", steps=300, watch=watch)
     played = runs.run(job, Deed(separates, ends_attempt=False))
     assert played.outcome.ended == "completed"
-    assert played.answers == [("device_memory_error", "pod_reschedule")]
+    assert played.answers == [("device_memory_error", "node_replace")]
     (evidence,) = played.evidence
     assert CODE in evidence
     (lost,) = played.history.isolated

@@ -71,6 +71,22 @@ OVERWRITTEN_NAMES = frozenset(
 )
 
 
+POD_RETRIES = 3  # on a cluster
+# Where the job, or its platform, says how often it is rescheduled, it says so of pods, too.
+_OTHERS = frozenset({"pod_retries", "from_platform", "max_restarts", "unconditional"})
+
+
+def _with_pod_retries(document: Any) -> Any:
+    """Have a cluster replace a lost pod alone: whatever is given back may be somebody else's."""
+    if not isinstance(document, dict):
+        return document
+    engine, restart = document.get("engine"), document.get("restart", {})
+    is_cluster = isinstance(engine, dict) and engine.get("kind") == "kubernetes"
+    if not is_cluster or not isinstance(restart, dict) or restart.keys() & _OTHERS:
+        return document
+    return {**document, "restart": {"pod_retries": POD_RETRIES, **restart}}
+
+
 class Job(SettingsModel):
     """One pretraining run, from step 0 to its target step."""
 
@@ -159,7 +175,7 @@ class Job(SettingsModel):
     @classmethod
     def _check_document(cls, document: Any) -> Any:
         check_document(document)
-        return document
+        return _with_pod_retries(document)
 
     @field_validator("env")
     @classmethod

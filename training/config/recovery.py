@@ -191,7 +191,11 @@ class RestartSpec(JobPolicy):
         gt=0,
         description="seconds from process start to the first step before the run counts as hung",
     )
-    spare_wait_s: float = Field(60.0, ge=0, description="seconds to wait for a healthy spare node")
+    spare_wait_s: float | None = Field(
+        None, ge=0, description="seconds to wait for room: a healthy spare node, a quota, a queue; "
+        "default: as long as it takes, but a minute while processes that live wait, too, or where "
+        "too few healthy nodes exist and the job may go back to isolated ones"
+    )  # fmt: skip
     failover_grace_s: int = Field(
         3, ge=-1, le=MAX_GRACE_S, description="seconds from SIGTERM to SIGKILL for the processes "
         "that survive another process's failure; -1: no SIGKILL, except for a process that "

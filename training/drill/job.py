@@ -81,7 +81,7 @@ def drill_job(
         "parallelism": parallelism,
         "optimizer": {"lr": 3e-3, "warmup_steps": 5},
         "checkpoint": {"every_steps": SAVE_EVERY_STEPS},
-        "restart": {"pod_retries": 1},
+        "restart": {"pod_retries": 1, "spare_wait_s": 60},
         "preflight": {"nodes": False},  # the checks have nothing to find on this machine
         "engine": _ENGINE,
         "env": {PACE_ENV: f"{pace_s:g}"},

@@ -26,6 +26,22 @@ from perdure.training.wire.agent_status import AgentStatus
 ANY_NODE = ""  # for a member whose node the engine chooses
 
 
+class OnPending(Protocol):
+    """A callback for the wait for containers."""
+
+    def __call__(self, why: str, *, is_room: bool) -> None:
+        """Note why they do not start, and whether that is for want of room.
+
+        Raises:
+            EngineError: the wait is over; the engine ends the containers.
+        """
+        ...
+
+
+def _wait_on(why: str, *, is_room: bool) -> None:
+    """Wait on, up to the engine's own limit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The gang of containers of a run.
@@ -38,14 +54,15 @@ class Placement:
         members: in order of their index.
         avoid: nodes that get no new containers.
         last: nodes that get new containers only where no other node is free.
-        wait_s: limit for waiting for room; None: the engine's own limit.
+        on_pending: called about each second while the platform does not start the containers;
+            it may raise to end the wait.
     """
 
     number: int
     members: tuple[Member, ...]
     avoid: tuple[str, ...] = field(default=(), compare=False)
     last: tuple[str, ...] = field(default=(), compare=False)
-    wait_s: float | None = field(default=None, compare=False)
+    on_pending: OnPending = field(default=_wait_on, compare=False, repr=False)
 
     @property
     def nodes(self) -> tuple[str, ...]:

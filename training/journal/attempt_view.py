@@ -39,6 +39,9 @@ Began = TypeVar("Began", bound=AttemptEvent)
 Ended = TypeVar("Ended", bound=AttemptEvent)
 
 
+CUT_OFF = "the attempt ended before it"  # begins the reason of a recovery's end
+
+
 @dataclass(frozen=True)
 class Span(Generic[Began, Ended]):
     """An event that begins an interval, and the event of the same number that ends it.
@@ -63,6 +66,11 @@ class InProcessRecovery(Span[RecoveryBegan, RecoveryEnded]):
     def succeeded(self) -> bool:
         """Whether training continued."""
         return self.ended is not None and self.ended.succeeded
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its attempt ended before it."""
+        return self.ended is None or self.ended.why.startswith(CUT_OFF)
 
     @property
     def is_sub_healthy(self) -> bool:

@@ -26,6 +26,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.errors import AlreadySupervised
 from perdure.training.journal.history import RunHistory, replay
 from perdure.training.journal.records import RECORD, AnyRecord, SupervisorAcquired
+from perdure.training.journal.waits import Wait
 from perdure.training.processes import is_alive
 
 LEASE_S = 30.0  # a supervisor on another host counts as lost after this long without renewal
@@ -65,15 +66,24 @@ class Identity(FrozenModel):
 
 
 class SupervisorLease(Identity):
-    """The lease of a run's supervisor, renewed while it lives. It is a hint, not the lock."""
+    """The lease of a run's supervisor, renewed while it lives. It is a hint, not the lock.
+
+    Attributes:
+        wait: what the supervisor waits for.
+    """
 
     epoch: int
     renewed_s: float
     lease_s: float = LEASE_S
+    wait: Wait | None = None
 
 
 class Ledger:
-    """The records of a run: a reader and, once it has taken the run, a writer."""
+    """The records of a run: a reader and, once it has taken the run, a writer.
+
+    Attributes:
+        wait: what its supervisor waits for; readers elsewhere learn it from the lease.
+    """
 
     def __init__(
         self,
@@ -92,6 +102,7 @@ class Ledger:
         self._records: list[AnyRecord] = []
         self._epoch = 0
         self._identity: Identity | None = None
+        self.wait: Wait | None = None
         # The lease is renewed from a thread of its own. Never held while the store is asked: a
         # thread that waits for it would hold up another, which is asked to cancel the run.
         self._lock = threading.Lock()
@@ -206,9 +217,11 @@ class Ledger:
             **identity.model_dump(),
             epoch=self._epoch,
             renewed_s=self._clock(),
+            wait=self.wait,
             lease_s=self._lease_s,
         )
-        self._store.put(self._lease_key, lease.model_dump_json().encode())
+        # Without a field that an older version does not know, unless there is something to tell.
+        self._store.put(self._lease_key, lease.model_dump_json(exclude_none=True).encode())
 
     def release(self) -> None:
         """Give the run up, so that the next supervisor need not wait for the lease to run out."""

@@ -54,7 +54,8 @@ class JobPolicy(SettingsModel):
         0,
         ge=0,
         le=128,
-        description="number of times that only the broken node is replaced (pod-retry-num)",
+        description="number of times that only the broken node is replaced (pod-retry-num); on "
+        "Kubernetes 3, unless the job or its platform sets a number of restarts",
     )
     allow_without_isolation: bool = Field(
         True,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from perdure.training.journal.history import RunHistory
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.recovery.rungs import RESCHEDULES
 from perdure.training.reporting.markdown import (
     clock_text,
@@ -95,6 +96,7 @@ def attention(
     spares: Sequence[str] | None,
     warm: Sequence[str] = (),
     limits: Sequence[str] = (),
+    wait: Wait | None = None,
 ) -> ActionItems:
     """Build the page about everything that needs a person now.
 
@@ -104,6 +106,7 @@ def attention(
         spares: healthy nodes that are free; None: not known.
         warm: nodes with a warm spare.
         limits: concurrency limits of the server, each with the way to remove it.
+        wait: for room or for the platform, once it lasts.
     """
     needs = [
         *_failed(history),
@@ -111,7 +114,9 @@ def attention(
         *_isolated(run_id, history),
         *_alerts(history),
     ]
-    if history.ended is None and spares is not None and not spares:
+    if history.ended is None and wait is not None:
+        needs += _waits(run_id, wait)
+    elif history.ended is None and spares is not None and not spares:
         needs += _no_spare(run_id, history)
     if history.ended is None:
         needs += _limits(history, limits)
@@ -230,7 +235,7 @@ def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
     """Describe that no healthy node is free; the run may wait for a node already."""
     action = f"Add a node, or release one that was mended: {code(f'perdure nodes {run_id}')}"
     if waits_for_node(history, spares=()):
-        why = "no healthy node is free; after restart.spare_wait_s the ladder decides again"
+        why = "no healthy node is free"
         return [
             Need(
                 NeedKind.WAITS,
@@ -245,6 +250,18 @@ def _no_spare(run_id: str, history: RunHistory) -> list[Need]:
     since_s = history.placements[-1].at_s if history.placements else history.created_s
     why = "if another node is lost, the run has to wait for one"
     return [Need(NeedKind.NO_SPARE, "No spare is left", clock_text(since_s), why, action)]
+
+
+def _waits(run_id: str, wait: Wait) -> list[Need]:
+    """Describe a wait that no restart ends: for a node, a quota, a queue, rights, an image."""
+    release = f"release one that was mended: {code(f'perdure nodes {run_id}')}"
+    titles = {
+        WaitKind.NODE: ("The run waits for a node", f"Make room, add a node, or {release}"),
+        WaitKind.AGENTS: ("No agent answers", "Open the way to port `engine.agent_port` of pods"),
+    }
+    other = ("The platform starts no containers", "Mend what the platform names; the run goes on")
+    title, action = titles.get(wait.kind, other)
+    return [Need(NeedKind.WAITS, title, clock_text(wait.since_s), _why(wait.why), action)]
 
 
 def _why(words: str) -> str:

@@ -80,17 +80,30 @@ def _nodes_text(nodes: Sequence[str]) -> str:
 
 
 def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
-    """Count faults; a fault that was not recovered inside the processes counts once."""
+    """Count faults; a fault that was not recovered inside the processes counts once.
+
+    Nodes that are lost, one after the other or at once, are a fault each.
+    """
     counts: Counter[FaultClass] = Counter()
     for view in history.attempts:
         ended = view.ended.fault if view.ended is not None and view.ended.is_fault else None
         inside = view.recoveries
         if ended is not None:
-            counts[ended.fault_class] += 1
-            if inside and not inside[-1].succeeded:
+            counts[ended.fault_class] += 1 + (ended.num_other_nodes if _is_loss(ended) else 0)
+            if inside and not inside[-1].succeeded and not _is_other(inside[-1].began.fault, ended):
                 inside = inside[:-1]
         counts.update(recovery.began.fault.fault_class for recovery in inside)
     return counts
+
+
+def _is_loss(fault: Fault) -> bool:
+    return fault.fault_class in (FaultClass.NODE_LOST, FaultClass.CONTAINER_LOST)
+
+
+def _is_other(fault: Fault, ended: Fault) -> bool:
+    """Whether a node was lost before the one that ended the attempt, which does not count it."""
+    are_losses = _is_loss(fault) and _is_loss(ended) and not ended.num_other_nodes
+    return are_losses and None not in (fault.node, ended.node) and fault.node != ended.node
 
 
 def final_message(end: str, history: RunHistory, *, ettr: float | None) -> str:

@@ -120,7 +120,7 @@ class ChipWatch:
         """Report a fault to the coordinator, again while it is starting or busy."""
         self._sent_s = time.monotonic()
         placement, attempt = self.starter.view.key
-        why_not = None if self.placer.has_room() else NO_ROOM
+        why_not = None if self.placer.has_room(is_sure=False) else NO_ROOM
         message = ChipReported(fault=fault, no_other_node=why_not)
         order = NoticeOrder(placement=placement, attempt=attempt, message=message)
         try:

@@ -14,7 +14,7 @@ from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import PermanentError
 from perdure.training.diagnosis.cause import Diagnosis
 from perdure.training.engines.base import Placement
-from perdure.training.journal.attempt_view import AttemptView
+from perdure.training.journal.attempt_view import CUT_OFF, AttemptView
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
@@ -26,7 +26,8 @@ from perdure.training.journal.records import (
     CheckpointRecorded,
     FirstStep,
 )
-from perdure.training.supervisor.watch import AttemptEnd, Progress
+from perdure.training.recovery.protocol import RecoveryEnded
+from perdure.training.supervisor.watch import AttemptEnd, EndKind, Progress
 from perdure.training.wire.agent_status import SavedCheckpoint
 
 
@@ -140,13 +141,18 @@ class LedgerWriter:
             end: as the watch saw it; None: nobody watched it to its end.
             diagnosis: None where nothing broke it.
         """
+        fault = diagnosis.fault if diagnosis is not None else None
+        if outcome != EndKind.COMPLETED:
+            self._end_recoveries(
+                view, f"{fault.fault_class} at {fault.where}" if fault else outcome
+            )
         self.append(
             view,
             AttemptEnded,
             outcome=outcome,
             to_step=to_step,
             proc_start_cnt=end.proc_start_cnt if end is not None else {},
-            fault=diagnosis.fault if diagnosis is not None else None,
+            fault=fault,
             runners_up=diagnosis.runners_up if diagnosis is not None else (),
             duration_s=time.time() - view.started.at_s,
             noticed_s=end.evidence.at_s if end is not None and diagnosis is not None else None,
@@ -155,6 +161,21 @@ class LedgerWriter:
             notes=end.notes if end is not None else (),
             shown_target=end.shown_target if end is not None else None,
         )
+
+    def _end_recoveries(self, view: AttemptView, why: str) -> None:
+        """Record that nothing comes of recoveries whose attempt ends before they do."""
+        began = [recovery.began for recovery in self.now(view).recoveries if recovery.ended is None]
+        ends = [
+            RecoveryEnded(
+                at_s=time.time(),
+                number=recovery.number,
+                generation=recovery.generation,
+                succeeded=False,
+                why=f"{CUT_OFF}: {why}",
+            )
+            for recovery in began
+        ]
+        self.record_events(view, ends)
 
     def now(self, view: AttemptView) -> AttemptView:
         """Return the attempt as the ledger had it when it was last read."""

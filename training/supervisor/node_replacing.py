@@ -28,7 +28,8 @@ from perdure.training.recovery.reactions import GENERATIONS_APART
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.finishing import Decider
 from perdure.training.supervisor.health_watch import AttemptHealth
-from perdure.training.supervisor.placing import Placer
+from perdure.training.supervisor.placing import SPARE_POLL_S, Placer
+from perdure.training.supervisor.room import SURVIVORS_WAIT_S, RoomWait
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.watch import EndKind, Progress, WatchResult
 from perdure.training.wire.agent import NoticeOrder
@@ -52,13 +53,15 @@ class _Move:
     Attributes:
         began: the decision.
         node: first the fault's, then each node that was lost while it joined.
-        waits_since_s: since when the move waits for a node to become free.
+        room: the wait for a node to become free.
+        retry_at_s: when another node is looked for again.
         is_done: whether another node has been brought in.
     """
 
     began: RecoveryBegan
     node: str
-    waits_since_s: float
+    room: RoomWait
+    retry_at_s: float = 0.0
     is_done: bool = False
 
     @property
@@ -191,7 +194,7 @@ class NodeReplacer:
         for began in (*recoveries, *(span.began for span in view.recoveries)):
             if began.moved and began.number not in (*over, *self._moves):
                 node = began.fault.node or ""
-                self._moves[began.number] = _Move(began, node, time.monotonic())
+                self._moves[began.number] = _Move(began, node, self._room_of(began))
         for number in over & self._moves.keys():
             self._forget(number)
 
@@ -232,7 +235,7 @@ class NodeReplacer:
             moved=moved,
         )
         self.decider.writer.record_events(self._view, [began])
-        self._moves[began.number] = _Move(began, fault.node or "", time.monotonic())
+        self._moves[began.number] = _Move(began, fault.node or "", self._room_of(began))
         return True
 
     def _end(self, began: RecoveryBegan, why: str, progress: Progress) -> None:
@@ -263,30 +266,48 @@ class NodeReplacer:
             return False
         return True
 
-    def _carry_out(self, move: _Move, progress: Progress) -> None:
-        began = move.began
-        limit_s = self._job.restart.spare_wait_s
-        if move.takes_coordinator:  # ranks do not wait for it for ever
+    def _room_of(self, began: RecoveryBegan) -> RoomWait:
+        """Make the wait for a node: those that live hold the newest step in memory alone."""
+        chosen_s = self._job.restart.spare_wait_s
+        limit_s = chosen_s if chosen_s is not None else SURVIVORS_WAIT_S
+        if 0 in began.moved:  # ranks do not wait for a coordinator for ever
             limit_s = min(limit_s, WITHOUT_COORDINATOR_S)
+        return RoomWait(lambda: limit_s, on_wait=self.placer.on_wait, is_strict=True)
+
+    def _carry_out(self, move: _Move, progress: Progress) -> None:
+        if time.monotonic() < move.retry_at_s:
+            return
+        began = move.began
         members = {rank // self._job.engine.slots_per_node for rank in began.moved}
         try:
-            placement, moved = self.placer.move(members, off=move.node, wait_s=limit_s)
+            placement, moved = self.placer.move(members, off=move.node, room=move.room)
             if move.takes_coordinator:
                 self._fence(placement)
                 self._fleet.resume(self.starter.order(), began)
             self._fleet.join(self.starter.order(), members, generation=began.generation + 1)
         except (EngineError, AgentUnreachable) as error:
-            passes = isinstance(error, NoCapacity) or (
-                isinstance(error, EngineError) and error.is_refusal
-            )
-            if not passes or time.monotonic() - move.waits_since_s > limit_s:
+            if not self._waits_on(move, error):
                 self._cannot(move, str(error), progress)
             return
         move.is_done = True
+        move.room.end()
         for index in moved:
             node = placement.members[index].node
             _log.warning("member %d has moved from %s to %s", index, move.node, node)
             self._joining[node] = began.number
+
+    def _waits_on(self, move: _Move, error: EngineError | AgentUnreachable) -> bool:
+        """Whether what keeps a node from taking the place may pass in time."""
+        is_room = isinstance(error, NoCapacity)
+        passes = is_room or (isinstance(error, EngineError) and error.is_refusal)
+        if not passes or move.room.is_over:
+            return False
+        try:
+            move.room.note(str(error), is_room=is_room)
+        except NoCapacity:
+            return False
+        move.retry_at_s = time.monotonic() + SPARE_POLL_S
+        return True
 
     def _fence(self, placement: Placement) -> None:
         """Keep processes that still live on the evacuated node from committing anything."""
@@ -302,6 +323,7 @@ class NodeReplacer:
             _MoveFailed: there is none.
         """
         move.is_done = True
+        move.room.end()
         if not self._send(NotReplaced(rank=move.began.moved[0], why=why), about=move.node):
             progress.take([move.began])  # it may have been written by this supervisor alone
             raise _MoveFailed(why)
@@ -317,7 +339,7 @@ class NodeReplacer:
             self._end(move.began, why, progress)
             self._forget(number)
             return
-        move.node, move.is_done, move.waits_since_s = node, False, time.monotonic()
+        move.node, move.is_done, move.room = node, False, self._room_of(move.began)
 
 
 def _generation_after(event: LedgerEvent) -> int:

@@ -5,9 +5,7 @@ on record as refused before anything is done about it; the next placement avoids
 fails everywhere is no node's fault: before the first attempt of a run it ends the run, with its
 message; later the attempt starts all the same, and the ladder answers its fault.
 
-Sub-healthy nodes work, but not as they should (MindCluster's term): the job goes on where it is,
-and later placements take these nodes last and say why. A node that was released begins anew. Times
-are seconds since the epoch.
+Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -15,99 +13,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from perdure.training.engines.base import ClockProbe, Placement, plan, plan_replacement
+from perdure.training.engines.base import ANY_NODE, ClockProbe, Placement, plan, plan_replacement
 from perdure.training.environment import variables_of
 from perdure.training.errors import AgentUnreachable, EngineError, NoCapacity, StopRequested
-from perdure.training.journal.attempt_view import AttemptView
-from perdure.training.journal.events import AlertKind
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeRefused, PlacementCreated
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.node_checks.verdict import CheckVerdict, verdict_of
-from perdure.training.recovery.chips import ChipLevel, chip_fact
-from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.supervisor.finishing import Healer, fault_of
 from perdure.training.supervisor.observing import placement_of
+from perdure.training.supervisor.room import GO_BACK_AFTER_S, LONGEST_POLL_S, RoomWait
+from perdure.training.supervisor.sub_health import sub_healthy_nodes
 from perdure.training.trainer.size import state_bytes
 from perdure.training.wire.agent import CheckOrder
 from perdure.training.wire.node import Check, CheckOutcome
-from perdure.training.wire.store_wait import Wait, WaitKind
 
 SPARE_POLL_S = 1.0
 LONGEST_PAUSE_S = 60.0  # between two requests that the platform has refused
-# Alerts about a machine; the others are about the program, the store or all ranks.
-MACHINE_ALERTS = (
-    AlertKind.DEVICE_UNHEALTHY,
-    AlertKind.LINK_DOWN,
-    AlertKind.LINK_RETRIED,
-    AlertKind.STRAGGLER,
-)
 
 _log = logging.getLogger("perdure.supervisor")
-
-
-@dataclass(frozen=True, slots=True)
-class SubHealthyNode:
-    """A node that a new placement takes last.
-
-    Attributes:
-        why: the newest fact against it.
-        at_s: of that fact.
-    """
-
-    node: str
-    why: str
-    at_s: float
-
-
-def sub_healthy_nodes(history: RunHistory) -> list[SubHealthyNode]:
-    """List nodes that are not isolated, but have a fact against them, by name."""
-    by_name: dict[str, SubHealthyNode] = {}
-    for view in history.attempts:
-        for sub_healthy in _facts_in(view):
-            is_new = sub_healthy.at_s > history.released.get(sub_healthy.node, float("-inf"))
-            if is_new and sub_healthy.node not in history.isolated:
-                by_name[sub_healthy.node] = sub_healthy
-    return [by_name[node] for node in sorted(by_name)]
-
-
-def _facts_in(view: AttemptView) -> Iterator[SubHealthyNode]:
-    ends = [view.ended.fault] if view.ended is not None and view.ended.fault is not None else []
-    for fault in [*(recovery.began.fault for recovery in view.recoveries), *ends]:
-        yield from _code_fact(fault)
-    for recovery in view.recoveries:
-        fault = recovery.began.fault
-        if recovery.is_sub_healthy and fault.node is not None:
-            why = f"its connections broke and were made again at step {fault.step}"
-            yield SubHealthyNode(fault.node, why, fault.at_s)
-    for alert in view.alerts:
-        raised = alert.began
-        if alert.ended is None and raised.point in MACHINE_ALERTS and raised.node is not None:
-            yield SubHealthyNode(raised.node, f"{raised.point}: {raised.text}", raised.at_s)
-
-
-def _code_fact(fault: Fault) -> Iterator[SubHealthyNode]:
-    fact = chip_fact(fault.code) if fault.code is not None else None
-    if fact is None or fact.level is not ChipLevel.SUB_HEALTHY or fault.node is None:
-        return
-    cause = f" ({fact.cause})" if fact.cause else ""
-    device = f" of device {fault.device}" if fault.device is not None else ""
-    yield SubHealthyNode(fault.node, f"code {fault.code}{device}{cause}", fault.at_s)
 
 
 class Placer:
     """Makes and checks the placements of one run.
 
+    Attributes:
+        on_wait: called with what the run waits for, and with None when that is over.
+
     Args:
         healer: its decider is asked when a rung cannot be carried out.
         identity: this supervisor's.
         home: Perdure's folder on this machine.
-        on_wait: called with what the run waits for, and with None when that is over.
+        on_wait: the attribute.
     """
 
     def __init__(
@@ -123,9 +66,9 @@ class Placer:
         self._job, self._fleet, self._writer = decider.job, decider.fleet, decider.writer
         self._identity = identity
         self._home = home
-        self._on_wait = on_wait
-        self._waited_s = 0.0
-        self._is_wait_over = False
+        self.on_wait = on_wait
+        self._room = RoomWait(lambda: None)
+        self._is_wait_over = False  # of a rung before
 
     def place(self, *, stop_wanted: Callable[[], bool]) -> Placement:
         """Find the placement of the next attempt: the living placement, or a new one.
@@ -147,12 +90,12 @@ class Placer:
                     if str(error) != why:
                         _log.warning("the platform refuses, or does not answer: %s", error)
                     why = str(error)
-                self._on_wait(Wait(kind=WaitKind.PLATFORM, since_s=since_s, why=why))
+                self.on_wait(Wait(kind=WaitKind.PLATFORM, since_s=since_s, why=why))
                 self._pause(pause_s, stop_wanted)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
             if why:
-                self._on_wait(None)
+                self.on_wait(None)
 
     @property
     def _has_begun(self) -> bool:
@@ -190,7 +133,7 @@ class Placer:
                 if isinstance(error, EngineError) and error.is_refusal and self._has_begun:
                     raise
                 why = "; ".join((str(error), *_refusals(self._writer.history)))
-                self._decider.rung_failed(rung, why, waited_s=self._waited_s)
+                self._decider.rung_failed(rung, why, waited_s=self._room.waited_s)
                 repairs = False
 
     @property
@@ -208,7 +151,7 @@ class Placer:
         history = self._writer.history
         if not history.attempts_in(current.number):
             try:
-                return self._completes(history, current)
+                return self._completes(history, current, stop_wanted)
             except NoCapacity as error:  # another placement may find room, or waits for it
                 _log.warning("placement %d cannot be completed: %s", current.number, error)
                 return False
@@ -236,7 +179,9 @@ class Placer:
         is_rebooted = history.placement.boot_id not in ("", self._identity.boot_id)
         return is_rebooted or self._fleet.are_terminated
 
-    def _completes(self, history: RunHistory, current: Placement) -> bool:
+    def _completes(
+        self, history: RunHistory, current: Placement, stop_wanted: Callable[[], bool]
+    ) -> bool:
         """Finish a placement whose supervisor died between its record and its first attempt.
 
         Returns:
@@ -248,19 +193,27 @@ class Placer:
         if alive == members:
             self._bind(current)
             return True
-        current = replace(current, avoid=history.isolated)
-        if not stay:
-            self._fleet.submit(current)
-            self._bind(current)
-            return True
-        if not alive:
-            placed = history.placements[-2]
-            alive = self._fleet.adopt(Placement(placed.placement, placed.members)) & stay
+        placed = history.placements[-2] if len(history.placements) > 1 else None
+        former = Placement(placed.placement, placed.members) if placed is not None else None
+        if stay and not alive and former is not None:
+            alive = self._fleet.adopt(former) & stay
         if not stay <= alive:
             return False
-        self._fleet.replace(current, members - alive)
-        self._bind(current)
+
+        def complete() -> Placement:
+            placement = replace(current, avoid=self._writer.refresh().isolated)
+            if stay:
+                self._replace(placement, members - alive)
+            else:
+                self._renew_all(placement, former)
+            return self._bind(placement)
+
+        rung = Rung.POD_RESCHEDULE if stay else Rung.JOB_RESCHEDULE
+        self._await_room(complete, rung, stop_wanted)
         return True
+
+    def _replace(self, placement: Placement, members: Collection[int]) -> None:
+        self._fleet.replace(replace(placement, on_pending=self._room.note_pending), members)
 
     def _bind(self, placement: Placement, members: Collection[int] | None = None) -> Placement:
         """Put the nodes that the engine has chosen on record, and return the placement with them.
@@ -274,33 +227,56 @@ class Placer:
         # Of the same number: it takes the place of the record that had no nodes, or no wait, yet.
         previous = self._writer.refresh().placement
         sub_healthy = previous.sub_healthy if previous is not None else {}
-        self._record(placed, sub_healthy, waited_s=self._waited_s)
+        self._record(placed, sub_healthy, waited_s=self._room.waited_s)
         return placed
 
     def _carry_out(
         self, rung: Rung, current: Placement | None, stop_wanted: Callable[[], bool]
     ) -> Placement:
-        began_s, self._waited_s, since_s = time.monotonic(), 0.0, time.time()
-        deadline_s = began_s + self._job.restart.spare_wait_s
+        return self._await_room(lambda: self._new_placement(rung, current), rung, stop_wanted)
+
+    def _await_room(
+        self, act: Callable[[], Placement], rung: Rung, stop_wanted: Callable[[], bool]
+    ) -> Placement:
+        """Repeat an action until there is room for its containers."""
+        room = self._room = RoomWait(
+            lambda: self._room_limit_s(rung), on_wait=self.on_wait, stop_wanted=stop_wanted
+        )
+        pause_s = SPARE_POLL_S
         try:
             while True:
                 try:
-                    return self._new_placement(rung, current)
+                    return act()
                 except NoCapacity as error:
-                    self._waited_s = time.monotonic() - began_s
-                    self._is_wait_over = time.monotonic() > deadline_s
-                    if current is None or stop_wanted() or self._is_wait_over:
+                    if room.is_over or self._is_in_vain:
                         raise
-                    self._on_wait(Wait(kind=WaitKind.NODE, since_s=since_s, why=str(error)))
-                    time.sleep(SPARE_POLL_S)
+                    room.note(str(error))
+                    self._pause(pause_s, stop_wanted)
+                if self._fleet.nodes() is None:  # each look is a request to the platform
+                    pause_s = min(2 * pause_s, LONGEST_POLL_S)
         finally:
-            if self._waited_s:
-                self._on_wait(None)
+            self._is_wait_over |= room.is_over
+            room.end()
+
+    @property
+    def _is_in_vain(self) -> bool:
+        """Whether no wait helps: a first placement, on an engine that lists all nodes there are."""
+        return not self._writer.history.placements and self._fleet.nodes() is not None
+
+    def _room_limit_s(self, rung: Rung) -> float | None:
+        """How long a rung waits for room; None: as long as it takes."""
+        restart = self._job.restart
+        if restart.spare_wait_s is not None:
+            return restart.spare_wait_s
+        goes_back = restart.unconditional and rung is not Rung.JOB_RESCHEDULE
+        may = goes_back and self._may_go_back(self._writer.history.isolated)
+        return GO_BACK_AFTER_S if may else None
 
     def _new_placement(self, rung: Rung, current: Placement | None) -> Placement:
         # Read again: while it waits for a spare, a user may release a node.
         history, nodes = self._writer.refresh(), self._fleet.nodes()
-        avoid = history.isolated
+        isolated = avoid = history.isolated
+        self._room.is_outdated = lambda: self._writer.refresh().isolated != isolated
         if rung is Rung.JOB_RESCHEDULE and self._may_go_back(avoid):
             avoid = history.refused
         sub_healthy = {sub.node: sub.why for sub in sub_healthy_nodes(history)}
@@ -313,14 +289,39 @@ class Placer:
             )
             # On record before it is done: after a death in between, _completes() finishes it.
             self._record(placement, sub_healthy)
-            self._fleet.replace(placement, moved)
+            self._replace(placement, moved)
             return self._bind(placement)
         placement = plan(
             nodes, self._job.engine.nodes, previous=current, avoid=avoid, last=sub_healthy
         )
         self._record(placement, sub_healthy)
-        self._fleet.submit(placement)
+        self._renew_all(placement, current)
         return self._bind(placement)
+
+    def _renew_all(self, placement: Placement, former: Placement | None) -> None:
+        """Start a new container for every member.
+
+        Where the engine asks a platform for room, healthy members keep their containers until those
+        of the others are there: what is given back may be somebody else's a moment later.
+
+        Args:
+            placement: the members.
+            former: the placement before it.
+        """
+        done, kept = frozenset[int](), frozenset[int]()
+        if former is not None and self._fleet.nodes() is None:
+            stay = {member.index for member in placement.members if member.node != ANY_NODE}
+            stay &= {m.index for m in former.members if m.node in placement.nodes}
+            done = self._fleet.adopt(placement)  # by an earlier try
+            kept = (self._fleet.adopt(former) & stay) - done
+        missing = {member.index for member in placement.members} - done - kept
+        if not done and not (kept and missing):
+            self._fleet.submit(replace(placement, on_pending=self._room.note_pending))
+            return
+        for members in filter(None, (missing, kept)):
+            self._replace(placement, members)
+        if done:
+            self._fleet.adopt(placement)
 
     def members_on(self, node: str) -> frozenset[int]:
         """List the indices of the members of the placement that are on a node."""
@@ -328,12 +329,20 @@ class Placer:
         members = placement.members if placement is not None else ()
         return frozenset(member.index for member in members if member.node == node)
 
-    def has_room(self) -> bool:
-        """Whether a member could move to another node, as far as is known."""
+    def has_room(self, *, is_sure: bool = True) -> bool:
+        """Whether a member could move to another node, as far as is known.
+
+        Args:
+            is_sure: False: a node is enough that fits a container and may be taken by others, as
+                for a member that cannot stay where it is.
+        """
         nodes = self._fleet.nodes()
-        if nodes is None:
-            return bool(self._fleet.spare_containers.ready())
-        return bool(spares_of(nodes, self._writer.history))
+        if nodes is not None:
+            return bool(spares_of(nodes, self._writer.history))
+        if self._fleet.spare_containers.ready():
+            return True
+        usable = self._fleet.usable_nodes() if not is_sure else None
+        return bool(spares_of(sorted(usable or ()), self._writer.history))
 
     def refuse(self, node: str, why: str) -> None:
         """Keep a node out of what is placed from now on."""
@@ -342,7 +351,7 @@ class Placer:
         self._writer.ledger.append(NodeRefused, placement=current.number, node=node, why=why)
 
     def move(
-        self, members: Collection[int], *, off: str, wait_s: float
+        self, members: Collection[int], *, off: str, room: RoomWait
     ) -> tuple[Placement, tuple[int, ...]]:
         """Move members to other nodes, in the placement of an attempt that goes on.
 
@@ -351,7 +360,7 @@ class Placer:
         Args:
             members: indices of the members on the node.
             off: the node's name.
-            wait_s: for room on another node.
+            room: the wait for another node.
 
         Returns:
             The placement, of the same number, and the members that have new containers.
@@ -372,7 +381,9 @@ class Placer:
             )
             current = replace(planned, number=current.number)
             self._record(current, sub_healthy)
-        current = replace(current, avoid=avoid, last=tuple(sub_healthy), wait_s=wait_s)
+        current = replace(
+            current, avoid=avoid, last=tuple(sub_healthy), on_pending=room.note_pending
+        )
         moved = self._fleet.misplaced_members(current) & set(members)
         # Processes left in the old containers wait for ranks that have ended, and can save nothing.
         grace_s = max(0.0, float(self._job.restart.failover_grace_s))

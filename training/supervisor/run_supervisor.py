@@ -28,6 +28,7 @@ from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import DataReady, RunCreated, RunEnded
+from perdure.training.journal.waits import Wait
 from perdure.training.node_checks.verdict import CheckVerdict
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.supervisor.attempt_recorder import AttemptRecorder
@@ -54,11 +55,12 @@ from perdure.training.supervisor.stall_check import StallCheck
 from perdure.training.supervisor.starting import AttemptStarter
 from perdure.training.supervisor.store_outage import StoreOutage, forget_outage
 from perdure.training.supervisor.termination import Termination
+from perdure.training.supervisor.waiting import AgentSilence
 from perdure.training.supervisor.warm_spares import WarmSpares
 from perdure.training.supervisor.watch import AttemptEnd, AttemptStart, EndKind, Progress
 from perdure.training.trainer.data.prepare import DataOutcome
 from perdure.training.wire.requests import clear_requests
-from perdure.training.wire.store_wait import Wait, Waiter, write_wait
+from perdure.training.wire.store_wait import Waiter, write_wait
 
 _log = logging.getLogger("perdure.supervisor")
 LAST_ENDS = (EndKind.COMPLETED, EndKind.ENDED_FROM_OUTSIDE)  # which a request to end does not cut
@@ -174,7 +176,8 @@ class RunSupervisor(RunHandle):
         return Placer(self._healer, identity=self._identity, home=self.home, on_wait=self.note_wait)
 
     def note_wait(self, wait: Wait | None, *, by: Waiter = Waiter.SUPERVISOR) -> None:
-        """Show a wait of this process, here and to readers on this machine."""
+        """Show a wait of this process, here and to readers of its lease or on this machine."""
+        self.ledger.wait = wait
         write_wait(job_path(self.home, self.job.run_id).parent, wait, by=by)
         self.on_wait(wait)
 
@@ -384,6 +387,7 @@ class RunSupervisor(RunHandle):
                 ChipWatch(starter, self._placer),
                 stall,
                 SlowNodeCheck(replacer),
+                AgentSilence(self.note_wait),
             ),
             termination=self.termination,
         )

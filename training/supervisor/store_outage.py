@@ -24,8 +24,8 @@ from perdure.storage.frozen_model import FrozenModel
 from perdure.storage.retry import Retry
 from perdure.training.files import write_whole
 from perdure.training.journal.ledger import Ledger
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.supervisor.job_registry import job_path
-from perdure.training.wire.store_wait import Wait, WaitKind
 
 Log = logging.Logger | logging.LoggerAdapter[logging.Logger]
 

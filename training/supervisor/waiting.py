@@ -6,9 +6,15 @@ Times are seconds since the epoch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from perdure.training.engines.base import Snapshot
 from perdure.training.journal.history import RunHistory
-from perdure.training.wire.store_wait import Wait, WaitKind
+from perdure.training.journal.waits import Wait, WaitKind
+from perdure.training.supervisor.watch import Progress, WatchResult
+
+SILENCE_S = 15.0  # of all agents, before it is shown
 
 
 def wait_of(history: RunHistory, agents: Snapshot | None) -> Wait | None:
@@ -20,3 +26,31 @@ def wait_of(history: RunHistory, agents: Snapshot | None) -> Wait | None:
     statuses = agents.agents.values() if agents is not None else ()
     waits = [status.store_wait for status in statuses if status.store_wait is not None]
     return min(waits, key=lambda wait: wait.since_s, default=None)
+
+
+@dataclass(slots=True)
+class AgentSilence:
+    """The watcher that shows that nobody hears the agents, whose containers run all the same.
+
+    Attributes:
+        on_wait: called with the silence, and with None once an agent answers.
+    """
+
+    on_wait: Callable[[Wait | None], None]
+    _since_s: float | None = None
+    _is_shown: bool = False
+
+    def check(self, progress: Progress) -> WatchResult | None:
+        """Look at the answers of a poll."""
+        snapshot = progress.snapshot
+        if snapshot.agents or snapshot.lost or not snapshot.unanswered:
+            if self._is_shown:
+                self.on_wait(None)
+            self._since_s, self._is_shown = None, False
+            return None
+        self._since_s = self._since_s or progress.at_s
+        if progress.at_s - self._since_s >= SILENCE_S:
+            self._is_shown = True
+            why = "training is not observed; as far as the platform shows, their containers run"
+            self.on_wait(Wait(kind=WaitKind.AGENTS, since_s=self._since_s, why=why))
+        return None

@@ -20,7 +20,8 @@ from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.node_checks.verdict import verdict_of
 from perdure.training.supervisor.observing import placement_of
-from perdure.training.supervisor.placing import Placer, sub_healthy_nodes
+from perdure.training.supervisor.placing import Placer
+from perdure.training.supervisor.sub_health import sub_healthy_nodes
 from perdure.training.wire.agent import CheckOrder, Order, StatusQuery
 from perdure.training.wire.node import Check
 from perdure.training.wire.transport import TimedLine

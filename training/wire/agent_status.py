@@ -10,8 +10,8 @@ from enum import StrEnum
 from pydantic import Field
 
 from perdure.storage.frozen_model import FrozenModel
+from perdure.training.journal.waits import Wait
 from perdure.training.wire.node import NodeSample
-from perdure.training.wire.store_wait import Wait
 
 
 class AgentState(StrEnum):

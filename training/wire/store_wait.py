@@ -13,29 +13,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
 import psutil
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from perdure.storage.errors import StorageError
-from perdure.storage.frozen_model import FrozenModel
 from perdure.training.files import write_whole
+from perdure.training.journal.waits import Wait, WaitKind
 
 _NOTES = "store-wait-*.json"
-
-
-class WaitKind(StrEnum):
-    """What a run waits for."""
-
-    STORE = "store"
-    NODE = "node"
-    PLATFORM = "platform"
-    RESUME = "resume"
-    SERVER = "server"
-    LOCK = "lock"
 
 
 class Waiter(StrEnum):
@@ -43,31 +31,6 @@ class Waiter(StrEnum):
 
     SUPERVISOR = "supervisor"
     STARTER = "starter"  # has not taken the run yet
-
-
-_WORDS = {
-    WaitKind.STORE: "waiting for the store",
-    WaitKind.NODE: "waiting for a free node",
-    WaitKind.PLATFORM: "waiting for the platform, which refuses or does not answer,",
-    WaitKind.RESUME: "paused",
-    WaitKind.SERVER: "waiting for the Prefect server",
-    WaitKind.LOCK: "waiting for the supervisor before it",
-}
-
-
-class Wait(FrozenModel):
-    """A wait under way."""
-
-    kind: WaitKind = Field(description="what the run waits for")
-    since_s: float = Field(description="time at which the wait began")
-    why: str = Field(description="the last answer: an error of the store, the lack of a node")
-
-    @property
-    def text(self) -> str:
-        """For people, on one line."""
-        since = f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        why = " ".join(self.why.split())
-        return f"{_WORDS[self.kind]} since {since}: {why}"
 
 
 class _ProcessNote(Wait):

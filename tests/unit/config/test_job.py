@@ -403,3 +403,27 @@ def test_a_launcher_that_reaches_other_hosts_is_named(tmp_path, command, launche
     lines = [line for line in departures(job, None) if "other hosts" in line]
     assert len(lines) == (launcher is not None)
     assert launcher is None or f"{launcher} starts processes on other hosts" in lines[0]
+
+
+ON_CLUSTER = {"kind": "kubernetes", "image": "perdure:1"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "restart", "pod_retries"),
+    [
+        (ON_CLUSTER, {}, 3),
+        (ON_CLUSTER, {"node_replace": False}, 3),
+        (ON_CLUSTER, {"pod_retries": 0}, 0),
+        (ON_CLUSTER, {"pod_retries": 7}, 7),
+        (ON_CLUSTER, {"max_restarts": 0}, 0),
+        (ON_CLUSTER, {"from_platform": {"pod-rescheduling": "off"}}, 0),
+        ({}, {}, 0),
+    ],
+    ids=str,
+)
+def test_a_cluster_replaces_a_lost_pod_alone_unless_the_job_says_how_often(
+    tmp_path, engine, restart, pod_retries
+):
+    job = parse_job(job_document(tmp_path, engine=engine, restart=restart))
+    assert job.restart.pod_retries == pod_retries
+    assert parse_job(job.model_dump(mode="json")) == job

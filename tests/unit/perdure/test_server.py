@@ -17,8 +17,8 @@ from perdure import server, server_process
 from perdure.server import address_problem, passes, use_server, why_refused
 from perdure.server_process import ServerWait, one_start
 from perdure.training.errors import InputError, PerdureError
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.processes import free_port
-from perdure.training.wire.store_wait import Wait, WaitKind
 
 REQUEST = httpx.Request("GET", "http://prefect.example/api")
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -22,6 +23,7 @@ from perdure.training.engines.base import Snapshot
 from perdure.training.journal.events import CheckpointRestored, StepRecord
 from perdure.training.journal.records import CheckpointRecorded, RunCreated, RunEnded
 from perdure.training.journal.steps import metrics_prefix
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.observing import AttemptSnapshot
 from perdure.training.supervisor.run_handle import RunHandle
@@ -37,7 +39,7 @@ from perdure.training.wire.agent_status import (
     WorkerStatus,
 )
 from perdure.training.wire.node import DeviceSample, NodeSample
-from perdure.training.wire.store_wait import Wait, Waiter, WaitKind, write_wait
+from perdure.training.wire.store_wait import Waiter, write_wait
 from tests.jobs import job_document
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -135,6 +137,19 @@ def test_a_wait_before_the_run_is_taken_is_its_phase_for_people_and_scripts(run,
     assert snapshot.status.document["waits"] == wait.model_dump(mode="json")
     for text in (shown(status_panel(snapshot, 160)), shown(plain_status(snapshot, 160))):
         assert f"phase: {wait.text}" in text
+
+
+def test_a_wait_of_a_supervisor_elsewhere_is_the_phase_here(run):
+    append(run, *BEGINNING)
+    wait = Wait(kind=WaitKind.NODE, since_s=7.0, why="exceeded quota: small")
+    lease = {
+        "supervisor": "a", "host": "elsewhere", "boot_id": "b", "pid": 1, "process_started_s": 1.0,
+        "epoch": 1, "renewed_s": time.time(), "wait": wait.model_dump(),
+    }  # fmt: skip
+    run.store.put("runs/small/supervisor.json", json.dumps(lease).encode())
+    snapshot = RunMonitor(run).snapshot(now_s=30.0)
+    assert snapshot.status.waits == wait
+    assert "waiting for a free node since" in shown(plain_status(snapshot, 160))
 
 
 def test_a_wait_for_the_server_beside_a_living_supervisor_is_none_of_the_run(run, document):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from perdure.preflight import size_text
 from perdure.storage.address import make_store, open_store
@@ -20,6 +22,8 @@ from perdure.training.preflight.job import check_job, check_without_store, recov
 from perdure.training.recovery.rungs import Policy
 from perdure.training.supervisor.finishing import no_replica_of
 from tests.jobs import small_job
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -393,3 +397,38 @@ def test_one_failure_domain_for_all_nodes_is_a_warning(job):
     copying = {"partner_copies": 1, "failure_domains": racks}
     warned = lines(job(checkpoint=copying, restart={"pod_retries": 1}), warnings=True)
     assert any("all of 'rack-a'" in note for note in warned)
+
+
+CLUSTER = {"kind": "kubernetes", "image": "perdure:1", "nodes": 2, "slots_per_node": 2}
+ABSENT = {"sources": ["/opt/perdure/docs/*.md"]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": ABSENT},
+        {"data": {"sources": ["/corpus/a.txt", "/corpus/*.md"]}},
+        {"data": ABSENT, "tokenizer": {"kind": "file", "path": "/opt/tokenizer.json"}},
+    ],
+    ids=["glob", "file", "tokenizer"],
+)
+def test_paths_of_an_image_are_not_looked_for_on_the_machine_of_the_caller(
+    job, changes, monkeypatch
+):
+    monkeypatch.setattr(job_checks, "_check_engine", lambda _job: None)  # no cluster is here
+    where = {"worker": {}, "engine": CLUSTER, "storage": {"address": "s3://bucket/runs"}}
+    elsewhere = job(**where, **changes)
+    check_without_store(elsewhere)
+    (note,) = job_checks.start_warnings(elsewhere)
+    assert note.startswith("data.sources: ")
+    assert "the supervisor's needs them" in note
+    with pytest.raises(InputError, match=r"data\.sources"):
+        check_without_store(job(worker={}, **changes))
+
+
+def test_the_sample_for_a_cluster_passes_and_names_its_namespace(monkeypatch):
+    monkeypatch.setattr(job_checks, "_check_engine", lambda _job: None)
+    text = (ROOT / "deploy/kubernetes/job.yaml").read_text()
+    sample = parse_job(yaml.safe_load(text))
+    check_without_store(sample)
+    assert sample.engine.model_dump()["namespace"] == "perdure"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from perdure.training.journal.history import replay
 from perdure.training.journal.records import RunCreated, RunEnded
+from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.reporting.rows import story_rows
 from perdure.training.reporting.summary import (
@@ -16,6 +19,7 @@ from perdure.training.reporting.summary import (
 )
 from tests.unit.journal.histories import (
     BEGINNING,
+    CRASH,
     CRASH_BEGAN,
     CRASH_FAILED,
     GOES_ON,
@@ -24,6 +28,7 @@ from tests.unit.journal.histories import (
     NOW,
     SKIPPED,
     STANDS,
+    began,
     decided,
     over,
     seen,
@@ -119,3 +124,26 @@ def test_the_last_message_says_what_was_abnormal():
         "step 60 reached; 1 attempt on 1 placement; no fault; no node isolated; 1 abnormal step, "
         "1 batch skipped, the newest at step 13: loss 4.5, gradient norm no number; ETTR 91.4%"
     )
+
+
+NODE = Fault(FaultClass.NODE_LOST, 30.0, "the agent of n1 is gone", node="n1")
+
+
+@pytest.mark.parametrize(
+    ("inside", "end", "number"),
+    [
+        (None, NODE, 1),
+        (None, replace(NODE, num_other_nodes=1), 2),
+        (None, replace(NODE, num_other_nodes=2), 3),
+        (NODE, NODE, 1),
+        (NODE, replace(NODE, node="n2"), 2),
+        (NODE, replace(NODE, node="n2", num_other_nodes=1), 2),
+        (NODE, replace(NODE, node=None), 1),
+        (CRASH, replace(CRASH, node="n7"), 1),
+    ],
+    ids=str,
+)
+def test_each_node_that_is_lost_is_a_fault(inside, end, number):
+    events = seen(began(1, Rung.NODE_REPLACE, inside)) if inside is not None else []
+    history = replay([*BEGINNING, *events, over(fault=end)])
+    assert faults_by_class(history).total() == number

@@ -48,6 +48,7 @@ class Cluster:
         self.started: dict[tuple[int, int], set[int]] = {}
         self.now: tuple[int, int] | None = None
         self.lost: set[str] = set()
+        self.deleted: set[int] = set()  # members without a container, on the same node
         self.live: dict[tuple[int, int], str] = {}  # live file of an attempt, written at its end
         self.written: set[tuple[int, int]] = set()
         self.orders: list[StartOrder] = []
@@ -120,6 +121,7 @@ class FakeFleet:
                 self.tick(f"boot {member.index}")
                 self.cluster.members[member.index] = (member, 0)
                 self.cluster.lost.discard(member.node)
+                self.cluster.deleted.discard(member.index)
 
     def submit(self, placement: Placement) -> None:
         self.tick("submit")
@@ -245,6 +247,47 @@ class ClusterRun(RunSupervisor):
 
     def _make_fleet(self, epoch: int) -> Any:
         return FakeFleet(self.cluster, lambda _action: None)
+
+
+class Scheduled(FakeFleet):
+    """The fleet of an engine that chooses nodes.
+
+    Attributes:
+        usable: names of the nodes that the platform shows; None: it shows none.
+    """
+
+    usable: frozenset[str] | None = None
+
+    def nodes(self) -> Sequence[str] | None:
+        return None
+
+    def usable_nodes(self) -> Any:
+        return self.usable
+
+    def adopt(self, placement: Placement) -> frozenset[int]:
+        counts = {member.index: member.schedule_cnt for member in placement.members}
+        return frozenset(
+            index
+            for index, (member, _) in self.cluster.members.items()
+            if member.schedule_cnt == counts[index] and index not in self.cluster.deleted
+        )
+
+    def resolve_nodes(
+        self, placement: Placement, members: Collection[int] | None = None
+    ) -> Placement:
+        free = (f"k{i}" for i in range(100) if f"k{i}" not in (*placement.avoid, *placement.nodes))
+        return placement.with_nodes({m.index: m.node or next(free) for m in placement.members})
+
+
+class ScheduledRun(ClusterRun):
+    """A run whose nodes an engine chooses."""
+
+    usable: frozenset[str] | None = None
+
+    def _make_fleet(self, epoch: int) -> Any:
+        fleet = Scheduled(self.cluster, lambda _action: None)
+        fleet.usable = self.usable
+        return fleet
 
 
 def supervise(run: RunSupervisor, on_progress: Callable[[Progress], None] = lambda _: None) -> None:

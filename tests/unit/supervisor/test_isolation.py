@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -14,40 +13,7 @@ from perdure.training.recovery.faults import Fault, FaultClass
 from perdure.training.recovery.rungs import Decision, Rung
 from perdure.training.supervisor import placing
 from perdure.training.supervisor.finishing import Decider
-from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet
-
-
-class Scheduled(FakeFleet):
-    """The fleet of an engine that chooses nodes.
-
-    Attributes:
-        usable: names of the nodes that the platform shows; None: it shows none.
-    """
-
-    usable: frozenset[str] | None = None
-
-    def nodes(self) -> Sequence[str] | None:
-        return None
-
-    def usable_nodes(self) -> Any:
-        return self.usable
-
-    def resolve_nodes(
-        self, placement: Placement, members: Collection[int] | None = None
-    ) -> Placement:
-        free = (f"k{i}" for i in range(100) if f"k{i}" not in (*placement.avoid, *placement.nodes))
-        return placement.with_nodes({m.index: m.node or next(free) for m in placement.members})
-
-
-class ScheduledRun(ClusterRun):
-    """A run whose nodes an engine chooses."""
-
-    usable: frozenset[str] | None = None
-
-    def _make_fleet(self, epoch: int) -> Any:
-        fleet = Scheduled(self.cluster, lambda _action: None)
-        fleet.usable = self.usable
-        return fleet
+from tests.unit.supervisor.cluster import Cluster, FakeFleet, ScheduledRun
 
 
 @pytest.fixture
@@ -150,3 +116,19 @@ def test_nodes_are_counted_where_they_are_known_with_the_one_at_fault(
     run = make_run(usable)
     assert isinstance(run._decider, Decider)
     assert run._decider.num_healthy(isolated, at_fault=at_fault) == healthy
+
+
+@pytest.mark.parametrize(
+    ("usable", "may_have", "has"),
+    [(None, False, False), (["k0", "k1"], False, False), (["k0", "k1", "k2"], True, False)],
+    ids=str,
+)
+def test_a_member_that_cannot_stay_moves_where_a_node_fits(
+    make_run, usable, may_have, has, monkeypatch
+):
+    run = make_run(usable)
+    run.place()
+    run.refresh()
+    monkeypatch.setattr(run.fleet.spare_containers, "ready", frozenset, raising=False)
+    assert run._placer.has_room(is_sure=False) is may_have
+    assert run._placer.has_room() is has

@@ -9,10 +9,10 @@ import pytest
 from perdure.training.engines.base import Placement
 from perdure.training.errors import EngineError, NoCapacity
 from perdure.training.journal.records import PlacementCreated, RunEnded, RungFailed
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.supervisor import placing
 from perdure.training.supervisor.job_registry import job_path
 from perdure.training.supervisor.runbook import cancel
-from perdure.training.wire.store_wait import Wait, WaitKind
 from tests.unit.supervisor.cluster import Cluster, ClusterRun, FakeFleet, supervise
 
 pytestmark = pytest.mark.usefixtures("without_waits")

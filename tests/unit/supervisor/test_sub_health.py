@@ -19,7 +19,7 @@ from perdure.training.journal.records import (
 )
 from perdure.training.recovery.faults import Fault
 from perdure.training.recovery.rungs import Decision, Rung
-from perdure.training.supervisor.placing import sub_healthy_nodes
+from perdure.training.supervisor.sub_health import sub_healthy_nodes
 from tests.unit.journal.histories import (
     BEGINNING,
     CRASH,

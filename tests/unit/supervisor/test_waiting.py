@@ -12,20 +12,20 @@ from perdure.storage.errors import StorageError, Throttled, TimedOut
 from perdure.training.engines.base import Snapshot
 from perdure.training.errors import PerdureError
 from perdure.training.journal.history import RunHistory
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.supervisor.cancelling import (
     CancelPoll,
     cancel_on_this_machine,
     forget_cancel,
 )
 from perdure.training.supervisor.store_outage import StoreOutage
-from perdure.training.supervisor.waiting import wait_of
+from perdure.training.supervisor.waiting import AgentSilence, wait_of
+from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent_status import AgentState, AgentStatus
 from perdure.training.wire.requests import request_cancel
 from perdure.training.wire.store_wait import (
     StoreWaitNote,
-    Wait,
     Waiter,
-    WaitKind,
     read_store_wait,
     read_wait,
     write_wait,
@@ -201,3 +201,24 @@ def test_the_next_supervisor_forgets_a_request_to_the_one_before(tmp_path, home)
     (home / "runs" / "run" / "cancel-wanted").touch()
     forget_cancel(home, "run")
     assert not CancelPoll(small_job(tmp_path, run_id="run"), home, None).is_wanted
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "shown"),
+    [
+        ([Snapshot(unanswered=("n1", "n2"))] * 20, [WaitKind.AGENTS] * 5),
+        ([Snapshot(unanswered=("n1",), lost=("n2",))] * 20, []),
+        ([Snapshot(unanswered=("n1",))] * 14 + [Snapshot(agents={0: status("n1", None)})] * 3, []),
+        ([Snapshot(unanswered=("n1",))] * 17 + [Snapshot(agents={0: status("n1", None)})] * 3,
+         [WaitKind.AGENTS, WaitKind.AGENTS, None]),
+        ([Snapshot(agents={0: status("n1", None)}, unanswered=("n1",))] * 20, []),
+    ],
+    ids=["all", "one lost", "short", "over", "one silent"],
+)  # fmt: skip
+def test_the_silence_of_all_agents_whose_containers_run_is_shown(snapshots, shown):
+    waits: list[Wait | None] = []
+    silence = AgentSilence(waits.append)
+    for second, snapshot in enumerate(snapshots):
+        assert silence.check(Progress(snapshot=snapshot, at_s=1_000.0 + second)) is None
+    assert [wait.kind if wait is not None else None for wait in waits] == shown
+    assert {wait.since_s for wait in waits if wait is not None} <= {1_000.0}

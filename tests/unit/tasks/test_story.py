@@ -13,12 +13,13 @@ import pytest
 from perdure.tasks.artifacts import Artifact
 from perdure.tasks.story import UPDATE_PERIOD_S, RunReporter
 from perdure.training.engines.base import Snapshot
+from perdure.training.journal.attempt_view import CUT_OFF
 from perdure.training.journal.events import LedgerEvent, StepRecord
 from perdure.training.journal.history import replay
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from perdure.training.supervisor.watch import Progress
 from perdure.training.wire.agent_status import AgentState, AgentStatus
-from perdure.training.wire.store_wait import Wait, WaitKind
 from tests.jobs import small_job
 from tests.unit.journal.histories import (
     BEGINNING,
@@ -239,6 +240,35 @@ def test_somebody_is_called_once_for_each_thing_and_again_when_it_comes_back(see
     see(HOT, COOLED, fresh=1)
     see(HOT, fresh=1)
     assert [kind for kind, _ in reported.events].count("action_required") == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "need"),
+    [
+        (WaitKind.NODE, "The run waits for a node"),
+        (WaitKind.PLATFORM, "The platform starts no containers"),
+        (WaitKind.AGENTS, "No agent answers"),
+        (WaitKind.STORE, None),
+        (WaitKind.RESUME, None),
+    ],
+)
+def test_a_wait_calls_for_somebody_once_it_has_lasted_a_minute(story, reported, kind, need):
+    for since_s in (time.time(), 1_000.0, 1_000.0):
+        story.waits(Wait(kind=kind, since_s=since_s, why="0/3 nodes are available"))
+    calls = [facts for kind, facts in reported.events if kind == "action_required"]
+    assert [call["what"] for call in calls] == ([need] if need else [])
+    assert all(call["why"] == "0/3 nodes are available" for call in calls)
+    story.waits(None)
+    if need:
+        assert reported.shown["needs-you"].description == "Nothing needs you"
+
+
+def test_a_recovery_that_the_end_of_its_attempt_cut_off_is_reported_once(see, story, reported):
+    see(CRASH_BEGAN, fresh=1)
+    cut_off = CRASH_FAILED.model_copy(update={"why": f"{CUT_OFF}: node_lost at n1"})
+    see(CRASH_BEGAN, cut_off, ended=True)
+    story.attempt_ended(None, log=logging.getLogger("test"))
+    assert [kind for kind, _ in reported.events] == ["fault", "recovery"]
 
 
 STORE_WAIT = Wait(kind=WaitKind.STORE, since_s=1_000.0, why="SlowDown")

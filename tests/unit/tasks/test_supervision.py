@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import nullcontext
 from uuid import uuid4
 
 import pytest
@@ -14,9 +15,9 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Paused, Suspen
 from perdure.tasks import supervision as module
 from perdure.tasks.supervision import RequestPoller, Supervision
 from perdure.training.errors import AlreadySupervised, RunConflict
+from perdure.training.journal.waits import Wait, WaitKind
 from perdure.training.preflight.job import CheckedJob
 from perdure.training.wire.requests import read_control, write_control
-from perdure.training.wire.store_wait import Wait, WaitKind
 from tests.jobs import small_job
 
 
@@ -117,8 +118,12 @@ def test_a_second_process_of_a_flow_run_leaves_its_state_to_the_one_that_supervi
     monkeypatch.setattr(supervision, "flow_run_id", own)
     monkeypatch.setattr(module, "_is_resumed", lambda _id: False)
     taken_by(supervision, monkeypatch, str(own))
+    given_back = []
+    monkeypatch.setattr(module, "client_without_retries", nullcontext)
+    monkeypatch.setattr(module, "give_back_end", lambda _client, flow: given_back.append(flow))
     with pytest.raises(Abort):
         supervision._take()
+    assert given_back == [own]
     assert "an earlier process of this flow run supervises the run" in caplog.text
 
 

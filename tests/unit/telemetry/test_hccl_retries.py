@@ -8,7 +8,7 @@ import pytest
 
 from perdure.training.config.watch import WatchSpec
 from perdure.training.journal.events import AlertKind
-from perdure.training.supervisor.placing import MACHINE_ALERTS
+from perdure.training.supervisor.sub_health import MACHINE_ALERTS
 from perdure.training.telemetry.alerts import AlertMonitor, RunSample
 from perdure.training.telemetry.hccl_retries import RetryLog, RetryLogs
 

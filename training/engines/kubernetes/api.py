@@ -73,6 +73,11 @@ class ApiError(EngineError):
         return self.status == HTTPStatus.FORBIDDEN
 
     @property
+    def is_quota(self) -> bool:
+        """Whether a quota has no room (apiserver/pkg/admission/plugin/resourcequota)."""
+        return self.is_forbidden and "exceeded quota" in str(self)
+
+    @property
     def is_refusal(self) -> bool:
         """Whether rights, a quota or an admission webhook refuse the request, or nobody answers.
 

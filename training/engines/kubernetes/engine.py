@@ -37,11 +37,14 @@ from perdure.training.engines.kubernetes.fault_feed import (
 )
 from perdure.training.engines.kubernetes.forwarding import Forwarder
 from perdure.training.engines.kubernetes.nodes import ClusterNodes
+from perdure.training.engines.kubernetes.own_pod import label_supervisor
 from perdure.training.engines.kubernetes.pod_events import PodEvents
+from perdure.training.engines.kubernetes.pod_launch import PodLaunch
 from perdure.training.engines.kubernetes.pod_lifecycle import PodCreation, PodEnd, answering
 from perdure.training.engines.kubernetes.pods import (
     Pod,
     lost_with_node,
+    not_replaced,
     read_pods,
     vanished,
     without_token,
@@ -90,6 +93,7 @@ class KubernetesEngine:
         self._current: dict[int, str] = {}  # names of the members' pods, where they have one
         self._last: dict[str, AgentEndpoint] = {}  # by pod, as of its last document
         self._tokens: dict[str, str] = {}
+        self._taken_down: set[str] = set()  # pods to which nothing has happened but this engine
         self._is_ours = False
         self._events = PodEvents(self._api)
         self._feed = FaultFeed(self._api) if self._spec.mindcluster else None
@@ -120,6 +124,8 @@ class KubernetesEngine:
         self._informer.start()
         if self._is_ours:
             return
+        if self._api.in_cluster:
+            label_supervisor(self._api, self._job)
         try:
             owner = self._api.get(CONFIG_MAPS, objects.name_of(self._job))
         except ApiError as error:
@@ -193,7 +199,11 @@ class KubernetesEngine:
         """Start new pods for these members; the others keep theirs."""
         self._begin()
         former = [pod for pod in self._pods.values() if pod.member in members]
+        self._taken_down |= {pod.name for pod in former}
         self._ending.end(former, left=placement.avoid)
+        names = {pod.name for pod in former}
+        for name in names | {self._current[index] for index in members if index in self._current}:
+            self._api.delete(SECRETS, name)
         self._launch(placement, members, ready)
 
     def start_spare(self, placement: Placement, node: str) -> None:
@@ -203,7 +213,7 @@ class KubernetesEngine:
             nobody = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
             plan = self._creation.plan(self._without_excluded(placement), nobody)
             try:
-                self._tokens |= self._creation.create([plan], wait_s=0.0)
+                self._tokens |= self._creation.create([plan], on_pending=None)
             except EngineError:
                 self._api.delete(SECRETS, plan.name)  # it is created before the pod
                 raise
@@ -332,7 +342,8 @@ class KubernetesEngine:
         return (SECRETS, POD_GROUPS) if self._spec.volcano is not None else (SECRETS,)
 
     def _names(self, resource: Resource) -> list[str]:
-        items, _ = self._api.list(resource, labels=objects.selector(self._job))
+        part = objects.AGENT if resource is PODS else None  # the supervisor's has the label, too
+        items, _ = self._api.list(resource, labels=objects.selector(self._job, part))
         return [str(item["metadata"]["name"]) for item in items]
 
     @property
@@ -353,8 +364,13 @@ class KubernetesEngine:
     ) -> AgentEndpoint:
         """Describe a pod to the fleet without a request: the API server may be away."""
         pod, token = by_name.get(name), self._tokens.get(name, "")
+        last = self._last.get(name)
+        if name in self._taken_down and last is not None:
+            # As it was before: another pod has not come up in its place.
+            loss = not_replaced(last.loss)
+            problem = self._cluster_nodes.problem(last.node)
+            return replace(last, address=None, loss=loss, node_problem=problem)
         if pod is None:
-            last = self._last.get(name)
             node = last.node if last is not None else member.node if member is not None else ""
             host = last.host if last is not None else ""
             return AgentEndpoint(node, token, None, host, loss=self._with_node(vanished(node)))
@@ -423,20 +439,12 @@ class KubernetesEngine:
         self._keep_ways()
 
     def _bring_up(self, placement: Placement, members: Collection[int]) -> None:
-        """Create pods for members and wait until their agents listen; delete all if any fails."""
         if not members:
             return
-        plans = [
-            self._creation.plan(placement, placement.members[index]) for index in sorted(members)
-        ]
-        self._current |= {plan.member.index: plan.name for plan in plans}
-        names = [plan.name for plan in plans]
-        try:
-            self._tokens |= self._creation.create(plans, wait_s=self._spec.place_timeout_s)
-            self._creation.await_up(names, wait_s=placement.wait_s, left_out=self._excluded)
-        except EngineError:
-            self._give_back(names)
-            raise
+        launch = PodLaunch(self._api, self._informer, self._creation, self._ending)
+        launch.bring_up(placement, members, left_out=self._excluded)
+        self._current |= launch.names
+        self._tokens |= launch.tokens
 
     def _choose_spares(
         self, placement: Placement, members: Collection[int], ready: Collection[str]
@@ -486,17 +494,6 @@ class KubernetesEngine:
                 _log.warning("%s gets no new pods, MindCluster reports %s", node, why)
         self._excluded = excluded
         return replace(placement, avoid=tuple(dict.fromkeys((*placement.avoid, *excluded))))
-
-    def _give_back(self, names: Sequence[str]) -> None:
-        """Delete pods that were created in vain, with their Secrets."""
-        try:
-            self._informer.refresh()
-            by_name = self._pods
-            self._ending.end([by_name[name] for name in names if name in by_name])
-            for name in names:
-                self._api.delete(SECRETS, name)
-        except EngineError as error:
-            _log.warning("the pods that were placed could not be deleted: %s", error)
 
 
 def _creation_order(pod: Pod) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.agent.preparation import node_folder
 from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.config.job import Job
-from perdure.training.engines.base import Placement, agent_config
+from perdure.training.engines.base import OnPending, Placement, agent_config
 from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.api import (
     CONFIG_MAPS,
@@ -33,7 +33,7 @@ from perdure.training.engines.kubernetes.nodes import ClusterNodes
 from perdure.training.engines.kubernetes.objects import Document, Owner, PodPlan
 from perdure.training.engines.kubernetes.pods import Pod, Refusal, read_pods
 from perdure.training.engines.kubernetes.watching import Informer
-from perdure.training.errors import EngineError, NoCapacity
+from perdure.training.errors import EngineError, ImageUnavailable, NoCapacity
 from perdure.training.journal.records import Member
 
 # Answer of Volcano's webhook (pkg/webhooks/admission/pods of volcano-sh/volcano).
@@ -42,6 +42,7 @@ _STORE = "store-keys"
 _CONFIG = "agent-config"
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 END_TIMEOUT_S = 60.0  # for kubelets to confirm the end of their pods
+PENDING_AFTER_S = 5.0  # a busy scheduler, and the end of a former pod, take so long
 SILENT_END_S = 5.0  # for those whose agent cannot be reached: their node may be gone
 CONNECT_S = 1.0
 ANSWER_S = 3.0
@@ -84,20 +85,29 @@ class PodCreation:
         letters = "".join(secrets.choice(_LETTERS) for _ in range(5))
         return PodPlan(member, objects.pod_name(self._job, member, letters), placement)
 
-    def create(self, plans: Sequence[PodPlan], *, wait_s: float) -> dict[str, str]:
+    def create(self, plans: Sequence[PodPlan], *, on_pending: OnPending | None) -> dict[str, str]:
         """Create pods and the objects that they need.
 
         Args:
             plans: describe the pods.
-            wait_s: limit for room in Volcano's queue, which lets no pod through before.
+            on_pending: called while Volcano's queue, which lets no pod through before, has no room;
+                None: that is not waited for.
 
         Returns:
             The token of each pod's agent, by the pod's name.
 
         Raises:
-            NoCapacity: Volcano's queue has no room.
-            EngineError: the API server refuses them, for a quota or otherwise.
+            NoCapacity: a quota or Volcano's queue has no room.
+            EngineError: the API server refuses them otherwise.
         """
+        try:
+            return self._create(plans, on_pending)
+        except ApiError as error:
+            if error.is_quota:
+                raise NoCapacity(str(error)) from error
+            raise
+
+    def _create(self, plans: Sequence[PodPlan], on_pending: OnPending | None) -> dict[str, str]:
         job, spec = self._job, self._spec
         tokens = {plan.name: secrets.token_hex(16) for plan in plans}
         owner = self._owner()
@@ -108,24 +118,25 @@ class PodCreation:
             config = {CONFIG_FILE: self._config_of(plan, tokens[plan.name])}
             self._ensure(SECRETS, objects.secret(job, owner, plan.name, config, part=_CONFIG))
             document = objects.pod(job, spec, owner, plan, store_secret=store)
-            self._create_pod(document, wait_s=wait_s)
+            self._create_pod(document, on_pending)
         return tokens
 
-    def _create_pod(self, document: Document, *, wait_s: float) -> None:
+    def _create_pod(self, document: Document, on_pending: OnPending | None) -> None:
         """Create a pod; Volcano's webhook lets no pod through before its queue has room.
 
         Raises:
             NoCapacity: the queue had no room in time.
         """
-        deadline_s = time.monotonic() + wait_s
+        deadline_s = time.monotonic() + self._spec.place_timeout_s
         while True:
             try:
                 self._ensure(PODS, document)
             except ApiError as error:
                 if POD_GROUP_WAITS not in str(error):
                     raise
-                if time.monotonic() > deadline_s:
+                if on_pending is None or time.monotonic() > deadline_s:
                     raise NoCapacity(str(error)) from error
+                on_pending(str(error), is_room=True)
                 time.sleep(1.0)
             else:
                 return
@@ -169,28 +180,43 @@ class PodCreation:
         ).model_dump_json()
 
     def await_up(
-        self, names: Sequence[str], *, wait_s: float | None, left_out: Mapping[str, str]
+        self,
+        names: Sequence[str],
+        *,
+        since_s: float,
+        pulls_s: float,
+        on_pending: OnPending,
+        left_out: Mapping[str, str],
     ) -> None:
         """Wait until the agents of pods listen.
 
         Args:
             names: names of the pods.
-            wait_s: limit for room, where it is shorter than the engine's limit for the whole wait.
+            since_s: when the wait began, of CLOCK_MONOTONIC.
+            pulls_s: how long images that cannot be pulled are waited for.
+            on_pending: called while they do not; it may end the wait before the engine's limit.
             left_out: nodes that get no pods, with the reasons; the error for want of room has them.
 
         Raises:
             NoCapacity: there was no room for all pods in time.
+            ImageUnavailable: the image of a pod cannot be pulled at the moment.
             EngineError: a pod cannot start, or did not start in time.
         """
-        began_s = time.monotonic()
         logged: frozenset[str] = frozenset()
+        pulls_until_s = float("inf")
         while refusals := self._refusals(names):
-            waited_s = time.monotonic() - began_s
+            now_s = time.monotonic()
+            waited_s = now_s - since_s
+            pulls = [refusal.pod for refusal in refusals if refusal.is_pull]
+            pulls_until_s = min(pulls_until_s, now_s + pulls_s) if pulls else float("inf")
             is_late = waited_s > self._spec.place_timeout_s
-            if wait_s is not None and waited_s > wait_s:
-                is_late = is_late or any(refusal.is_room for refusal in refusals)
             if any(refusal.is_final for refusal in refusals) or is_late:
                 raise _placement_error(refusals, len(names), waited_s, left_out)
+            if now_s > pulls_until_s:
+                raise ImageUnavailable("; ".join(refusal.text for refusal in refusals), pulls)
+            if waited_s > PENDING_AFTER_S:
+                error = _placement_error(refusals, len(names), waited_s, left_out)
+                on_pending(str(error), is_room=isinstance(error, NoCapacity))
             texts = frozenset(refusal.text for refusal in refusals)
             for text in sorted(texts - logged) if logged else ():  # at first no pod has a node
                 _log.info("waiting: %s", text)
@@ -230,6 +256,8 @@ def _placement_error(
     if is_room and left_out:
         left = "; ".join(f"{node}: {why}" for node, why in left_out.items())
         text += f"; left out for what MindCluster reports (engine.mindcluster): {left}"
+    if not final and any(why.is_pull for why in waiting):
+        return ImageUnavailable(text)
     return NoCapacity(text) if is_room else EngineError(text)
 
 

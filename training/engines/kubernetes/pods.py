@@ -31,6 +31,7 @@ HOPELESS = frozenset(
         *("CreateContainerError", "RunContainerError", "ErrImageInspect"),
     }
 )
+_PULLS = ("ErrImagePull", "ImagePullBackOff")  # another node may have the image
 _PASSES = re.compile(
     r"failed to sync|timed out|deadline exceeded|unavailable|refused", re.IGNORECASE
 )
@@ -51,11 +52,15 @@ class Refusal:
         text: in the words of the scheduler or the kubelet.
         is_room: whether there is no room for the pod; else something is wrong with the job.
         is_final: whether waiting is useless.
+        pod: its name.
+        is_pull: whether the pod's image cannot be pulled at the moment.
     """
 
     text: str
     is_room: bool = False
     is_final: bool = False
+    pod: str = ""
+    is_pull: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +222,8 @@ class Pod:
         reason, message = waiting.get("reason"), waiting.get("message")
         if reason and message:
             is_final = reason in HOPELESS and _PASSES.search(message) is None
-            return Refusal(f"{name} on {self.node}: {reason}: {message}", is_final=is_final)
+            text, is_pull = f"{name} on {self.node}: {reason}: {message}", reason in _PULLS
+            return Refusal(text, is_final=is_final, pod=name, is_pull=is_pull)
         if not self.node:
             return Refusal(f"{name} has no node yet: no scheduler has tried it", is_room=True)
         problem = reason or f"its agent does not listen yet (phase {status.get('phase')})"
@@ -250,6 +256,14 @@ def vanished(node: str) -> NodeLoss:
     """The loss of a pod that is not in the cluster any more, without a trace."""
     text = "the pod is not there any more: it was deleted by force, or with its node"
     return NodeLoss(node, FaultClass.CONTAINER_LOST, "POD_DELETED", text)
+
+
+def not_replaced(loss: NodeLoss | None) -> NodeLoss | None:
+    """The loss of a pod that Perdure took down for another: the one before, if there was any."""
+    if loss is None or loss.code != "POD_ENDED":
+        return loss
+    text = "its pod was taken down for another, which has not come up"
+    return NodeLoss(loss.node, FaultClass.CONTAINER_LOST, "NOT_REPLACED", text)
 
 
 def without_token(pod: Pod) -> NodeLoss:

@@ -40,6 +40,7 @@ class ApiServer(Api):
         requests: every method and kind, in order.
         orders: that agents got, with their pods' names.
         agents: that listen, by the pods' names.
+        without_image: nodes that cannot pull the image.
 
     Args:
         nodes: names of the nodes.
@@ -54,6 +55,7 @@ class ApiServer(Api):
         self.requests: list[str] = []
         self.orders: list[tuple[str, str]] = []
         self.agents: dict[str, ControlServer] = {}
+        self.without_image: set[str] = set()
         self._handlers: dict[str, tuple[str, Callable[[Request], AgentReply]]] = {}
         self.patience_s = 0.0
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -128,7 +130,10 @@ class ApiServer(Api):
                 self.remove(kind, name)
             elif method == "PATCH":
                 for part, changes in body.items():
-                    document.setdefault(part, {}).update(changes)
+                    for name, value in changes.items():
+                        former = document.setdefault(part, {}).get(name)
+                        merged = former | value if isinstance(former, dict) else value
+                        document[part][name] = merged
                 self._put(kind, document)
             return document
 
@@ -177,9 +182,16 @@ class ApiServer(Api):
             for term in required.get("nodeSelectorTerms", ())
             for field in term["matchFields"]
         }
+        preferred = affinity.get("preferredDuringSchedulingIgnoredDuringExecution", ())
+        last = {
+            field["values"][0]
+            for term in preferred
+            for field in term["preference"]["matchFields"]
+            if field["operator"] == "NotIn"
+        }
         free = [
             name
-            for name, node in sorted(self.objects["nodes"].items())
+            for name, node in sorted(self.objects["nodes"].items(), key=lambda o: (o[0] in last, o))
             if name not in used | avoid and not node["spec"].get("unschedulable")
         ]
         if not free:
@@ -189,6 +201,11 @@ class ApiServer(Api):
             return
         host = f"127.0.3.{next(self._numbers) % 250 + 1}"
         pod["spec"]["nodeName"] = free[0]
+        if free[0] in self.without_image:
+            waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling perdure:1"}
+            state = {"name": AGENT, "started": False, "state": {"waiting": waiting}}
+            pod["status"] = {"phase": "Pending", "containerStatuses": [state], "conditions": []}
+            return
         self._start_agent(pod["metadata"]["name"], pod, host)
         state = {"name": AGENT, "started": True, "state": {"running": {}}}
         ready = {"type": "Ready", "status": "True"}

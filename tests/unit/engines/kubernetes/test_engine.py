@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,9 @@ from perdure.training.engines import agent_calls
 from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.kubernetes import engine as engine_module
-from perdure.training.engines.kubernetes import pod_lifecycle, watching
+from perdure.training.engines.kubernetes import pod_launch, pod_lifecycle, watching
 from perdure.training.engines.kubernetes.api import ApiError
-from perdure.training.errors import EngineError
+from perdure.training.errors import EngineError, ImageUnavailable, NoCapacity
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
 from tests.unit.engines.kubernetes.api_server import ApiServer, Forwards
@@ -123,20 +124,24 @@ def test_rights_quotas_and_webhooks_refuse_and_an_invalid_pod_is_wrong(status, t
     assert ApiError(text, status=status).is_refusal is is_refusal
 
 
+MOVED = Placement(2, (BOTH.members[0], BOTH.members[1].model_copy(update={"schedule_cnt": 2})))
+
+
+@pytest.mark.parametrize("text", ["exceeded quota: small", "pods is forbidden"])
 @pytest.mark.parametrize("kind", ["pods", "secrets", "configmaps"])
 def test_a_member_that_the_api_server_does_not_take_leaves_the_other_its_pod(
-    server, supervisor, kind
+    server, supervisor, kind, text
 ):
     fleet = supervisor()
     fleet.submit(BOTH)
     (stays,) = server.pods_of(0)
-    moved = BOTH.members[1].model_copy(update={"schedule_cnt": 2})
-    placement = Placement(2, (BOTH.members[0], moved))
-    server.refused = {f"POST {kind}": "exceeded quota: small"}
+    placement = MOVED
+    server.refused = {f"POST {kind}": text}
     for _ in range(3):
-        with pytest.raises(EngineError, match="exceeded quota: small") as refusal:
+        with pytest.raises(EngineError, match=text) as refusal:
             fleet.replace(placement, {1}, grace_s=0.0)
-        assert refusal.value.is_refusal
+        assert isinstance(refusal.value, NoCapacity) is ("quota" in text)
+        assert refusal.value.is_refusal is ("quota" not in text)
     assert server.pods_of(0) == [stays]
     server.refused = {}
     fleet.replace(placement, {1}, grace_s=0.0)
@@ -269,3 +274,116 @@ def test_silence_of_agents_and_api_server_at_once_is_that_of_the_supervisor(
     wait_for(lambda: fleet._engine._informer.is_away, period_s=0.01, what="silence")
     server.hide(0, 1)
     assert fleet.poll().lost == ()
+
+
+class Waits:
+    """What an engine waits for; the last one ends the wait."""
+
+    def __init__(self, number: int) -> None:
+        self.kinds: list[bool] = []
+        self.whys: list[str] = []
+        self._number = number
+
+    def __call__(self, why: str, *, is_room: bool) -> None:
+        self.kinds.append(is_room)
+        self.whys.append(why)
+        if len(self.kinds) == self._number:
+            raise NoCapacity(why)
+
+
+@pytest.fixture
+def hurried(monkeypatch) -> None:
+    monkeypatch.setattr(pod_lifecycle, "PENDING_AFTER_S", 0.0)
+    monkeypatch.setattr(pod_launch, "PULLS_S", 0.0)
+    monkeypatch.setattr(watching, "RETRY_S", 0.01)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_pod_waits_in_the_scheduler_s_queue_until_the_wait_is_ended(server, supervisor):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    (stays,) = server.pods_of(0)
+    server.remove("pods", *server.pods_of(1))
+    waits = Waits(3)
+    placement = replace(MOVED, avoid=("n2", "n3"), on_pending=waits)
+    with pytest.raises(NoCapacity, match="0/3 nodes are available"):
+        fleet.replace(placement, {1}, grace_s=0.0)
+    assert waits.kinds == [True] * 3
+    assert list(server.objects["pods"]) == [stays]
+    assert list(server.objects["secrets"]) == [stays], "no Secret of a pod that is gone"
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("without", [{"n2"}, {"n3"}, set()], ids=str)
+def test_a_pod_whose_node_cannot_pull_the_image_gets_another(server, supervisor, caplog, without):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    server.remove("pods", *server.pods_of(1))
+    server.without_image = without
+    fleet.replace(MOVED, {1}, grace_s=0.0)
+    (name,) = server.pods_of(1)
+    assert server.objects["pods"][name]["spec"]["nodeName"] == ("n3" if "n2" in without else "n2")
+    assert ("another node is tried" in caplog.text) is ("n2" in without)
+    assert sorted(fleet.poll().agents) == [0, 1]
+    assert len(server.objects["secrets"]) == 2
+
+
+@pytest.mark.usefixtures("hurried")
+def test_an_image_that_no_node_can_pull_is_told_as_that(server, supervisor):
+    fleet = supervisor(engine={"place_timeout_s": 1})
+    fleet.submit(BOTH)
+    (stays,) = server.pods_of(0)
+    server.remove("pods", *server.pods_of(1))
+    server.without_image = {"n1", "n2", "n3"}
+    waits = Waits(1000)
+    with pytest.raises(ImageUnavailable, match="ImagePullBackOff") as error:
+        fleet.replace(replace(MOVED, on_pending=waits), {1}, grace_s=0.0)
+    assert error.value.is_refusal
+    assert list(server.objects["pods"]) == [stays]
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize(("is_deleted", "code"), [(True, "POD_DELETED"), (False, "NOT_REPLACED")])
+def test_a_member_that_could_not_be_replaced_is_lost_as_it_was_before(
+    server, supervisor, is_deleted, code
+):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    (name,) = server.pods_of(1)
+    if is_deleted:
+        server.objects["pods"][name]["metadata"]["deletionTimestamp"] = "now"
+    server.without_image = {"n1", "n2", "n3"}
+    with pytest.raises(NoCapacity):
+        fleet.replace(replace(MOVED, on_pending=Waits(1)), {1}, grace_s=0.0)
+    assert fleet.poll().lost == ("n2",)
+    (loss,) = fleet.losses(("n2",))
+    assert (loss.node, loss.code) == ("n2", code)
+    assert "by force" not in loss.line
+
+
+def test_the_secret_of_a_pod_that_is_replaced_goes_at_once(server, supervisor):
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    fleet.replace(MOVED, {1}, grace_s=0.0)
+    assert sorted(server.objects["secrets"]) == sorted(server.objects["pods"])
+
+
+@pytest.mark.parametrize(
+    ("role", "may_patch", "labeled"),
+    [("supervisor", True, True), ("keeper", True, False), ("supervisor", False, False)],
+)
+def test_the_pod_of_a_supervisor_gets_the_label_of_its_run(
+    server, supervisor, monkeypatch, role, may_patch, labeled
+):
+    labels = {"perdure.io/role": role}
+    pod = {"metadata": {"name": "sly-termite", "labels": labels}, "spec": {}, "status": {}}
+    server.objects["pods"]["sly-termite"] = pod
+    monkeypatch.setenv("HOSTNAME", "sly-termite")
+    server.refused = {} if may_patch else {"PATCH pods": "pods is forbidden"}
+    fleet = supervisor()
+    fleet.submit(BOTH)
+    own = server.objects["pods"]["sly-termite"]["metadata"]["labels"]
+    assert own.get("perdure.io/run") == ("run" if labeled else None)
+    fleet.cancel(0.0)
+    assert fleet.leftovers() == []
+    assert "sly-termite" in server.objects["pods"]
