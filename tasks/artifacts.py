@@ -99,7 +99,7 @@ def _verified_text(checkpoints: CheckpointStore, step: StepObjects) -> str:
 
 GOES_ON = "The run goes on in another flow run. "
 # Both UIs list a flow run's artifacts by their ids, newest or not, and the server draws an id at
-# random (3.8.8). So the first of all is drawn again until its id is high, others until below it.
+# random (3.8.8). So the first of all is drawn again until its id is high, others until it is not.
 TOP = "needs-you"
 _TOP_FROM = UUID("e0000000-0000-4000-8000-000000000000")
 _MAX_DRAWS = 60  # fewer than 8 are expected, and 60 are not enough once in 3,000 times
@@ -218,9 +218,8 @@ class Artifacts:
         self._ids[artifact.name] = created.id
 
     def _is_in_order(self, name: str, artifact_id: UUID) -> bool:
-        if name == TOP:
-            return artifact_id >= _TOP_FROM
-        return TOP not in self._ids or artifact_id < self._ids[TOP]
+        # Not compared with the first's own id: it may come last, after a server that was away.
+        return (artifact_id >= _TOP_FROM) is (name == TOP)
 
     def _change(self, client: SyncPrefectClient, artifact: Artifact) -> None:
         try:
