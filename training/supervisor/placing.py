@@ -308,17 +308,17 @@ class Placer:
             placement: the members.
             former: the placement before it.
         """
-        done, kept = frozenset[int](), frozenset[int]()
+        done, staying = frozenset[int](), frozenset[int]()
         if former is not None and self._fleet.nodes() is None:
             stay = {member.index for member in placement.members if member.node != ANY_NODE}
             stay &= {m.index for m in former.members if m.node in placement.nodes}
             done = self._fleet.adopt(placement)  # by an earlier try
-            kept = (self._fleet.adopt(former) & stay) - done
-        missing = {member.index for member in placement.members} - done - kept
-        if not done and not (kept and missing):
+            staying = (self._fleet.adopt(former) & stay) - done
+        missing = {member.index for member in placement.members} - done - staying
+        if not done and not (staying and missing):
             self._fleet.submit(replace(placement, on_pending=self._room.note_pending))
             return
-        for members in filter(None, (missing, kept)):
+        for members in filter(None, (missing, staying)):
             self._replace(placement, members)
         if done:
             self._fleet.adopt(placement)
