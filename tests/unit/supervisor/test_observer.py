@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from perdure.storage.local import LocalStore
+from perdure.training.journal.attempt_view import CUT_OFF
 from perdure.training.journal.events import LedgerEvent
+from perdure.training.recovery.protocol import RecoveryEnded
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor.starting import MAX_PAST
 from perdure.training.wire.requests import read_control, write_control
@@ -76,7 +78,10 @@ def test_a_supervisor_that_takes_over_records_what_it_reads_again_only_once(supe
     run = supervisor()
     reported: list[LedgerEvent] = []
     supervise(run, lambda progress: reported.extend(progress.events))
-    assert list(run.history.attempts[0].events) == [BEGAN, STANDS, GOES_ON]
+    *events, end = run.history.attempts[0].events
+    assert events == [BEGAN, STANDS, GOES_ON]
+    assert isinstance(end, RecoveryEnded), "of the recovery that the attempt's end has cut off"
+    assert end.why.startswith(CUT_OFF)
     assert reported == [GOES_ON], "and gets only what is new"
 
 
