@@ -511,7 +511,7 @@ def exchange_until_announced(member: Member, times: int) -> Any:
 
 
 def test_a_generation_ends_each_transfer_that_waits(new_world):
-    # Gloo alone goes on waiting in one of twenty-five transfers that an abort cuts short.
+    # Gloo alone goes on waiting in up to one of five transfers that an abort cuts short.
     times = 12
     world = new_world(partial(exchange_until_announced, times=times), 2)
     for generation in range(2, times + 2):

@@ -1,8 +1,8 @@
 """Operations of process groups whose ends can be followed.
 
-Gloo may go on waiting in an operation whose connections are shut down (seen with torch 2.13, in
-about one of thirty aborts, of transfers between two ranks as of collectives). So the result of an
-operation is a future of its own.
+Gloo may go on waiting in an operation whose connections are shut down (torch 2.13): in about one
+of thirty aborts of a collective, and in up to one of five of a transfer between two ranks. So the
+result of an operation is a future of its own.
 """
 
 from __future__ import annotations
