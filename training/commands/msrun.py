@@ -21,6 +21,7 @@ import psutil
 from perdure.training.processes import container_processes, environment_of, signal_all
 
 POLL_S = 1.0  # a poll reads /proc of the whole node
+MAX_POLL_S = 8.0  # of a launcher that has shown no process of msrun
 ROLE, WORKER, SCHEDULER = "MS_ROLE", "MS_WORKER", "MS_SCHED"
 _NUMBERS = ("RANK_ID", "MS_NODE_ID")
 _TAIL_BYTES = 64 << 10
@@ -69,6 +70,8 @@ class MsrunGang:
     processes: dict[int, MsrunProcess] = field(default_factory=dict)
     _living: list[psutil.Process] = field(default_factory=list)
     _polled_s: float = float("-inf")
+    _pause_s: float = POLL_S
+    _is_joined: bool = True
     _has_failed: bool = False
     _is_ended: bool = False
 
@@ -82,16 +85,23 @@ class MsrunGang:
         """
         if exits.keys() & self.processes.keys():
             self._note_exits(exits)
-        now_s = time.monotonic()
-        if now_s - self._polled_s < POLL_S:
+        if not self._is_due(time.monotonic(), is_joined=is_joined):
             return
-        self._polled_s = now_s
         self._living = container_processes(self.marker, spare=spare)
         for process in self._living:
             if process.pid not in self.processes:
                 self._add(process.pid)
         if self.processes and not self._is_ended:
             self._end_remains(is_joined=is_joined)
+
+    def _is_due(self, now_s: float, *, is_joined: bool) -> bool:
+        """Whether to look now: each second at what msrun has started, rarely at other launchers."""
+        has_left = self._is_joined and not is_joined  # its workers, if there are any, train on
+        self._is_joined = is_joined
+        if now_s - self._polled_s < (POLL_S if self.processes else self._pause_s) and not has_left:
+            return False
+        self._polled_s, self._pause_s = now_s, min(2 * self._pause_s, MAX_POLL_S)
+        return True
 
     @property
     def has_failed(self) -> bool:

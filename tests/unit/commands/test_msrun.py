@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.training.commands.msrun import MsrunGang
+from perdure.training.commands.msrun import MsrunGang, MsrunProcess
 from perdure.training.processes import MARKER, read_rank
 from tests.waiting import wait_for
 
@@ -125,3 +125,33 @@ def test_the_scheduler_is_no_rank_although_msrun_gives_it_a_number():
     assert read_rank({"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}) == (None, None)
     assert read_rank({"MS_ROLE": "MS_WORKER", "RANK_ID": "1", "DEVICE_ID": "1"}) == (1, 1)
     assert read_rank({"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "3"}) == (3, None)
+
+
+def looked_at(monkeypatch, gang: MsrunGang, times: list[float], *, left_s: float) -> list[float]:
+    """The times of a clock at which /proc is read; the launcher lives until `left_s`."""
+    looks: list[float] = []
+    for now_s in times:
+        monkeypatch.setattr("perdure.training.commands.msrun.time.monotonic", lambda t=now_s: t)
+        monkeypatch.setattr(
+            "perdure.training.commands.msrun.container_processes",
+            lambda *_, t=now_s, **__: looks.append(t) or [],
+        )
+        gang.poll({}, spare=frozenset(), is_joined=now_s < left_s)
+    return looks
+
+
+def test_another_launcher_is_looked_at_ever_less_often(monkeypatch):
+    gang = MsrunGang("none", [])
+    looks = looked_at(monkeypatch, gang, [n / 2 for n in range(80)], left_s=99)
+    assert looks == [0, 2, 6, 14, 22, 30, 38]
+
+
+def test_a_launcher_that_has_just_ended_is_looked_at_once_more(monkeypatch):
+    gang = MsrunGang("none", [])
+    looks = looked_at(monkeypatch, gang, [0, 2, 6, 14, 15, 15.5, 16, 22], left_s=15.5)
+    assert looks == [0, 2, 6, 14, 15.5]
+
+
+def test_processes_of_msrun_are_looked_at_each_second(monkeypatch):
+    gang = MsrunGang("none", [], {7: MsrunProcess(7, None, None)})
+    assert looked_at(monkeypatch, gang, [0, 0.5, 1, 2, 2.5, 3], left_s=99) == [0, 1, 2, 3]
