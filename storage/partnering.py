@@ -15,7 +15,7 @@ from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.checkpoint_server.protocol import Message, PeerAddress
 from perdure.storage.errors import StorageError
 from perdure.storage.partner_copies import partners_of
-from perdure.storage.staging import SavePlans
+from perdure.storage.plans import Plans
 
 _log = logging.getLogger("perdure.storage")
 
@@ -59,7 +59,7 @@ class Partnering:
     domains: Mapping[str, str] = field(default_factory=dict)
     super_pod: str | None = None
 
-    def meet(self, client: CheckpointClient, plans: SavePlans, rank: int) -> None:
+    def meet(self, client: CheckpointClient, plans: Plans, rank: int) -> None:
         """Tell this node's checkpoint server where its shares are copied to. Collective."""
         place = place_of(client, self.node).model_copy(update={"super_pod": self.super_pod})
         gathered = plans.gather_json(place.model_dump(mode="json"))

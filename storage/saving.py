@@ -9,6 +9,7 @@ Sizes are bytes, times seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,17 +17,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
 from perdure.storage.checkpoint import CheckpointStore, shard_name
 from perdure.storage.checkpoint_server.client import CheckpointClient, ReservedSlot
 from perdure.storage.errors import StorageError, TimedOut, describe, error_of
 from perdure.storage.manifest import Manifest, ShardRecord
 from perdure.storage.partner_copies import OWN_SLOTS, CopyPlan, CopyState, CopyTurn, agreed
 from perdure.storage.partnering import Partnering
+from perdure.storage.plans import Plans, Staging
 from perdure.storage.share import SaveId, Share, WrittenShare, merge, named_ranks, put_share
-from perdure.storage.staging import SavePlans, Staging, raw
 
 _log = logging.getLogger("perdure.storage")
 
@@ -61,7 +59,7 @@ class Saver(Protocol):
     def is_behind(self) -> bool:
         """Whether `save` returns before the checkpoint is committed."""
 
-    def prepare(self, state: Callable[[], Mapping[str, Tensor]]) -> str | None:
+    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> str | None:
         """Have memory ready for the saves of a state. Returns why a rank has none, else None."""
 
     def meet_partners(self, restored: SaveId | None) -> None:
@@ -76,7 +74,7 @@ class Saver(Protocol):
 
     def save(
         self,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Any],
         step: int,
         extra: dict[str, Any],
         *,
@@ -105,7 +103,7 @@ class _Saver:
         copies: saves that partner nodes hold copies of, or are being sent.
     """
 
-    plans: SavePlans
+    plans: Plans
     run_id: str
     placement: int
     attempt: int
@@ -120,11 +118,11 @@ class _Saver:
         self.first_file += self.world_size
         self.rank, self.world_size = savers.index(self.rank), len(savers)
 
-    def _stage(self, state: Mapping[str, Tensor]) -> Staging:
+    def _stage(self, state: Mapping[str, Any]) -> Staging:
         shard = shard_name(self.placement, self.attempt, self.first_file + self.rank)
         return self.plans.stage(state, shard)
 
-    def _copy(self, staging: Staging, memory: Tensor) -> None:
+    def _copy(self, staging: Staging, memory: mmap.mmap | bytearray) -> None:
         self.hooks.on_copy()
         staging.copy_into(memory)
         self.synchronize()
@@ -166,8 +164,8 @@ class TieredSaver(_Saver):
     announce: str | None = None
     partnering: Partnering | None = None
     memory_of: int | None = None
-    pin: Callable[[Tensor], Callable[[], None]] = lambda _memory: lambda: None
-    _pinned: dict[int, tuple[Tensor, Callable[[], None]]] = field(default_factory=dict)
+    pin: Callable[[mmap.mmap], Callable[[], None]] = lambda _memory: lambda: None
+    _pinned: dict[int, tuple[mmap.mmap, Callable[[], None]]] = field(default_factory=dict)
 
     @property
     def is_behind(self) -> bool:
@@ -181,7 +179,7 @@ class TieredSaver(_Saver):
         self._pinned.clear()
         self.client.close()
 
-    def prepare(self, state: Callable[[], Mapping[str, Tensor]]) -> str | None:
+    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> str | None:
         """See `Saver.prepare`; the memory is that of the node's checkpoint server."""
         size_bytes = self._stage(state()).size_bytes
         refusals = [why for why in self.plans.gather_json(self._refusal(size_bytes)) if why]
@@ -218,7 +216,7 @@ class TieredSaver(_Saver):
 
     def save(
         self,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Any],
         step: int,
         extra: dict[str, Any],
         *,
@@ -283,11 +281,11 @@ class TieredSaver(_Saver):
             late="saves are not in the store yet, and there is no more time",
         )
 
-    def _memory_of(self, slot: ReservedSlot) -> Tensor:
-        """The slot's memory, pinned; other memory under the same number was unmapped."""
-        memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
+    def _memory_of(self, slot: ReservedSlot) -> mmap.mmap:
+        """The slot's memory, pinned; other memory under the same number is mapped anew."""
+        memory = slot.memory
         pinned = self._pinned.get(slot.number)
-        if pinned is None or pinned[0].data_ptr() != memory.data_ptr():
+        if pinned is None or pinned[0] is not memory:
             if pinned is not None:
                 pinned[1]()
             self._pinned[slot.number] = (memory, self.pin(memory))
@@ -360,7 +358,7 @@ class DirectSaver(_Saver):
         """See `Saver.is_behind`."""
         return False
 
-    def prepare(self, state: Callable[[], Mapping[str, Tensor]]) -> str | None:  # noqa: ARG002 the protocol's
+    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> str | None:  # noqa: ARG002 the protocol's
         """See `Saver.prepare`; memory is allocated by each save."""
         return None
 
@@ -379,7 +377,7 @@ class DirectSaver(_Saver):
 
     def save(
         self,
-        state: Mapping[str, Tensor],
+        state: Mapping[str, Any],
         step: int,
         extra: dict[str, Any],
         *,
@@ -404,11 +402,11 @@ class DirectSaver(_Saver):
         try:
             # Before anything is written: the files of a committed step may have these names.
             self.checkpoints.check_may_commit(step, self.placement, self.attempt)
-            file = torch.empty(staging.size_bytes, dtype=torch.uint8)
+            file = bytearray(staging.size_bytes)
             self._copy(staging, file)
             share = self._share_of(staging, step, extra, attachments)
-            written = WrittenShare(share=share, record=ShardRecord.of(raw(file)))
-            put_share(self.checkpoints, written, raw(file))
+            written = WrittenShare(share=share, record=ShardRecord.of(memoryview(file)))
+            put_share(self.checkpoints, written, memoryview(file))
         except Exception as exc:  # noqa: BLE001 or the other ranks would wait for this one
             problem = exc
         self._commit(written, problem)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,13 +94,14 @@ class Staging:
         """Size of the file."""
         return self.layout.size_bytes
 
-    def copy_into(self, out: Tensor) -> None:
+    def copy_into(self, memory: mmap.mmap | bytearray) -> None:
         """Write the file.
 
         Args:
-            out: uint8 of at least `size_bytes`, on the host; data on a device has arrived in
-                it once the device is synchronized.
+            memory: of at least `size_bytes`; data on a device has arrived in it once the device
+                is synchronized.
         """
+        out = torch.frombuffer(memory, dtype=torch.uint8)
         header = self.layout.header
         out[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         on_host = [s for s in self.items if _is_plain(s.tensor)]
@@ -255,6 +257,31 @@ def raw(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
     flat = tensor.reshape(-1).view(torch.uint8)
     return flat.numpy().data if flat.numel() else memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRanks:
+    """The ranks of the default process group; a process without one is alone.
+
+    Attributes:
+        device: device that carries the bytes of what they say.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def rank(self) -> int:
+        """See `Ranks.rank`."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """See `Ranks.world_size`."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def gather(self, document: Any) -> list[Any]:
+        """See `Ranks.gather`."""
+        return gather_json(document, self.device)
 
 
 def gather_json(

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from benchmarks.storage.measuring import BUCKET, Action, Setting
 from benchmarks.storage.state import check, clear
 from perdure.storage.address import StorageSpec, open_store
@@ -22,9 +20,10 @@ from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.loading import load
 from perdure.storage.manifest import Manifest
-from perdure.storage.restoring import NodeRestore, NodeShares
+from perdure.storage.node_saves import NodeShares
+from perdure.storage.restoring import NodeRestore
 from perdure.storage.saving import DirectSaver, TieredSaver
-from perdure.storage.staging import SavePlans
+from perdure.storage.staging import GroupRanks, SavePlans
 from perdure.training.config.job import Job
 
 RUN_ID = "bench"
@@ -92,7 +91,7 @@ def from_memory(setting: Setting) -> Iterator[Action]:
             client = CheckpointClient(checkpoint_server)
             node = NodeShares(client, None)
             now = (PLACEMENT, ATTEMPT + 1)
-            nodes = NodeRestore(node, saves.checkpoints, now, torch.device("cpu"))
+            nodes = NodeRestore(node, saves.checkpoints, now, GroupRanks())
             if nodes.load(nodes.candidates()[0], lambda _manifest: setting.state) is None:
                 raise RuntimeError("the checkpoint server has no whole share")
             client.close()

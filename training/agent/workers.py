@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -63,6 +64,7 @@ _log = logging.getLogger("perdure.agent")
 # they are stopped: the diagnosis separates the first cause from its consequences.
 SETTLE_S = 1.0
 WORKER_FUNCTION = "perdure.training.runtime.worker:run"
+MINDSPORE_WORKER = "perdure.training.runtime.mindspore_worker"
 GENERATION = "PERDURE_GENERATION"  # set for a process that replaces another
 
 
@@ -298,7 +300,10 @@ class WorkerGroup:
         self, rank: int, variables: dict[str, str]
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         stdout, stderr = (self.output.sink(rank, stream) for stream in ("stdout", "stderr"))
-        if self.fork is not None:
+        command, worker = self.order.command, self.order.job.worker
+        if worker.is_mindspore:
+            command = (worker.python or sys.executable, "-m", MINDSPORE_WORKER)
+        elif self.fork is not None:
             return self.fork(
                 Fork(
                     function=WORKER_FUNCTION,
@@ -312,7 +317,7 @@ class WorkerGroup:
         with stdout.open("ab") as out, stderr.open("ab") as err:
             try:
                 return subprocess.Popen(
-                    fill_in(self.order.command, argument_variables(variables)),
+                    fill_in(command, argument_variables(variables)),
                     cwd=self.order.cwd,
                     env=variables,
                     stdin=subprocess.DEVNULL,
@@ -322,7 +327,7 @@ class WorkerGroup:
                 )
             except (OSError, ValueError) as error:
                 why = error.strerror if isinstance(error, OSError) else error
-                err.write(f"perdure: cannot start {self.order.command[0]!r}: {why}\n".encode())
+                err.write(f"perdure: cannot start {command[0]!r}: {why}\n".encode())
                 # A process that exits as a shell would keeps one path for failures.
                 return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
 

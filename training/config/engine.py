@@ -374,9 +374,14 @@ class WorkerSpec(SettingsModel):
         "python does; a callback of perdure.integrations takes over its loop, or training_steps "
         "supplies the loop's steps",
     )  # fmt: skip
-    integration: Literal["megatron"] | None = Field(
+    integration: Literal["megatron", "mindspore"] | None = Field(
         None, description="scripts: what takes over the loop of an unchanged program: megatron, "
-        "for Megatron-LM and MindSpeed-LLM",
+        "for Megatron-LM and MindSpeed-LLM; or mindspore: the script has the callback of "
+        "perdure.integrations.mindspore, and its ranks need no torch",
+    )  # fmt: skip
+    python: str | None = Field(
+        None, description="integration=mindspore: interpreter of the ranks, in an environment with "
+        "MindSpore; default: the one that runs Perdure",
     )  # fmt: skip
     preload: tuple[str, ...] = Field(
         (),
@@ -442,6 +447,8 @@ class WorkerSpec(SettingsModel):
     def _check_one(self) -> Self:
         if self.preload and self.command is not None:
             raise ValueError("preload is for a script or recipe: a command imports by itself")
+        if self.python is not None and not self.is_mindspore:
+            raise ValueError("python is for integration=mindspore, whose ranks need no torch")
         if self.integration is not None and self.script is None:
             raise ValueError("integration is for worker.script: it takes over the script's loop")
         depths = [
@@ -458,6 +465,11 @@ class WorkerSpec(SettingsModel):
         if self.resume is not None and self.checkpoints is None:
             raise ValueError("resume needs checkpoints, which says where the program saves")
         return self
+
+    @property
+    def is_mindspore(self) -> bool:
+        """Whether the ranks of a script train with MindSpore, without torch."""
+        return self.integration == "mindspore"
 
     @property
     def is_command(self) -> bool:

@@ -59,6 +59,7 @@ from perdure.training.config.watch import PreflightSpec, WatchSpec
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import GRACE
 from perdure.training.recovery.replicas import ParallelLayout
+from perdure.training.recovery.rungs import RUNGS, Rung, Scope
 
 MAX_USER_VARIABLES = 100  # ModelArts' limit for own environment variables of a training job
 RESERVED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK"})
@@ -284,6 +285,8 @@ class Job(SettingsModel):
                     "command has saved is not known"
                 )
             return self
+        if self.worker.is_mindspore:
+            _check_mindspore(self)
         if self.worker.script is not None and "steps" not in self.model_fields_set:
             raise ValueError("steps is missing: worker.script needs the step to train up to")
         if self.data is None and self.worker.recipe is None and self.worker.script is None:
@@ -332,6 +335,15 @@ class Job(SettingsModel):
         """The session recipe in effect, as module:function."""
         recipe = SCRIPT_RECIPE if self.worker.script is not None else self.worker.recipe
         return recipe or DEFAULT_RECIPE
+
+    def possible(self, rungs: frozenset[Rung]) -> frozenset[Rung]:
+        """Leave out the rungs that the framework of the ranks cannot carry out.
+
+        MindSpore's process groups cannot be formed again in a living process.
+        """
+        if not self.worker.is_mindspore:
+            return rungs
+        return frozenset(rung for rung in rungs if RUNGS[rung].scope is not Scope.PROCESSES)
 
     @property
     def is_reference(self) -> bool:
@@ -388,6 +400,20 @@ class JobTemplate(Job):
             InputError: no run can have this name.
         """
         return parse_job({**self.model_dump(), "run_id": run_id})
+
+
+def _check_mindspore(job: Job) -> None:
+    """Refuse what takes a rank back to a step inside its process, and what needs torch."""
+    restart = job.restart
+    settings = {
+        "restart.numeric_retry": restart.numeric_retry,
+        "restart.data_skipping": restart.data_skipping,
+        "init_from": job.init_from is not None,
+        "drill.faults": bool(job.drill.faults),
+    }
+    for name, is_set in settings.items():
+        if is_set:
+            raise ValueError(f"{name} is not for worker.integration=mindspore: leave it out")
 
 
 AnyJob = TypeVar("AnyJob", bound=Job)

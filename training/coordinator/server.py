@@ -45,6 +45,7 @@ from perdure.training.recovery.memory import AttemptSettings, Memory
 from perdure.training.recovery.protocol import (
     ChipReported,
     Ending,
+    Gathered,
     GenerationReport,
     LastSaved,
     NodeGone,
@@ -90,6 +91,7 @@ from perdure.training.wire.coordinator import (
     CoordinatorAddress,
     CoordinatorConfig,
     FromMember,
+    Gather,
     MetricsAddress,
     NodeSampled,
     WorkerJoined,
@@ -132,6 +134,7 @@ class Coordinator:
         self._woken = asyncio.Event()
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
+        self._gathering: dict[int, dict[int, str]] = {}
         self._written: tuple[ToMember | None, bytes] = (None, b"")
         self._attempt = _new_attempt(config, self._job)
         folder = Path(config.address_file).parent
@@ -310,8 +313,23 @@ class Coordinator:
                 self._handle(LastSaveReported(rank, message))
             case Ending():
                 self._handle(LoopEnded(rank))
+            case Gather():
+                self._gather(rank, message)
             case _:
                 raise _misplaced(message)
+
+    def _gather(self, rank: int, message: Gather) -> None:
+        """Keep a rank's document, and send those of all ranks once they are complete."""
+        documents = self._gathering.setdefault(message.number, {})
+        documents[rank] = message.document
+        world_size = self._job.engine.world_size
+        if len(documents) < world_size:
+            return
+        del self._gathering[message.number]
+        in_order = tuple(documents[rank] for rank in range(world_size))
+        answer = Gathered(number=message.number, documents=in_order)
+        for writer in self._ranks.values():
+            self._send(writer, answer)
 
     def _handle(self, stimulus: Stimulus) -> None:
         """Have the attempt take one stimulus in, and carry its orders out, in their sequence."""

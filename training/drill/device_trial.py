@@ -31,9 +31,9 @@ from perdure.training.device import (
 from perdure.training.diagnosis.recognise import recognise
 from perdure.training.drill.device_report import ProvokedError, Trial, TrialTask
 from perdure.training.node_checks import burn_in
-from perdure.training.runtime.errors import classify
 from perdure.training.runtime.process_group.generations import Generations, StoreClient
 from perdure.training.runtime.process_group.reconfigurable import install
+from perdure.training.runtime.recoverable import classify
 from perdure.training.wire.node import Check, CheckOutcome
 from perdure.training.wire.rendezvous import serve_store
 

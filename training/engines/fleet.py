@@ -97,8 +97,8 @@ class Fleet:
 
     @property
     def capabilities(self) -> frozenset[Rung]:
-        """Rungs that the engine can carry out."""
-        return self._engine.capabilities
+        """Rungs that the engine can carry out for this job."""
+        return self._job.possible(self._engine.capabilities)
 
     def nodes(self) -> Sequence[str] | None:
         """Names of all nodes, in order of preference; None: the engine chooses them itself."""

@@ -221,8 +221,20 @@ class GiveUp(CoordinatorMessage):
     why: str
 
 
+class Gathered(CoordinatorMessage):
+    """The documents of all ranks, by rank, for ranks that have each sent one.
+
+    Attributes:
+        number: of the exchange in this attempt.
+    """
+
+    op: Literal["gathered"] = "gathered"
+    number: int
+    documents: tuple[str, ...]
+
+
 ToMember = Annotated[
-    NewGeneration | Plan | Reconnect | PauseRequest | ReplaceWorker | GiveUp,
+    NewGeneration | Plan | Reconnect | PauseRequest | ReplaceWorker | GiveUp | Gathered,
     Field(discriminator="op"),
 ]
 

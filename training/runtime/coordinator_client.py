@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydantic import SecretStr
 
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
 from perdure.training.recovery.protocol import (
+    Gathered,
     GiveUp,
     NewGeneration,
     Paused,
@@ -27,9 +29,15 @@ from perdure.training.recovery.protocol import (
 )
 from perdure.training.recovery.repair import RepairPlan
 from perdure.training.recovery.replicas import ParallelLayout
-from perdure.training.runtime.errors import GivenUp, Interrupted
-from perdure.training.runtime.process_group.generations import GIVEN_UP
-from perdure.training.wire.coordinator import TO_MEMBER, CoordinatorAddress, WorkerJoined
+from perdure.training.runtime.errors import GIVEN_UP, GivenUp, Interrupted
+from perdure.training.wire.coordinator import (
+    TO_MEMBER,
+    CoordinatorAddress,
+    Gather,
+    WorkerJoined,
+    pack_document,
+    unpack_document,
+)
 from perdure.training.wire.transport import Connection
 
 _log = logging.getLogger("perdure.runtime")
@@ -80,6 +88,8 @@ class CoordinatorClient(Connection):
         self._given_up: str | None = None
         self.pause_wanted = False
         self._num_pause_requests = 0
+        self._num_gathered = 0
+        self._gathered: dict[int, tuple[str, ...]] = {}
         self.on_reconnect: Callable[[int, int], None] = lambda _generation, _link: None
         self._address = self._read_address()
         joined = self._joined(self._address)
@@ -159,6 +169,21 @@ class CoordinatorClient(Connection):
         if self._generation > generation:
             raise Interrupted(f"generation {self._generation} is announced")
 
+    def gather(self, document: Any) -> list[Any]:
+        """Gather a JSON document of every rank, by rank, through the coordinator. Collective.
+
+        Raises:
+            GivenUp: the attempt ends.
+            Interrupted: the coordinator has announced a generation that this rank cannot join.
+        """
+        self._num_gathered += 1
+        number, generation = self._num_gathered, self._generation
+        self.send(Gather(number=number, document=pack_document(document)))
+        self._wait(lambda: number in self._gathered or self._generation > generation)
+        if number not in self._gathered:
+            raise Interrupted(f"generation {self._generation} is announced")
+        return [unpack_document(text) for text in self._gathered.pop(number)]
+
     def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._news:
             while not is_over():
@@ -188,6 +213,8 @@ class CoordinatorClient(Connection):
                     self._num_pause_requests += 1
                 case GiveUp():
                     self._given_up = message.why
+                case Gathered():
+                    self._gathered[message.number] = message.documents
             self._news.notify_all()
         if isinstance(message, GiveUp):
             # The collective in which the training thread waits will never end.

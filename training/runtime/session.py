@@ -15,16 +15,12 @@ node agent asks for it. Times are seconds, steps completed optimizer steps.
 from __future__ import annotations
 
 import datetime as dt
-import faulthandler
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import IO, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,37 +30,35 @@ from torch.nn.parallel import DataParallel
 
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
-from perdure.storage.errors import StorageError
-from perdure.storage.retry import Retry
 from perdure.storage.saving import SaveHooks
 from perdure.training.device import backend_of, pick_device
 from perdure.training.errors import InputError
 from perdure.training.injection.inside import WorkerInjector
-from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase, stacks_file
+from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 from perdure.training.log import start_logging
-from perdure.training.processes import MARKER
 from perdure.training.recovery.replicas import ParallelLayout
-from perdure.training.runtime.context import (
-    WorkerContext,
+from perdure.training.runtime.agent_requests import AgentRequests
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.errors import WorkerError
+from perdure.training.runtime.layout_checks import (
     check_layout,
     compare_layouts,
     fitting_layout,
 )
-from perdure.training.runtime.errors import WorkerError
 from perdure.training.runtime.process_group.attempt_groups import RankMembership, meet
 from perdure.training.runtime.program import Loader, Scheduler, Stateful, Training
+from perdure.training.runtime.rank_process import print_stacks_on_request, store_patience
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.live import Snapshots, damage
 from perdure.training.runtime.state.program_state import ProgramState
 from perdure.training.runtime.state.random_numbers import UninitializedParameters, seeded_after
-from perdure.training.runtime.step_loop.loop import AgentRequests, StepLoop
+from perdure.training.runtime.step_loop.loop import StepLoop
 from perdure.training.runtime.step_loop.loop_body import notice_of
 from perdure.training.runtime.step_loop.rank_recovery import RankRecovery
 from perdure.training.runtime.step_loop.skipping import SkippedData
 from perdure.training.runtime.step_loop.step import Limits, Step
 from perdure.training.runtime.step_loop.step_records import StepRecords
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
-from perdure.training.wire.store_wait import StoreWaitNote
 
 ONE_PROCESS = (
     "the model is a DataParallel: one process drives all devices, and the fault of one ends it; "
@@ -92,8 +86,8 @@ class Session:
         self.device = pick_device(context.local_rank)
         self._requests = AgentRequests()
         self._requests.install()
-        self._stacks = _print_stacks_on_request(context)
-        self._store = open_store(self.job.storage, retry=_patience(context, self._heartbeat))
+        self._stacks = print_stacks_on_request(context)
+        self._store = open_store(self.job.storage, retry=store_patience(context, self._heartbeat))
         self._training: Training | None = None
         self._records = StepRecords(context)
         self._groups = self._join_groups()
@@ -443,26 +437,6 @@ def _optimizers(
     if len(set(parameters)) < len(parameters):
         raise InputError(field, "a parameter is in two of the optimizers, leave it out of one")
     return optimizers
-
-
-def _patience(context: WorkerContext, heartbeat: HeartbeatWriter) -> Retry:
-    """Have a rank sit out an outage of the store, and say that it does: it does not hang."""
-    note = StoreWaitNote(Path(os.environ.get(MARKER, ".")), f"rank-{context.rank}")
-
-    def failed(error: StorageError, lasted_s: float) -> None:
-        heartbeat.beat()
-        if MARKER in os.environ:
-            note.failed(error, lasted_s)
-
-    return Retry.patient(on_failure=failed, on_success=note.passed)
-
-
-def _print_stacks_on_request(context: WorkerContext) -> IO[str]:
-    """Have SIGUSR2 print the stacks of all threads, even while one of them holds the lock."""
-    path = stacks_file(context.heartbeat_path.parent, context.local_rank)
-    file = path.open("a", encoding="utf-8")
-    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-    return file
 
 
 def join(*, layout: ParallelLayout | None = None) -> Session:

@@ -28,7 +28,7 @@ def terms_of(job: Job) -> Terms:
     return Terms(
         policy=restart.policy(operator_retry=job.comm.op_retry.enabled),
         inside=None if job.worker.is_command else inside,
-        supported=engine.capabilities,
+        supported=job.possible(engine.capabilities),
         nodes=job.engine.nodes,
         spares=job.engine.spares,
         no_replica=no_replica_of(job),

@@ -7,8 +7,11 @@ addresses. Times are seconds since the epoch, steps completed optimizer steps.
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, SecretStr, TypeAdapter
 
@@ -106,6 +109,21 @@ class AgentJoined(CoordinatorMessage):
     ranks: tuple[int, ...]
 
 
+class Gather(CoordinatorMessage):
+    """A document of this rank that all ranks are to have; answered once every rank has sent one.
+
+    For ranks whose framework has no collectives for documents.
+
+    Attributes:
+        number: of the exchange in this attempt, the same on every rank.
+        document: JSON, packed by `pack_document`.
+    """
+
+    op: Literal["gather"] = "gather"
+    number: int
+    document: str
+
+
 class NodeSampled(CoordinatorMessage):
     """An agent has sampled its node.
 
@@ -127,6 +145,7 @@ FromMember = Annotated[
     | Paused
     | LastSaved
     | Ending
+    | Gather
     | AgentJoined
     | WorkerEnded
     | NotReplaced
@@ -137,3 +156,21 @@ FromMember = Annotated[
 ]
 FROM_MEMBER: TypeAdapter[FromMember] = TypeAdapter(FromMember)
 TO_MEMBER: TypeAdapter[ToMember] = TypeAdapter(ToMember)
+
+PACKED_FROM_CHARACTERS = 1 << 16  # shorter documents are sent as they are
+_PACKED = "zlib:"  # no JSON begins so
+
+
+def pack_document(document: Any) -> str:
+    """Write a document as JSON; a long one, such as a manifest, is compressed."""
+    text = json.dumps(document)
+    if len(text) < PACKED_FROM_CHARACTERS:
+        return text
+    return _PACKED + base64.b85encode(zlib.compress(text.encode(), 1)).decode()
+
+
+def unpack_document(text: str) -> Any:
+    """Read back what `pack_document` writes."""
+    if not text.startswith(_PACKED):
+        return json.loads(text)
+    return json.loads(zlib.decompress(base64.b85decode(text.removeprefix(_PACKED))))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from perdure.storage import restoring, staging
+from perdure.storage import staging
 from perdure.storage.checkpoint import CheckpointStore, StepState
 from perdure.storage.checkpoint_server.publish import prune_disk
 from perdure.storage.errors import Corrupt
@@ -165,7 +165,7 @@ def count_exchanges(rank: int, place: Place) -> tuple[int, int]:
         return exchange(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restoring, "gather_json", counted)
+        patch.setattr(staging, "gather_json", counted)
         return _restore(rank, place), next(times)
 
 

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
-from perdure.training.runtime.errors import Interrupted, classify
+from perdure.training.runtime.errors import Interrupted
 from perdure.training.runtime.process_group.generations import open_sockets
+from perdure.training.runtime.recoverable import classify
 from perdure.training.runtime.step_loop.wrappers import settle_buckets
 from tests.unit.runtime.worlds import Member, Replay, summed
 

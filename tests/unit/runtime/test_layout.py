@@ -14,7 +14,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from perdure.training.errors import InputError
 from perdure.training.recovery.replicas import ParallelLayout
-from perdure.training.runtime.context import WorkerContext, check_layout, fitting_layout
+from perdure.training.runtime.context import WorkerContext
+from perdure.training.runtime.layout_checks import check_layout, fitting_layout
 from tests.jobs import small_job
 from tests.unit.runtime.trainees import Place
 

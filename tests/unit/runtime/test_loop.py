@@ -11,8 +11,9 @@ import torch
 
 from perdure.training.liveness.heartbeat import HeartbeatWriter
 from perdure.training.recovery.repair import Vote
+from perdure.training.runtime.agent_requests import AgentRequests
 from perdure.training.runtime.program import Training
-from perdure.training.runtime.step_loop.loop import AgentRequests, StepLoop
+from perdure.training.runtime.step_loop.loop import StepLoop
 from perdure.training.runtime.step_loop.rank_recovery import RankState
 from tests.unit.runtime.trainees import Place
 from tests.unit.storage.nodes import Cluster

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from perdure.training.runtime.errors import classify
 from perdure.training.runtime.process_group.attempt_groups import meet
 from perdure.training.runtime.process_group.generations import StoreClient
+from perdure.training.runtime.recoverable import classify
 from tests.waiting import wait_for
 
 HOST = "127.0.0.1"

@@ -12,18 +12,20 @@ import torch.distributed as dist
 from perdure.storage.checkpoint import CheckpointStore, Tier
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.local import LocalStore
+from perdure.storage.node_saves import NodeShares
 from perdure.storage.partner_copies import CopyState
 from perdure.storage.restorable import RestorableSave
-from perdure.storage.restoring import NodeRestore, NodeShares
+from perdure.storage.restoring import NodeRestore
 from perdure.storage.saving import TieredSaver
 from perdure.storage.share import SaveId
+from perdure.storage.staging import GroupRanks
 from perdure.training.config.job import parse_job
 from perdure.training.journal.attempt_log import parse_lines
 from perdure.training.journal.events import CheckpointRestored
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.restore import joined, places_of
 from tests.unit.runtime.test_checkpointing import Bench, agree
-from tests.unit.runtime.trainees import CPU, Place, Trainee
+from tests.unit.runtime.trainees import Place, Trainee
 from tests.unit.storage.nodes import RUN_ID, Cluster, save, share_of
 from tests.waiting import wait_for
 
@@ -141,7 +143,7 @@ def bring_half(rank: int, names: tuple[str, str], folder: Path) -> bool:
     """The copy of rank 1's share is brought while the share of rank 0 goes."""
     client = CheckpointClient(names[rank])
     store = CheckpointStore(LocalStore(folder / "store"), RUN_ID)
-    node = NodeRestore(NodeShares(client, None), store, (1, 2), CPU, f"node-{rank}")
+    node = NodeRestore(NodeShares(client, None), store, (1, 2), GroupRanks(), f"node-{rank}")
     if rank == 0:
         save(client, share_of(10, rank=0, world_size=2))
         save(client, share_of(10, rank=1, world_size=2))

@@ -71,10 +71,10 @@ def records_of(rank: int, folder: Any) -> StepRecords:
 
 
 def complete(records: StepRecords, *steps: int) -> None:
-    training: Any = SimpleNamespace(loader=SimpleNamespace(position=0, epoch=0))
+    loader: Any = SimpleNamespace(position=0, epoch=0)
     for step in steps:
         vote = Vote(step=step, loss=1.0 / step, grad_norm=1.0)
-        records.add(step, vote, training, step_s=0.5)
+        records.add(step, vote, loader, step_s=0.5)
 
 
 def on_record(folder: Any) -> list[tuple[int, float]]:

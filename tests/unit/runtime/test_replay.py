@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from perdure.training.recovery.protocol import WorkerFaultKind
-from perdure.training.runtime.errors import Interrupted, WorkerError, classify
+from perdure.training.runtime.errors import Interrupted, WorkerError
 from perdure.training.runtime.process_group.generations import (
     Generations,
     GroupConnection,
@@ -38,6 +38,7 @@ from perdure.training.runtime.process_group.replay import (
     ReplayableConnections,
     ReplayableProcessGroup,
 )
+from perdure.training.runtime.recoverable import classify
 from tests.unit.runtime.worlds import TIMEOUT_S, Member, Replay, World, summed
 
 CPU = torch.device("cpu")

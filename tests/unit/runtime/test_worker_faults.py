@@ -7,13 +7,8 @@ import torch
 import torch.distributed as dist
 
 from perdure.training.recovery.protocol import WorkerFaultKind
-from perdure.training.runtime.errors import (
-    ERROR_PATTERNS,
-    Interrupted,
-    NotApplied,
-    RecoverableError,
-    classify,
-)
+from perdure.training.runtime.errors import Interrupted, NotApplied
+from perdure.training.runtime.recoverable import ERROR_PATTERNS, RecoverableError, classify
 
 GLOO = "/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 CLOSED = (

@@ -21,9 +21,9 @@ SHARD = "p0001-a0001-rank00000.safetensors"
 
 def copied(staging: Staging) -> dict[str, Tensor]:
     """What the library reads from the staged bytes."""
-    memory = torch.full((staging.size_bytes + 10,), 255, dtype=torch.uint8)
+    memory = bytearray(b"\xff" * (staging.size_bytes + 10))
     staging.copy_into(memory)
-    return load_with_the_library(memory[: staging.size_bytes].numpy().tobytes())
+    return load_with_the_library(bytes(memory[: staging.size_bytes]))
 
 
 def test_the_staged_bytes_are_a_safetensors_file_of_the_state():

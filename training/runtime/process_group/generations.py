@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from perdure.training.device import ENDED_BY_THE_DEVICE, abort_group, backend_of, open_group
-from perdure.training.runtime.errors import Interrupted
+from perdure.training.runtime.errors import GIVEN_UP, Interrupted
 from perdure.training.runtime.process_group.operations import Running
 
 GLOO = "gloo"
@@ -243,9 +242,6 @@ def _plugin(backend: str, store: Store, membership: GroupMembership, timeout: dt
     # rank table (createHCCLCommEx).
     options.group_id, options.global_ranks_in_group = membership.name, list(membership.ranks)
     return plugin.creator_fn(options, None)
-
-
-GIVEN_UP = sys.maxsize  # as a generation: there will be none
 
 
 class Generations:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,9 +23,11 @@ from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.manifest import LOSS, Manifest
 from perdure.storage.partner_copies import CopyPlan
 from perdure.storage.partnering import Partnering
+from perdure.storage.ranks import from_first
+from perdure.storage.restoring import TensorReader
 from perdure.storage.retention import apply_retention
 from perdure.storage.saving import DirectSaver, SaveHooks, Saver, TieredSaver
-from perdure.storage.staging import SavePlans, raw
+from perdure.storage.staging import GroupRanks, SavePlans, raw
 from perdure.training.device import pin, synchronize
 from perdure.training.runtime.context import WorkerContext
 from perdure.training.runtime.program import Training
@@ -33,7 +36,7 @@ from perdure.training.runtime.state.live import LiveState
 from perdure.training.runtime.state.part_names import PartNames
 from perdure.training.runtime.state.program_state import PROGRAM, with_room
 from perdure.training.runtime.state.random_numbers import random_states, set_random_states
-from perdure.training.runtime.state.restore import Restorer, StateOf, from_first
+from perdure.training.runtime.state.restore import Restorer, StateOf
 from perdure.training.telemetry.mounted_files import mounted_rank_table, super_pod_of
 
 _log = logging.getLogger("perdure.runtime")
@@ -77,7 +80,10 @@ class Checkpointer:
         self._copies = CopyPlan()  # of the generations before
         self.live = LiveState(training)
         self._names = PartNames.of(context)
-        self._restorer = Restorer(context, checkpoints, device, self._load, hooks.on_wait)
+        self._ranks = GroupRanks(device)
+        self._restorer = Restorer(
+            context, checkpoints, self._ranks, TensorReader(device), self._load, hooks.on_wait
+        )
 
     def prepare(self) -> None:
         """Have the checkpoint server allocate memory, for the optimizer's state too. Collective."""
@@ -170,10 +176,13 @@ class Checkpointer:
         return TieredSaver(
             client=CheckpointClient(context.checkpoint_server, owner=owner),
             announce=str(context.metrics_path),
-            pin=partial(pin, device=self._device),
+            pin=self._pin,
             partnering=self._partnering(),
             **common,
         )
+
+    def _pin(self, memory: mmap.mmap) -> Callable[[], None]:
+        return pin(torch.frombuffer(memory, dtype=torch.uint8), self._device)
 
     def _partnering(self) -> Partnering | None:
         spec = self._context.job.checkpoint
@@ -263,7 +272,7 @@ class Checkpointer:
     def _is_committed(self, step: int) -> bool:
         if self.is_behind:
             return False  # the checkpoint server finds out, and training waits for no request
-        return bool(from_first(lambda: step in self._checkpoints.steps(), self._device))
+        return bool(from_first(lambda: step in self._checkpoints.steps(), self._ranks))
 
     def _load(self, read: Callable[[StateOf], Manifest | None]) -> Manifest | None:
         """Fill the training with what `read` fills tensors with; None when it gave up."""

@@ -20,12 +20,14 @@ from perdure.storage.checkpoint import CheckpointStore
 from perdure.storage.errors import Corrupt, NotFound, PreconditionFailed
 from perdure.storage.loading import load
 from perdure.storage.manifest import Manifest
+from perdure.storage.ranks import from_first
 from perdure.storage.retention import reading
+from perdure.storage.staging import GroupRanks
 from perdure.training.config.run_name import InitFromSpec, OptimizerStart
 from perdure.training.errors import InputError
 from perdure.training.runtime.state.live import MODEL, STATE, LiveState
 from perdure.training.runtime.state.part_names import ALIKE, PartNames
-from perdure.training.runtime.state.restore import from_first, readers_of
+from perdure.training.runtime.state.restore import readers_of
 
 _log = logging.getLogger("perdure.runtime")
 
@@ -67,7 +69,7 @@ class InitialState:
         step = self._step()
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         with reading(self._source, step) if is_first else nullcontext():
-            text, problem = from_first(lambda: self._manifest(step), self._device)
+            text, problem = from_first(lambda: self._manifest(step), GroupRanks(self._device))
             if problem is not None:
                 raise InputError(*problem)
             manifest = Manifest.model_validate_json(text)
@@ -79,7 +81,7 @@ class InitialState:
             )
 
     def _step(self) -> int:
-        step = from_first(self._settled, self._device)
+        step = from_first(self._settled, GroupRanks(self._device))
         if step is None:
             raise InputError(*self._spec.missing(()))
         return int(step)

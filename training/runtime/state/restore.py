@@ -11,22 +11,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import Any, Protocol
 
 from perdure.storage.checkpoint import CheckpointStore, Tier
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.errors import Corrupt, NotFound, StorageError
-from perdure.storage.loading import load
 from perdure.storage.local import LocalStore
 from perdure.storage.manifest import Manifest
+from perdure.storage.node_saves import NodeSaves, NodeShares
+from perdure.storage.ranks import Ranks, from_first
 from perdure.storage.restorable import RestorableSave
-from perdure.storage.restoring import NodeRestore, NodeShares
 from perdure.storage.share import SaveId
-from perdure.storage.staging import gather_json
 from perdure.training.journal.attempt_log import AttemptLog
 from perdure.training.journal.events import CheckpointDamaged, CheckpointRestored
 from perdure.training.runtime.context import WorkerContext
@@ -35,7 +30,32 @@ _log = logging.getLogger("perdure.runtime")
 
 PARTNER_MEMORY = "memory of a partner"
 # The tensors to fill, by name, for a checkpoint that holds what its manifest says.
-StateOf = Callable[[Manifest], Mapping[str, Tensor]]
+StateOf = Callable[[Manifest], Mapping[str, Any]]
+
+
+class StateReader(Protocol):
+    """Reads what a program's state is made of: torch tensors, or numpy arrays."""
+
+    def nodes(
+        self,
+        shares: NodeShares,
+        checkpoints: CheckpointStore,
+        owner: tuple[int, int],
+        name: str | None,
+        announce: str,
+    ) -> NodeSaves:
+        """Make what restores from the nodes; the arguments are the attributes of `NodeSaves`."""
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        manifest: Manifest,
+        *,
+        checkpoints: CheckpointStore,
+        held: Mapping[str, Any],
+        verify: frozenset[str],
+    ) -> int:
+        """Fill a state from a committed checkpoint; collective. Returns the shards fetched."""
 
 
 class Restorer:
@@ -44,7 +64,8 @@ class Restorer:
     Args:
         context: rank, job and folders of this process.
         checkpoints: the run's checkpoints in the store.
-        device: the rank's accelerator, or the CPU.
+        ranks: the ranks of this attempt.
+        reader: fills what the program's state is made of.
         load: fills the training by the function it is given, which fills tensors.
         on_wait: called now and then while something takes long.
 
@@ -57,13 +78,14 @@ class Restorer:
         self,
         context: WorkerContext,
         checkpoints: CheckpointStore,
-        device: torch.device,
+        ranks: Ranks,
+        reader: StateReader,
         load: Callable[[Callable[[StateOf], Manifest | None]], Manifest | None],
         on_wait: Callable[[], None],
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
-        self._device = device
+        self._ranks, self._reader = ranks, reader
         self._load = load
         self._on_wait = on_wait
         self._is_touched = False
@@ -82,7 +104,7 @@ class Restorer:
             Corrupt: every checkpoint is damaged, and the state was touched on the way: new
                 processes start from nothing.
         """
-        committed = from_first(self._checkpoints.latest, self._device)
+        committed = from_first(self._checkpoints.latest, self._ranks)
         nodes = self._nodes()
         if nodes is not None:
             step = self._restore_from_nodes(nodes, committed)
@@ -90,7 +112,7 @@ class Restorer:
                 return step
         return self._restore_from_store(nodes)
 
-    def _nodes(self) -> NodeRestore | None:
+    def _nodes(self) -> NodeSaves | None:
         checkpoint_server, disk = self._context.checkpoint_server, self._context.disk_tier
         if checkpoint_server is None:
             return None
@@ -98,9 +120,10 @@ class Restorer:
         now = (self._context.placement, self._context.attempt)
         shares = NodeShares(CheckpointClient(checkpoint_server), on_disk)
         name = self._context.node if self._context.job.checkpoint.partner_copies else None
-        return NodeRestore(shares, self._checkpoints, now, self._device, name)
+        announce = str(self._context.metrics_path)
+        return self._reader.nodes(shares, self._checkpoints, now, name, announce)
 
-    def _restore_from_nodes(self, nodes: NodeRestore, committed: int | None) -> int | None:
+    def _restore_from_nodes(self, nodes: NodeSaves, committed: int | None) -> int | None:
         while True:
             chosen = next(iter(nodes.candidates()), None)
             self._why = nodes.lacking
@@ -125,11 +148,11 @@ class Restorer:
             if manifest is not None:
                 break
         if manifest.step != committed:
-            self._publish(nodes, chosen)
+            nodes.publish(chosen)
         self._finish_nodes(nodes, chosen, manifest.step)
         return manifest.step
 
-    def _finish_nodes(self, nodes: NodeRestore, chosen: RestorableSave, step: int) -> None:
+    def _finish_nodes(self, nodes: NodeSaves, chosen: RestorableSave, step: int) -> None:
         """Record where the restored state came from. Collective."""
         nodes.node.client.close()
         in_memory = all(chosen.local[h][r] is Tier.MEMORY for r, h in chosen.holders.items())
@@ -137,7 +160,7 @@ class Restorer:
         if in_memory and are_same:
             self.from_memory = chosen.save
         self._log(f"step {step} restored from the nodes' memory or disks")
-        fetched = sum(gather_json(nodes.num_fetched, self._device))
+        fetched = sum(self._ranks.gather(nodes.num_fetched))
         partners = self._partner_nodes(nodes)
         self._record_restored(
             CheckpointRestored(
@@ -153,11 +176,11 @@ class Restorer:
             )
         )
 
-    def _partner_nodes(self, nodes: NodeRestore) -> dict[str, str]:
+    def _partner_nodes(self, nodes: NodeSaves) -> dict[str, str]:
         """Map nodes that got shares from a partner to it. Collective where there are copies."""
         if nodes.name is None:
             return {}
-        names = gather_json(nodes.name, self._device)
+        names = self._ranks.gather(nodes.name)
         return {names[rank]: partner for rank, partner in nodes.brought.items()}
 
     def _record_restored(self, event: CheckpointRestored) -> None:
@@ -171,22 +194,10 @@ class Restorer:
         except OSError as exc:
             _log.info(f"where the state came from is not on record: {exc}")
 
-    def _publish(self, nodes: NodeRestore, chosen: RestorableSave) -> None:
-        """Copy to the store what so far only the nodes have."""
-        context = self._context
-        ranks = tuple(r for r, holder in chosen.holders.items() if holder == context.rank)
-        nodes.node.client.republish(
-            chosen.save,
-            ranks=ranks if nodes.name is not None else None,
-            owner=(context.placement, context.attempt),
-            commit=context.rank == 0,
-            announce=str(context.metrics_path),
-        )
-
-    def _restore_from_store(self, nodes: NodeRestore | None) -> int:
+    def _restore_from_store(self, nodes: NodeSaves | None) -> int:
         """Restore the newest committed step; shards that a node holds are taken from there."""
         tried: set[int] = set()
-        while (newest := from_first(self._newest_manifest, self._device)) is not None:
+        while (newest := from_first(self._newest_manifest, self._ranks)) is not None:
             step, text, problem = newest
             if text is not None:
                 manifest = Manifest.model_validate_json(text)
@@ -202,8 +213,8 @@ class Restorer:
             raise Corrupt("no whole checkpoint is left; new processes start from step 0")
         return 0
 
-    def _record_from_store(self, manifest: Manifest, nodes: NodeRestore | None) -> None:
-        fetched = sum(gather_json(self._num_fetched, self._device))
+    def _record_from_store(self, manifest: Manifest, nodes: NodeSaves | None) -> None:
+        fetched = sum(self._ranks.gather(self._num_fetched))
         self._record_restored(
             CheckpointRestored(
                 at_s=time.time(),
@@ -225,7 +236,7 @@ class Restorer:
         except (Corrupt, NotFound) as exc:
             return step, None, str(exc)
 
-    def _read_committed(self, manifest: Manifest, nodes: NodeRestore | None) -> str | None:
+    def _read_committed(self, manifest: Manifest, nodes: NodeSaves | None) -> str | None:
         """Load a committed checkpoint. Returns what is wrong with it, else None."""
         try:
             self._fill(partial(self._load_committed, manifest, nodes))
@@ -236,21 +247,21 @@ class Restorer:
         return None
 
     def _load_committed(
-        self, manifest: Manifest, nodes: NodeRestore | None, wanted: StateOf
+        self, manifest: Manifest, nodes: NodeSaves | None, wanted: StateOf
     ) -> Manifest:
         state = wanted(manifest)
         held = nodes.held_of(manifest, state) if nodes is not None else {}
         # Every shard that is read is hashed by one rank, and not by one that has it at hand.
-        at_hand = [frozenset(names) for names in gather_json(sorted(held), self._device)]
+        at_hand = [frozenset(names) for names in self._ranks.gather(sorted(held))]
         hashing = readers_of(sorted(manifest.shards), at_hand)
         verify = frozenset(s for s, rank in hashing.items() if rank == self._context.rank)
-        self._num_fetched = load(
+        self._num_fetched = self._reader.load(
             state, manifest, checkpoints=self._checkpoints, held=held, verify=verify
         )
         return manifest
 
     def _repair(
-        self, step: int, text: str | None, nodes: NodeRestore | None, why: str, *, is_again: bool
+        self, step: int, text: str | None, nodes: NodeSaves | None, why: str, *, is_again: bool
     ) -> None:
         """Have damaged shards replaced from a node, or stop offering the step. Collective.
 
@@ -275,7 +286,7 @@ class Restorer:
         if self._context.rank == 0:
             self._checkpoints.set_aside(step, damage)
         self._log_damage(step, damage, is_repaired=False)
-        from_first(lambda: None, self._device)  # the others look for the next one after that
+        from_first(lambda: None, self._ranks)  # the others look for the next one after that
 
     def _damaged_shards(self, manifest: Manifest) -> list[str]:
         """Describe the damage of each shard; every rank hashes its part of them."""
@@ -285,7 +296,7 @@ class Restorer:
         )
         self._on_wait()
         lines = [f"{damage.file} {damage.kind}: {damage.detail}" for damage in damages]
-        return [line for of_rank in gather_json(lines, self._device) for line in of_rank]
+        return [line for of_rank in self._ranks.gather(lines) for line in of_rank]
 
     def _log_damage(self, step: int, text: str, *, is_repaired: bool) -> None:
         """Write to the rank's log, and through the attempt's log to the run's ledger."""
@@ -350,8 +361,3 @@ def readers_of(shards: Sequence[str], at_hand: Sequence[frozenset[str]]) -> dict
         if reader is not None:
             readers[shard] = reader
     return readers
-
-
-def from_first(answer: Callable[[], Any], device: torch.device) -> Any:
-    """Return the first rank's answer, JSON, on every rank; the others do not call `answer`."""
-    return gather_json(answer() if dist.get_rank() == 0 else None, device)[0]

@@ -7,9 +7,6 @@ they are at one step. Times are seconds, steps completed optimizer steps.
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,17 +14,19 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from perdure.storage.ranks import from_first
+from perdure.storage.staging import GroupRanks
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
 from perdure.training.injection.inside import WorkerInjector
 from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 from perdure.training.recovery.protocol import Ending, Paused
 from perdure.training.recovery.repair import SkippedBatch, Vote
+from perdure.training.runtime.agent_requests import AgentRequests
 from perdure.training.runtime.context import WorkerContext
 from perdure.training.runtime.errors import AbnormalStretch, WorkerError
 from perdure.training.runtime.program import MicroBatch, Training
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.random_numbers import seed_step
-from perdure.training.runtime.state.restore import from_first
 from perdure.training.runtime.step_loop.batches import DivisionCheck, checked
 from perdure.training.runtime.step_loop.rank_recovery import RankRecovery, RankState
 from perdure.training.runtime.step_loop.save_clock import SaveClock
@@ -42,36 +41,6 @@ from perdure.training.runtime.step_loop.step import (
 from perdure.training.runtime.step_loop.step_records import StepRecords
 
 SETTLE_TIMEOUT_S = 1800.0  # for the last save to reach the store
-
-
-class AgentRequests:
-    """Requests of the node agent or a user to this process, by a signal.
-
-    Attributes:
-        stop: SIGTERM came: save and end at the next step boundary.
-        save: SIGUSR1 came: save at the next step boundary.
-        in_loop: there are step boundaries; without them SIGTERM ends the process at once.
-    """
-
-    def __init__(self) -> None:
-        self.stop = False
-        self.save = False
-        self.in_loop = False
-
-    def install(self) -> None:
-        """Handle the signals from now on."""
-        signal.signal(signal.SIGTERM, self._on_terminate)
-        signal.signal(signal.SIGUSR1, self._on_save)
-
-    def _on_save(self, _number: int, _frame: object) -> None:
-        self.save = True
-
-    def _on_terminate(self, _number: int, _frame: object) -> None:
-        # All ranks leave together: without this line, nothing shows which of them got the signal.
-        os.write(2, f"[rank{os.environ.get('RANK', '?')}]: received SIGTERM\n".encode())
-        if not self.in_loop:
-            sys.exit(EXIT_RESTART_ME)
-        self.stop = True
 
 
 @dataclass(slots=True)
@@ -166,7 +135,8 @@ class StepLoop:
     def _skipped_before(self, skipping: SkippedData) -> list[SkippedBatch]:
         """Read the record, the same on every rank. Collective."""
         documents = from_first(
-            lambda: [batch.model_dump() for batch in skipping.read_stored()], self.device
+            lambda: [batch.model_dump() for batch in skipping.read_stored()],
+            GroupRanks(self.device),
         )
         return [SkippedBatch.model_validate(document) for document in documents]
 
@@ -259,7 +229,7 @@ class StepLoop:
             return
         if self.recovery is not None:
             self.recovery.groups.end_step()
-        self.records.add(self.state.step, vote, self.training, step_s=self.state.step_s)
+        self.records.add(self.state.step, vote, self.training.loader, step_s=self.state.step_s)
 
     def _finish_step(self) -> None:
         """Take in how the step that was handed out has ended."""

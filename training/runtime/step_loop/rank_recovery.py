@@ -39,17 +39,11 @@ from perdure.training.recovery.repair import (
     Vote,
 )
 from perdure.training.runtime.context import WorkerContext
-from perdure.training.runtime.errors import (
-    GivenUp,
-    NumericAnomaly,
-    RecoverableError,
-    SilentCorruption,
-    WorkerError,
-    classify,
-)
+from perdure.training.runtime.errors import GivenUp, NumericAnomaly, SilentCorruption, WorkerError
 from perdure.training.runtime.process_group.attempt_groups import RankMembership
 from perdure.training.runtime.process_group.reconfigurable import default_group
 from perdure.training.runtime.program import Loader, MicroBatch, Training
+from perdure.training.runtime.recoverable import RecoverableError, classify
 from perdure.training.runtime.state.checkpointer import Checkpointer
 from perdure.training.runtime.state.live import Snapshots
 from perdure.training.runtime.state.transfer import (
@@ -374,7 +368,7 @@ class RankRecovery:
             self.heartbeat.beat(phase=Phase.SAVE)
             if state.vote is not None and state.vote.step == state.step:
                 # The first rank need not have come to the end of a step that is applied here.
-                self.records.add(state.step, state.vote, self.training, step_s=state.step_s)
+                self.records.add(state.step, state.vote, self.training.loader, step_s=state.step_s)
             try:
                 self.checkpointer.last_save(
                     state.step,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from perdure.training.config.recovery import CheckpointSpec
-from perdure.training.runtime.program import Loader
+from perdure.training.runtime.step_loop.step_records import DataPosition
 
 
 class SaveClock:
@@ -30,7 +30,7 @@ class SaveClock:
     def __init__(
         self,
         spec: CheckpointSpec,
-        loader: Loader,
+        loader: DataPosition,
         step: int,
         *,
         clock: Callable[[], float] = time.monotonic,

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from perdure.training.journal.attempt_log import AttemptLog, Follower
 from perdure.training.journal.events import (
@@ -25,7 +25,6 @@ from perdure.training.journal.events import (
 from perdure.training.journal.steps import UnsavedSteps, metrics_prefix
 from perdure.training.recovery.repair import SkippedBatch, Vote
 from perdure.training.runtime.context import WorkerContext
-from perdure.training.runtime.program import Training
 
 _log = logging.getLogger("perdure.runtime")
 
@@ -39,6 +38,18 @@ SCALARS: Sequence[tuple[str, Callable[[StepRecord], float | None]]] = (
     ("mfu", lambda record: record.mfu),
     ("step_time_s", lambda record: record.step_s),
 )
+
+
+class DataPosition(Protocol):
+    """Where a program is in its data; its loader knows."""
+
+    @property
+    def position(self) -> int:
+        """Number of samples handed out."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of whole passes over the data."""
 
 
 class StepRecords:
@@ -78,7 +89,7 @@ class StepRecords:
         self._flops_per_step = flops_per_step
         self._peak_flops = peak_flops
 
-    def add(self, step: int, vote: Vote, training: Training, *, step_s: float) -> None:
+    def add(self, step: int, vote: Vote, data: DataPosition, *, step_s: float) -> None:
         """Put a completed step on record, once."""
         if step in (self._steps.last_step, self._recent[-1].step if self._recent else 0):
             return
@@ -92,8 +103,8 @@ class StepRecords:
             mfu=self._mfu(step_s),
             at_s=time.time(),
             step_s=step_s,
-            position=training.loader.position,
-            epoch=training.loader.epoch,
+            position=data.position,
+            epoch=data.epoch,
             placement=context.placement,
             attempt=context.attempt,
         )
