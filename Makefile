@@ -213,15 +213,16 @@ test-megatron-long: $(MEGATRON_VENV)/.installed
 # MindSpore in an environment of its own, without Perdure: it wants an older numpy. Only the programs
 # that the tests start run there.
 MINDSPORE_VENV := .venv-mindspore
-MINDSPORE_PACKAGES := "mindspore==2.10.0" "numpy<2" "scipy<1.14"
+MINDSPORE_PACKAGES := "mindspore==2.10.0" "numpy<2" "scipy<1.14" "pydantic>=2.9,<3" "xxhash>=3.5,<5"
 
-$(MINDSPORE_VENV)/.installed: | $(VENV)/.installed
+$(MINDSPORE_VENV)/.installed: Makefile | $(VENV)/.installed
 	test -x $(MINDSPORE_VENV)/bin/python || $(PYTHON) -m venv $(MINDSPORE_VENV)
 	$(MINDSPORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(MINDSPORE_PACKAGES)
+	$(MINDSPORE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 test-mindspore: $(MINDSPORE_VENV)/.installed
-	$(TEST) tests/process/test_mindspore.py
+	$(TEST) tests/process/test_mindspore.py tests/process/test_mindspore_callback.py
 
 # Each seed is a run that is broken fifty times, every other one with comm.link_retry; shrink one
 # that fails with CHAOS_OPTIONS=--shrink. On emulated NPUs (DEVICE=npu) it is thirty times.

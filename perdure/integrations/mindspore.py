@@ -41,8 +41,8 @@ class PerdureCallback(Callback):  # type: ignore[misc] # mindspore has no types
         self._network = model.train_network
         self._optimizer = _optimizer_of(model)
         self._session: ArraySession = join_arrays()
-        batch, world_size = dataset.get_batch_size(), self._session.context.world_size
-        self._place = DataPlace(batch * world_size, dataset.get_dataset_size())
+        samples = dataset.get_batch_size() * self._session.context.layout.dp
+        self._place = DataPlace(samples, dataset.get_dataset_size())
         self.initial_step = self._session.open(self, self._place)
         if self._session.is_at_target:
             self._session.end()
@@ -57,7 +57,7 @@ class PerdureCallback(Callback):  # type: ignore[misc] # mindspore has no types
         """Take the values of all parameters."""
         for parameter in self._network.get_parameters():
             values = ms.Tensor(arrays[parameter.name], dtype=parameter.dtype)
-            parameter.set_data(values.reshape(parameter.shape))
+            parameter.set_data(values)
 
     def on_train_begin(self, run_context: Any) -> None:
         """Continue the count of the steps."""
@@ -83,8 +83,8 @@ class PerdureCallback(Callback):  # type: ignore[misc] # mindspore has no types
             run_context.request_stop()
 
     def on_train_end(self, _run_context: Any) -> None:
-        """End the loop if it has reached its target."""
-        if self._session.is_at_target:
+        """End the loop at its target, or where the ranks are asked to end."""
+        if self._session.is_over:
             self._session.end()
 
     def _learning_rate(self) -> float:

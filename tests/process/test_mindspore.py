@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
-import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +11,20 @@ import pytest
 
 from perdure.training.config.job import Job
 from perdure.training.drill.driver import RunDriver, RunOutcome
-from perdure.training.processes import environment_of, free_port
+from perdure.training.processes import environment_of
 from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.harness import REPO
+from tests.process.mindspore_runs import (
+    EPOCHS,
+    MARKS,
+    PATH,
+    PER_EPOCH,
+    STEPS,
+    losses,
+    losses_by_hand,
+)
 from tests.process.program_jobs import (
-    EXAMPLES,
     AtStep,
     after_saves,
     broken,
@@ -31,45 +35,14 @@ from tests.process.program_jobs import (
 )
 from tests.values import not_none
 
-BIN = REPO / ".venv-mindspore/bin"
-PATH = f"{BIN}:/usr/bin:/bin"
-EPOCHS, PER_EPOCH = 6, 5
-STEPS = EPOCHS * PER_EPOCH
 ARGUMENTS = ("--epochs", str(EPOCHS), "--pause-s", "0.3")
-_LINE = re.compile(r"^epoch: (\d+) step: (\d+), loss is (\S+)")
-
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not (BIN / "msrun").exists(), reason="no MindSpore: make test-mindspore installs it"
-    ),
-]
-
-
-def losses(lines: Iterable[str]) -> dict[int, str]:
-    """What was printed of every step."""
-    found = (match for line in lines if (match := _LINE.search(line)))
-    return {(int(m[1]) - 1) * PER_EPOCH + int(m[2]): m[3] for m in found}
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[int, str]:
+def undisturbed() -> dict[int, str]:
     """What the program prints without Perdure."""
-    out = tmp_path_factory.mktemp("by-hand")
-    done = subprocess.run(
-        [
-            "msrun", "--worker_num=2", "--local_worker_num=2", "--master_addr=127.0.0.1",
-            f"--master_port={free_port()}", f"--log_dir={out}/logs", "--join=True",
-            "mindspore_train.py", "--epochs", str(EPOCHS), "--out", str(out),
-        ],
-        cwd=EXAMPLES, env={**os.environ, "PATH": PATH}, capture_output=True, text=True,
-        timeout=400, check=True,
-    )  # fmt: skip
-    curve = losses(done.stdout.splitlines())
-    assert sorted(curve) == list(range(1, STEPS + 1))
-    return curve
+    return losses_by_hand()
 
 
 def job_of(home: Path, name: str, *arguments: str, **changes: Any) -> Job:

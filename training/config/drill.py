@@ -23,6 +23,10 @@ class DrillKind(StrEnum):
     NODE = "kill_node"  # SIGKILL to everything on the rank's node, its agent too
 
 
+# The others imitate what torch raises, or change its tensors.
+OF_ANY_FRAMEWORK = frozenset({DrillKind.KILL, DrillKind.STOP, DrillKind.EXCEPTION, DrillKind.NODE})
+
+
 class DrillPoint(StrEnum):
     """Places within a step."""
 

@@ -28,7 +28,7 @@ from perdure.training.config.command import (
     check_variables,
 )
 from perdure.training.config.document import check_document
-from perdure.training.config.drill import DrillSpec
+from perdure.training.config.drill import OF_ANY_FRAMEWORK, DrillSpec
 from perdure.training.config.engine import (
     DEFAULT_RECIPE,
     SCRIPT_RECIPE,
@@ -409,7 +409,10 @@ def _check_mindspore(job: Job) -> None:
         "restart.numeric_retry": restart.numeric_retry,
         "restart.data_skipping": restart.data_skipping,
         "init_from": job.init_from is not None,
-        "drill.faults": bool(job.drill.faults),
+        **{
+            f"drill.faults[{n}].kind={fault.kind}": fault.kind not in OF_ANY_FRAMEWORK
+            for n, fault in enumerate(job.drill.faults)
+        },
     }
     for name, is_set in settings.items():
         if is_set:

@@ -172,8 +172,12 @@ def _mechanism_note(job: Job, mechanism: Mechanism) -> Note:
         return Note(f"{mechanism}: off (restart.{mechanism}=false)")
     asked = mechanism in job.restart.model_fields_set
     can = feasibility(mechanism, job.layout, ranks_per_node=job.engine.slots_per_node)
+    why = None
     if job.worker.is_command:
         why = "worker.command is not part of the recovery, a session recipe is"
+    elif job.worker.is_mindspore:
+        why = "MindSpore cannot form its process groups again in a living process"
+    if why is not None:
         line = f"{mechanism}: not possible: {why}{_own_means(job, can)}"
         return Note(line, is_warning=asked)
     if can.is_possible:
@@ -286,6 +290,9 @@ def _check_program(job: Job) -> None:
         return
     if job.worker.script is not None and not (cwd / job.worker.script[0]).is_file():
         raise InputError("worker.script", f"{job.worker.script[0]!r} is no file in {str(cwd)!r}")
+    python = job.worker.python
+    if python is not None and shutil.which(cwd / python) is None:
+        raise InputError("worker.python", f"{python!r} is no program on this machine")
     check_recipe(job.recipe, cwd)
 
 

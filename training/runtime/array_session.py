@@ -30,8 +30,11 @@ from perdure.storage.partnering import Partnering
 from perdure.storage.ranks import from_first
 from perdure.storage.retention import apply_retention
 from perdure.storage.saving import DirectSaver, SaveHooks, Saver, TieredSaver
+from perdure.storage.share import SaveId
+from perdure.training.config.drill import DrillPoint
 from perdure.training.diagnosis.exits import EXIT_RESTART_ME
 from perdure.training.errors import InputError
+from perdure.training.injection.inside import WorkerInjector
 from perdure.training.liveness.heartbeat import HeartbeatWriter, Phase
 from perdure.training.recovery.protocol import Ending, GenerationReport, Paused, Trains
 from perdure.training.recovery.repair import RankReport, Vote
@@ -111,8 +114,8 @@ class _Progress:
     step: int = 0
     started_s: float = 0.0
     saved_step: int | None = None
-    is_prepared: bool = False
     loss: float | None = None
+    is_asked_to_end: bool = False
 
 
 class ArraySession:
@@ -150,10 +153,19 @@ class ArraySession:
         self._checkpoints = CheckpointStore(
             self._store, self.job.run_id, first_container=first_container
         )
+        self._faults = WorkerInjector(
+            self.job.drill.faults,
+            rank=context.rank,
+            store=self._store,
+            run_id=self.job.run_id,
+            damage_state=lambda: None,  # the job has no such fault
+            break_connections=lambda: None,
+        )
         self._program: ArrayProgram | None = None
         self._data = DataPlace(1, 1)
         self._clock: SaveClock | None = None
         self._saver: Saver | None = None
+        self._restored: SaveId | None = None  # that the nodes had in memory
 
     def _on_generation(self, number: int) -> None:
         """Answer a generation that this rank cannot join; in the listening thread.
@@ -172,12 +184,14 @@ class ArraySession:
         """Restore the newest checkpoint into the program. Collective. Returns its step, or 0."""
         self._program, self._data = program, data
         self._heartbeat.beat(phase=Phase.RESTORE)
+        self._faults.reached(DrillPoint.RESTORE, 0)
         reader = ArrayReader(self.ranks, self._heartbeat.beat)
         restorer = Restorer(
             self.context, self._checkpoints, self.ranks, reader, self._load, self._heartbeat.beat
         )
         progress = self._progress
         progress.step = data.step = restorer.restore()
+        self._restored = restorer.from_memory
         self.client.send(Trains(generation=0, step=progress.step))
         spec = self.job.checkpoint.resolved(sum(a.size for a in program.arrays().values()))
         self._clock = SaveClock(spec, data, progress.step)
@@ -191,9 +205,16 @@ class ArraySession:
         """Whether nothing is left to train."""
         return self._progress.step >= self.job.steps
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the program is to leave its loop."""
+        return self.is_at_target or self._progress.is_asked_to_end
+
     def begin_step(self) -> None:
         """Note that a batch is there, and a step begins."""
         self._heartbeat.beat(phase=Phase.STEP)
+        self._faults.reached(DrillPoint.START, self._progress.step + 1)
+        self._faults.reached(DrillPoint.BACKWARD, self._progress.step + 1)
 
     def end_step(self, *, loss: float, grad_norm: float = math.nan, lr: float = 0.0) -> bool:
         """Note a completed step, and do what is due before the next. Collective.
@@ -204,10 +225,7 @@ class ArraySession:
             lr: learning rate of the step.
 
         Returns:
-            Whether the program has reached its target.
-
-        Raises:
-            SystemExit: code 75, after saving, when the agent asked for the end.
+            Whether the program is to leave its loop, and call `end`: everything is saved.
         """
         progress, requests = self._progress, self._requests
         progress.step += 1
@@ -227,22 +245,29 @@ class ArraySession:
             pause=pause,
         )
         progress.loss = vote.loss
+        self._faults.reached(DrillPoint.VOTED, progress.step)
         step_s = time.perf_counter() - progress.started_s
         self._records.add(progress.step, vote, self._data, step_s=step_s)
         self._heartbeat.beat(step=progress.step)
         is_last = stop or self.is_at_target
         if save or is_last:
             self._save(is_last=is_last)
-        if is_last and not self.is_at_target:
-            self._stop()
+        progress.is_asked_to_end = stop and not self.is_at_target
         if pause and not is_last:
             self._pause()
-        self._heartbeat.beat(phase=Phase.DATA)
+        if not is_last:
+            self._heartbeat.beat(phase=Phase.DATA)
         progress.started_s = time.perf_counter()
-        return self.is_at_target
+        return is_last
 
     def end(self) -> None:
-        """End the loop at its target: what was saved is in the store. Collective."""
+        """End the loop: what was saved is in the store. Collective.
+
+        Raises:
+            SystemExit: code 75, when the agent asked for the end before the target.
+        """
+        if self._progress.is_asked_to_end:
+            self._stop()
         if self._saver is None:
             self._heartbeat.beat(phase=Phase.SAVE)
             self._new_saver(is_direct=False).settle(SETTLE_TIMEOUT_S)  # what was restored
@@ -274,6 +299,7 @@ class ArraySession:
     def _save(self, *, is_last: bool) -> None:
         progress, started_s = self._progress, time.monotonic()
         self._heartbeat.beat(phase=Phase.SAVE)
+        self._faults.reached(DrillPoint.SAVE, progress.step)
         saver = self._prepared()
         is_new = progress.saved_step != progress.step
         # A checkpoint server finds out by itself whether the step is committed.
@@ -304,7 +330,7 @@ class ArraySession:
                 _log.warning(f"saves go to the store while training waits: {refusal}")
                 saver.close()
                 saver = self._new_saver(is_direct=True)
-            saver.meet_partners(None)
+            saver.meet_partners(self._restored)
             self._saver = saver
         return self._saver
 

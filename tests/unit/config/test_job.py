@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from perdure.training.config.job import Job, parse_job
 from perdure.training.config.job_file import load_job
 from perdure.training.config.recommendations import departures
 from perdure.training.errors import InputError
+from perdure.training.recovery.rungs import RUNGS, Rung, Scope
 from tests.jobs import job_document
 
 
@@ -140,6 +142,13 @@ WRONG = [
     ("worker", {"command": ["x"], "integration": "megatron"}, ["integration", "worker.script"]),
     ("worker", {"recipe": "a:b", "integration": "megatron"}, ["integration", "worker.script"]),
     ("worker", {"script": ["x.py"], "integration": "lightning"}, ["integration", "megatron"]),
+    ("worker", {"script": ["x.py"], "python": "/usr/bin/python"}, ["integration=mindspore"]),
+    ("worker", {"script": ["x.py"], "integration": "megatron", "python": "/p"}, ["mindspore"]),
+    (
+        "worker",
+        {"recipe": None, "script": [__file__], "integration": "mindspore", "python": "/no/python"},
+        ["worker.python", "/no/python", "no program"],
+    ),
     ("worker.preload", ["a b"], ["worker.preload", "a b", "module"]),
     ("worker.restart_codes", [0], ["worker.restart_codes", "0", "1 to 255"]),
     ("worker.restart_codes", [85, 256], ["worker.restart_codes", "256", "1 to 255"]),
@@ -427,3 +436,33 @@ def test_a_cluster_replaces_a_lost_pod_alone_unless_the_job_says_how_often(
     job = parse_job(job_document(tmp_path, engine=engine, restart=restart))
     assert job.restart.pod_retries == pod_retries
     assert parse_job(job.model_dump(mode="json")) == job
+
+
+MINDSPORE = {"script": ["x.py"], "integration": "mindspore", "python": "/envs/ms/bin/python"}
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "name"),
+    [
+        ("restart", {"numeric_retry": True}, "restart.numeric_retry"),
+        ("restart", {"data_skipping": True}, "restart.data_skipping"),
+        ("init_from", {"run": "another"}, "init_from"),
+        (
+            "drill",
+            {"faults": [{"kind": "link", "rank": 0, "step": 2}]},
+            "drill.faults[0].kind=link",
+        ),
+    ],
+)
+def test_ranks_without_torch_are_refused_what_needs_it(good, section, value, name):
+    document = {**good, "worker": MINDSPORE, "data": None, section: value}
+    with pytest.raises(InputError, match=re.escape(name) + ".*is not for worker.integration"):
+        parse_job(document)
+
+
+def test_no_rung_of_a_mindspore_job_is_inside_its_processes(good):
+    job = parse_job({**good, "worker": MINDSPORE, "data": None})
+    possible = job.possible(frozenset(Rung))
+    assert possible == {rung for rung in Rung if RUNGS[rung].scope is not Scope.PROCESSES}
+    assert Rung.IN_PLACE_RESTART in possible
+    assert parse_job(good).possible(frozenset(Rung)) == frozenset(Rung)

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -31,6 +32,7 @@ from perdure.training.recovery.actions import AbnormalNorm
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.protocol import (
     CoordinatorMessage,
+    GiveUp,
     NotReplaced,
     RecoveryEnded,
     ReplaceWorker,
@@ -38,7 +40,10 @@ from perdure.training.recovery.protocol import (
     WorkerEnded,
 )
 from perdure.training.recovery.rungs import Rung
+from perdure.training.runtime.coordinator_client import CoordinatorClient
+from perdure.training.runtime.errors import GivenUp
 from perdure.training.wire.coordinator import (
+    PACKED_FROM_CHARACTERS,
     TO_MEMBER,
     AgentJoined,
     CoordinatorAddress,
@@ -306,3 +311,38 @@ def addresses_of(port: int) -> list[str]:
     return [
         one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN and one.laddr.port == port
     ]
+
+
+def client_of(served: Served, rank: int) -> CoordinatorClient:
+    return CoordinatorClient(
+        served.folder / "address.json",
+        rank=rank,
+        on_generation=lambda _number: None,
+        on_wait=lambda: None,
+    )
+
+
+def test_each_rank_gets_the_documents_of_all_in_the_order_of_the_ranks(served):
+    exchanges: list[Any] = [{"rank": 0}, None, ["x" * PACKED_FROM_CHARACTERS], 3]
+    clients = [client_of(served, rank) for rank in (0, 1)]
+
+    def exchange(client: CoordinatorClient) -> list[list[Any]]:
+        return [client.gather([document, client is clients[0]]) for document in exchanges]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(exchange, clients)
+    assert first == second == [[[one, True], [one, False]] for one in exchanges]
+    for client in clients:
+        client.close()
+
+
+def test_a_rank_that_gathers_alone_learns_that_the_other_is_lost(served):
+    client, other = client_of(served, 0), client_of(served, 1)
+    other.close()
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(client.gather, 1)
+        wait_for(lambda: client._num_gathered == 1)
+        client.receive(dump_line(GiveUp(why="rank 1 is lost")))
+        with pytest.raises(GivenUp, match="rank 1 is lost"):
+            gathered.result(240)
+    client.close()
