@@ -16,6 +16,7 @@ from perdure.training.recovery.faults import FaultClass
 from tests.local_run import LocalRun
 from tests.process.harness import REPO
 from tests.process.mindspore_runs import (
+    BIN,
     EPOCHS,
     MARKS,
     PATH,
@@ -193,3 +194,26 @@ def test_a_launcher_that_does_not_wait_for_its_ranks(kills, home, undisturbed):
     assert recorded(job) == {step: float(loss) for step, loss in undisturbed.items()}
     fault = fault_of(outcome)
     assert (fault.rank, fault.code) == (1, "SIGKILL")
+
+
+def job_per_device(home: Path, name: str) -> Job:
+    """The program without msrun: the agent starts each rank, and the scheduler."""
+    program = str(REPO / "tests/recipes/mindspore_faulty.py")
+    command = [str(BIN / "python"), program, "--out", str(home / name / "mindspore"), *ARGUMENTS]
+    job = job_of(home, name, worker={"per": "device", "integration": "mindspore"})
+    return job.model_copy(update={"worker": job.worker.model_copy(update={"command": command})})
+
+
+def test_a_rank_that_is_killed_without_msrun(home, undisturbed):
+    job = job_per_device(home, "per-device-killed")
+    done = broken(home, job, send(1, signal.SIGKILL))
+    assert_recovered(home, job, done, undisturbed)
+    fault = fault_of(done[0])
+    assert (fault.rank, fault.code) == (1, "SIGKILL")
+
+
+def test_a_scheduler_that_is_killed_without_msrun(home, undisturbed):
+    job = job_per_device(home, "per-device-scheduler")
+    done = broken(home, job, kill_scheduler)
+    assert_recovered(home, job, done, undisturbed)
+    assert fault_of(done[0]).code == "SCHEDULER_LOST"

@@ -58,6 +58,10 @@ def faults_of(outcome: RunOutcome) -> list[Any]:
     return [not_none(end.fault) for end in ends if end.fault is not None]
 
 
+def steps_saved(outcome: RunOutcome) -> list[int]:
+    return sorted(record.step for record in outcome.history.checkpoints)
+
+
 def assert_whole(home: Path, job: Job, outcome: RunOutcome, curve: dict[int, str]) -> None:
     assert outcome.ended == "completed"
     assert losses(output_of(home, job)) == curve, "every digit"
@@ -76,7 +80,7 @@ def test_ranks_that_are_killed_and_stopped_go_on_from_memory(home, undisturbed):
     assert (stopped.rank, stopped.fault_class) == (0, FaultClass.HANG)
     sources = [not_none(attempt.restored).shares for attempt in outcome.history.attempts[1:]]
     assert sources == [{"memory": 2}, {"memory": 2}]
-    assert sorted(outcome.history.checkpoints) == [10, 20, 30]
+    assert steps_saved(outcome) == [10, 20, 30]
 
 
 def test_an_exception_in_a_rank_names_it_and_stops_the_run(home):
@@ -117,6 +121,6 @@ def test_ranks_save_when_they_are_asked_to_and_when_they_are_asked_to_end(home, 
     job = job_of(home, "callback-asked", "--pause-s", "1", checkpoint={"every_steps": 1000})
     outcome = RunDriver(home).run(job, hook=Asker(home))
     assert_whole(home, job, outcome, undisturbed)
-    asked, end, last = sorted(outcome.history.checkpoints)
+    asked, end, last = steps_saved(outcome)
     assert 8 <= asked < 12 < end < last == STEPS
     assert [attempt.from_step for attempt in outcome.history.attempts] == [0, end]

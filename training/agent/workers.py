@@ -22,6 +22,8 @@ import psutil
 
 from perdure.training.agent.coordinator_client import AgentCoordinatorClient, address_file
 from perdure.training.agent.fork_server import Fork, ForkedProcess
+from perdure.training.agent.mindspore_scheduler import LOG as SCHEDULER_LOG
+from perdure.training.agent.mindspore_scheduler import MindSporeScheduler, cluster_variables
 from perdure.training.agent.preparation import (
     PROC_START_CNT,
     platform_variables,
@@ -36,7 +38,7 @@ from perdure.training.commands.arguments import (
 )
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher
 from perdure.training.commands.leftovers import Leftovers
-from perdure.training.commands.msrun import MsrunGang
+from perdure.training.commands.msrun import SCHEDULER_LOST, MsrunGang, MsrunProcess
 from perdure.training.commands.progress import StepFollower
 from perdure.training.commands.ranks import CommandRanks
 from perdure.training.config.job import RESERVED_NAMES
@@ -104,6 +106,7 @@ class WorkerGroup:
     checkpoint_watcher: CommandCheckpointWatcher | None = None
     output: WorkerOutput = field(init=False)
     msrun: MsrunGang | None = None
+    _scheduler: MindSporeScheduler | None = None
     _retries: RetryLogs = field(default_factory=RetryLogs)
     _environment: dict[str, str] = field(default_factory=dict)
     _command: CommandRanks | None = None
@@ -190,11 +193,29 @@ class WorkerGroup:
         }
         if self.order.is_command:
             variables = fill_in_variables(variables, self.order.job.env)
+        if self.order.job.worker.needs_scheduler:
+            variables |= cluster_variables(variables)
+            self._start_scheduler(rank, variables)
         process = self._spawn(rank, variables)
         self._started_pids.add(process.pid)
         named = rank if self.order.is_command else local_rank  # ranks of a command name the file
         reader = HeartbeatReader.of(self.folder, named)
         return Worker(rank, local_rank, process, error_file, reader)
+
+    def _start_scheduler(self, rank: int, variables: dict[str, str]) -> None:
+        """Start MindSpore's scheduler beside the first rank."""
+        if rank != 0:
+            return
+        log = self.output.log_folder / SCHEDULER_LOG
+        command = tuple(fill_in(self.order.command, argument_variables(variables)))
+        try:
+            self._scheduler = MindSporeScheduler.start(
+                command, variables, cwd=self.order.cwd, log=log
+            )
+        except (OSError, ValueError):
+            return  # the ranks have the same command, whose logs show why
+        self.output.msrun = [MsrunProcess(self._scheduler.process.pid, None, log)]
+        self._started_pids.add(self._scheduler.process.pid)
 
     def rejoin(self, address: CoordinatorAddress) -> None:
         """Let the workers, and those that replace them, find a coordinator elsewhere."""
@@ -301,7 +322,7 @@ class WorkerGroup:
     ) -> subprocess.Popen[bytes] | ForkedProcess:
         stdout, stderr = (self.output.sink(rank, stream) for stream in ("stdout", "stderr"))
         command, worker = self.order.command, self.order.job.worker
-        if worker.is_mindspore:
+        if worker.is_mindspore and worker.script is not None:
             command = (worker.python or sys.executable, "-m", MINDSPORE_WORKER)
         elif self.fork is not None:
             return self.fork(
@@ -356,9 +377,13 @@ class WorkerGroup:
                 failed = worker.process.returncode != 0 or self._ended_early(worker) is not None
                 if failed and not self._report_end(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
-        exits = reap_adopted({*self.spare, *(worker.process.pid for worker in self._workers)})
+        own = {*self.spare, *(worker.process.pid for worker in self._workers)}
+        if self._scheduler is not None:
+            own.add(self._scheduler.process.pid)
+        exits = reap_adopted(own)
         self._poll_msrun(exits)
         running = [w for w in self._workers if w.ended_s is None or w.awaits_answer]
+        self._poll_scheduler(is_needed=bool(running))
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             well = self._command if self._first_failure_s is None else None
@@ -375,6 +400,22 @@ class WorkerGroup:
             return False
         self.close_output()
         return True
+
+    def _poll_scheduler(self, *, is_needed: bool) -> None:
+        """End the scheduler behind the last rank, and the ranks whose scheduler is gone."""
+        if self._scheduler is None:
+            return
+        # With several nodes, ranks of others may still need it: then `release()` ends it.
+        if not is_needed and (self.order.num_nodes == 1 or self.is_stopping):
+            self._scheduler.end()
+        elif is_needed and self._scheduler.has_failed and not self.is_stopping:
+            with self.output.path(0, "stderr").open("a", encoding="utf-8") as log:
+                log.write(f"{SCHEDULER_LOST}\n")
+            for worker in self.running_workers:
+                worker.process.kill()
+        else:
+            return
+        self._scheduler = None
 
     def _poll_msrun(self, exits: Mapping[int, int]) -> None:
         """Look after what msrun has started, until the attempt ends."""

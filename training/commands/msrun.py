@@ -25,6 +25,7 @@ MAX_POLL_S = 8.0  # of a launcher that has shown no process of msrun
 ROLE, WORKER, SCHEDULER = "MS_ROLE", "MS_WORKER", "MS_SCHED"
 _NUMBERS = ("RANK_ID", "MS_NODE_ID")
 _TAIL_BYTES = 64 << 10
+SCHEDULER_LOST = "perdure: the scheduler of msrun has ended, and its workers live"
 _FAILED = re.compile(rb"Worker process \d+ exit with exception")
 _STDOUT = 1
 _log = logging.getLogger("perdure.agent")
@@ -154,7 +155,7 @@ class MsrunGang:
         workers, schedulers = list(self._alive(WORKER)), list(self._alive(SCHEDULER))
         has_scheduler = any(process.rank is None for process in self.processes.values())
         if has_scheduler and workers and not schedulers:
-            self._report("the scheduler of msrun has ended, and its workers live")
+            self._report(SCHEDULER_LOST.removeprefix("perdure: "))
             self._is_ended, self._has_failed = True, not is_joined
             signal_all(workers, signal.SIGKILL)
         elif schedulers and not workers and is_joined and self._has_reported_failure():

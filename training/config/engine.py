@@ -377,7 +377,8 @@ class WorkerSpec(SettingsModel):
     integration: Literal["megatron", "mindspore"] | None = Field(
         None, description="scripts: what takes over the loop of an unchanged program: megatron, "
         "for Megatron-LM and MindSpeed-LLM; or mindspore: the script has the callback of "
-        "perdure.integrations.mindspore, and its ranks need no torch",
+        "perdure.integrations.mindspore, and its ranks need no torch. For a command with "
+        "per=device, mindspore starts MindSpore's scheduler, in place of msrun",
     )  # fmt: skip
     python: str | None = Field(
         None, description="integration=mindspore: interpreter of the ranks, in an environment with "
@@ -447,10 +448,13 @@ class WorkerSpec(SettingsModel):
     def _check_one(self) -> Self:
         if self.preload and self.command is not None:
             raise ValueError("preload is for a script or recipe: a command imports by itself")
-        if self.python is not None and not self.is_mindspore:
-            raise ValueError("python is for integration=mindspore, whose ranks need no torch")
-        if self.integration is not None and self.script is None:
-            raise ValueError("integration is for worker.script: it takes over the script's loop")
+        if self.python is not None and (self.script is None or not self.is_mindspore):
+            raise ValueError("python is for a script with integration=mindspore, without torch")
+        if self.integration is not None and self.script is None and not self.needs_scheduler:
+            raise ValueError(
+                "integration is for worker.script: it takes over the script's loop; mindspore is "
+                "for worker.command with per=device, too: it starts MindSpore's scheduler"
+            )
         depths = [
             name for name in ("recipe", "script", "command") if getattr(self, name) is not None
         ]
@@ -468,8 +472,13 @@ class WorkerSpec(SettingsModel):
 
     @property
     def is_mindspore(self) -> bool:
-        """Whether the ranks of a script train with MindSpore, without torch."""
+        """Whether the ranks train with MindSpore, without torch."""
         return self.integration == "mindspore"
+
+    @property
+    def needs_scheduler(self) -> bool:
+        """Whether the agent starts MindSpore's scheduler beside the ranks of a command."""
+        return self.is_mindspore and self.command is not None and self.per == "device"
 
     @property
     def is_command(self) -> bool:

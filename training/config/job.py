@@ -341,7 +341,7 @@ class Job(SettingsModel):
 
         MindSpore's process groups cannot be formed again in a living process.
         """
-        if not self.worker.is_mindspore:
+        if not self.worker.is_mindspore or self.worker.is_command:
             return rungs
         return frozenset(rung for rung in rungs if RUNGS[rung].scope is not Scope.PROCESSES)
 

@@ -139,12 +139,14 @@ class ArraySession:
         self._stacks = print_stacks_on_request(context)
         self._store = open_store(self.job.storage, retry=store_patience(context, self._heartbeat))
         self._progress = _Progress()
+        self._announced = 0  # generation; the first is the one that this rank takes part in
         self.client = CoordinatorClient(
             context.coordinator,
             rank=context.rank,
             on_generation=self._on_generation,
             on_wait=self._heartbeat.beat,
         )
+        self._generation = self.client.newer_than(0)
         self.ranks = CoordinatorRanks(
             self.client, self._heartbeat, context.rank, context.world_size
         )
@@ -175,7 +177,8 @@ class ArraySession:
         if number == GIVEN_UP:
             os.write(2, f"[rank{self.context.rank}]: the attempt is given up\n".encode())
             os._exit(EXIT_RESTART_ME)
-        if number > 0:
+        is_first, self._announced = self._announced == 0, number
+        if not is_first:
             # In the middle of a step a live view may be half updated: nothing to save from.
             report = RankReport(rank=self.context.rank, step=self._progress.step, is_dirty=True)
             self.client.send(GenerationReport(generation=number, report=report))
@@ -192,7 +195,7 @@ class ArraySession:
         progress = self._progress
         progress.step = data.step = restorer.restore()
         self._restored = restorer.from_memory
-        self.client.send(Trains(generation=0, step=progress.step))
+        self.client.send(Trains(generation=self._generation, step=progress.step))
         spec = self.job.checkpoint.resolved(sum(a.size for a in program.arrays().values()))
         self._clock = SaveClock(spec, data, progress.step)
         self._requests.in_loop = True
@@ -293,7 +296,7 @@ class ArraySession:
     def _pause(self) -> None:
         self._heartbeat.beat(phase=Phase.PAUSED)
         step = self._progress.step
-        self.client.pause(0, step=step, until=lambda: self._requests.stop)
+        self.client.pause(self._generation, step=step, until=lambda: self._requests.stop)
         self.client.send(Paused(step=step, is_paused=False))
 
     def _save(self, *, is_last: bool) -> None:
