@@ -44,6 +44,7 @@ from perdure.training.files import home_folder
 from perdure.training.node_checks.limits import explain_few_files, explain_small_memory
 from perdure.training.platforms.settings import format_value
 from perdure.training.preflight.device_memory import check_device_memory
+from perdure.training.preflight.mindspore import mindspore_notes
 from perdure.training.preflight.program import check_recipe, script_notes
 from perdure.training.preflight.storage import MOUNTS, check_place, place_of
 from perdure.training.processes import LAUNCHER
@@ -345,7 +346,8 @@ def start_warnings(job: Job) -> list[str]:
     machine = [small_memory] if small_memory is not None else []
     if job.worker.command is None:
         return [*machine, *corpus_notes(job)]
-    return [*machine, *script_notes(job.worker.command, Path(job.worker.cwd or "."))]
+    cwd = Path(job.worker.cwd or ".")
+    return [*machine, *script_notes(job.worker.command, cwd), *mindspore_notes(job, cwd)]
 
 
 def corpus_notes(job: Job) -> list[str]:
