@@ -81,12 +81,12 @@ class ArrayPlans:
     Attributes:
         ranks: the ranks that save together.
         replicas: groups of ranks that hold the same arrays; a rank in none is alone.
-        own: beginning of the names that every rank has for itself.
+        own_prefix: beginning of the names that every rank has for itself.
     """
 
     ranks: Ranks
     replicas: Sequence[Sequence[int]]
-    own: str
+    own_prefix: str
 
     def stage(self, state: Mapping[str, Array], shard: str) -> ArrayStaging:
         """Stage this rank's share.
@@ -96,7 +96,9 @@ class ArrayPlans:
         """
         rank = self.ranks.rank
         group = next((ranks for ranks in self.replicas if rank in ranks), (rank,))
-        shared = {name: array for name, array in state.items() if not name.startswith(self.own)}
+        shared = {
+            name: array for name, array in state.items() if not name.startswith(self.own_prefix)
+        }
         problem = next(
             (f"{n}: {a.dtype} cannot be saved" for n, a in state.items() if a.dtype not in _CODES),
             None,
@@ -111,7 +113,7 @@ class ArrayPlans:
                 "parameters have other names, types or shapes"
             )
         mine = {name: state[name] for name in _spread(shared, len(group))[group.index(rank)]}
-        mine |= {name: array for name, array in state.items() if name.startswith(self.own)}
+        mine |= {name: array for name, array in state.items() if name.startswith(self.own_prefix)}
         layout = safetensors_file.plan_layout(
             [(name, _CODES[array.dtype], array.shape) for name, array in mine.items()]
         )
@@ -205,8 +207,8 @@ class ArrayNodes(NodeSaves):
         needed = _shards_of(state, manifest)
         by_shard = {chosen.save.shard(rank): rank for rank in chosen.holders}
         local = chosen.local.get(self.ranks.rank, {})
-        here = [rank for shard, rank in by_shard.items() if shard in needed and rank in local]
-        files = self.open(chosen, here)
+        at_hand = [rank for shard, rank in by_shard.items() if shard in needed and rank in local]
+        files = self.open(chosen, at_hand)
         if files is None:
             return None
         held = {chosen.save.shard(rank): file for rank, file in files.items()}

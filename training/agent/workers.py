@@ -377,10 +377,10 @@ class WorkerGroup:
                 failed = worker.process.returncode != 0 or self._ended_early(worker) is not None
                 if failed and not self._report_end(worker) and self._first_failure_s is None:
                     self._first_failure_s = now_s
-        own = {*self.spare, *(worker.process.pid for worker in self._workers)}
+        children = {*self.spare, *(worker.process.pid for worker in self._workers)}
         if self._scheduler is not None:
-            own.add(self._scheduler.process.pid)
-        exits = reap_adopted(own)
+            children.add(self._scheduler.process.pid)
+        exits = reap_adopted(children)
         self._poll_msrun(exits)
         running = [w for w in self._workers if w.ended_s is None or w.awaits_answer]
         self._poll_scheduler(is_needed=bool(running))

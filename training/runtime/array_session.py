@@ -396,11 +396,11 @@ class ArraySession:
     def _load(self, read: Any) -> Manifest | None:
         """Fill the program with what `read` fills arrays with; None when it gave up."""
         assert self._program is not None  # noqa: S101 given to open()
-        own = {self._prefix + name: a for name, a in self._program.arrays().items()}
+        live = {self._prefix + name: a for name, a in self._program.arrays().items()}
         room: dict[str, Array] = {}
 
         def state_of(manifest: Manifest) -> dict[str, Array]:
-            lacking = sorted(own.keys() - manifest.tensors.keys())
+            lacking = sorted(live.keys() - manifest.tensors.keys())
             if lacking:
                 raise InputError(
                     "worker.script",
@@ -408,7 +408,7 @@ class ArraySession:
                     "the optimizer is another than the one that was saved",
                 )
             room.clear()
-            room.update({name: np.empty_like(array) for name, array in own.items()})
+            room.update({name: np.empty_like(array) for name, array in live.items()})
             if self._random in manifest.tensors:
                 room[self._random] = np.zeros(RANDOM_BYTES, np.uint8)
             return room
@@ -451,8 +451,8 @@ def _set_random_states(states: Array) -> None:
     document = json.loads(states.tobytes())
     version, internal, gauss = document["python"]
     random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = document["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))  # noqa: NPY002 the program's
+    name, keys, *numbers = document["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *numbers))  # noqa: NPY002 the program's
 
 
 def join_arrays() -> ArraySession:

@@ -52,10 +52,10 @@ def form_cluster(session: ArraySession) -> subprocess.Popen[bytes] | None:
     os.environ.setdefault("MS_TOPO_TIMEOUT", "600")
     if context.rank != 0:
         return None
-    # A tree of its own has no part in the run; the agent ends it with the attempt's processes.
-    own = {"MS_ROLE": "MS_SCHED", "MS_NODE_ID": "scheduler"}
+    # The agent ends it with the attempt's processes, should this one be killed.
+    role = {"MS_ROLE": "MS_SCHED", "MS_NODE_ID": "scheduler"}
     return subprocess.Popen(
-        [sys.executable, "-c", SCHEDULER], env={**os.environ, **own}, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", SCHEDULER], env={**os.environ, **role}, stdin=subprocess.DEVNULL
     )
 
 
