@@ -83,12 +83,12 @@ def test_ranks_that_are_killed_and_stopped_go_on_from_memory(home, undisturbed):
     assert steps_saved(outcome) == [10, 20, 30]
 
 
-def test_an_exception_in_a_rank_names_it_and_stops_the_run(home):
+def test_an_exception_in_a_rank_names_it_and_its_line(home, undisturbed):
     job = job_of(home, "callback-raises", drill={"faults": [fault("exception", 1, 8)]})
     outcome = RunDriver(home).run(job)
-    assert outcome.ended == "failed"
-    (raised, *_) = faults_of(outcome)
-    assert (raised.rank, raised.fault_class) == (1, FaultClass.USER_CODE_ERROR)
+    assert_whole(home, job, outcome, undisturbed)
+    (raised,) = faults_of(outcome)
+    assert (raised.rank, raised.evidence) == (1, "ValueError: a drill's error of the program")
 
 
 def test_a_run_that_pauses_goes_on_in_the_same_processes(home, undisturbed):

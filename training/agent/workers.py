@@ -412,6 +412,7 @@ class WorkerGroup:
             with self.output.path(0, "stderr").open("a", encoding="utf-8") as log:
                 log.write(f"{SCHEDULER_LOST}\n")
             for worker in self.running_workers:
+                worker.raised = SCHEDULER_LOST  # or its end would be what the signal shows
                 worker.process.kill()
         else:
             return
