@@ -20,6 +20,7 @@ from tests.values import not_none
 
 pytestmark = MARKS
 EVERY = 10  # steps from save to save
+LIMIT_S = 800.0  # each start imports MindSpore, which takes a busy machine a minute
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def assert_whole(home: Path, job: Job, outcome: RunOutcome, curve: dict[int, str
 def test_ranks_that_are_killed_and_stopped_go_on_from_memory(home, undisturbed):
     faults = [fault("kill", 1, 13), fault("stop", 0, 22)]
     job = job_of(home, "callback-broken", drill={"faults": faults})
-    outcome = RunDriver(home).run(job)
+    outcome = RunDriver(home, limit_s=LIMIT_S).run(job)
     assert_whole(home, job, outcome, undisturbed)
     assert [attempt.from_step for attempt in outcome.history.attempts] == [0, 10, 20]
     killed, stopped = faults_of(outcome)
@@ -85,7 +86,7 @@ def test_ranks_that_are_killed_and_stopped_go_on_from_memory(home, undisturbed):
 
 def test_an_exception_in_a_rank_names_it_and_its_line(home, undisturbed):
     job = job_of(home, "callback-raises", drill={"faults": [fault("exception", 1, 8)]})
-    outcome = RunDriver(home).run(job)
+    outcome = RunDriver(home, limit_s=LIMIT_S).run(job)
     assert_whole(home, job, outcome, undisturbed)
     (raised,) = faults_of(outcome)
     assert (raised.rank, raised.evidence) == (1, "ValueError: a drill's error of the program")
@@ -94,7 +95,7 @@ def test_an_exception_in_a_rank_names_it_and_its_line(home, undisturbed):
 def test_a_run_that_pauses_goes_on_in_the_same_processes(home, undisturbed):
     job = job_of(home, "callback-paused", "--pause-s", "0.5")
     pauser = Pauser(at_step=8, num_ranks=2)
-    outcome = RunDriver(home).run(job, hook=pauser)
+    outcome = RunDriver(home, limit_s=LIMIT_S).run(job, hook=pauser)
     assert_whole(home, job, outcome, undisturbed)
     (attempt,) = outcome.history.attempts
     (pause,) = attempt.pauses
@@ -119,7 +120,7 @@ class Asker:
 
 def test_ranks_save_when_they_are_asked_to_and_when_they_are_asked_to_end(home, undisturbed):
     job = job_of(home, "callback-asked", "--pause-s", "1", checkpoint={"every_steps": 1000})
-    outcome = RunDriver(home).run(job, hook=Asker(home))
+    outcome = RunDriver(home, limit_s=LIMIT_S).run(job, hook=Asker(home))
     assert_whole(home, job, outcome, undisturbed)
     asked, end, last = steps_saved(outcome)
     assert 8 <= asked < 12 < end < last == STEPS

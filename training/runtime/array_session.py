@@ -219,12 +219,11 @@ class ArraySession:
         self._faults.reached(DrillPoint.START, self._progress.step + 1)
         self._faults.reached(DrillPoint.BACKWARD, self._progress.step + 1)
 
-    def end_step(self, *, loss: float, grad_norm: float = math.nan, lr: float = 0.0) -> bool:
+    def end_step(self, *, loss: float, lr: float = 0.0) -> bool:
         """Note a completed step, and do what is due before the next. Collective.
 
         Args:
             loss: of this rank; the mean of all ranks is recorded.
-            grad_norm: of all gradients before clipping; nan: not known.
             lr: learning rate of the step.
 
         Returns:
@@ -241,7 +240,7 @@ class ArraySession:
         vote = Vote(
             step=progress.step,
             loss=sum(answer[0] for answer in answers) / len(answers),
-            grad_norm=grad_norm,
+            grad_norm=math.nan,  # frameworks do not show it to callbacks
             lr=lr,
             stop=stop,
             save=save,
@@ -250,7 +249,7 @@ class ArraySession:
         progress.loss = vote.loss
         self._faults.reached(DrillPoint.VOTED, progress.step)
         step_s = time.perf_counter() - progress.started_s
-        self._records.add(progress.step, vote, self._data, step_s=step_s)
+        self._records.add(progress.step, vote, self._data, step_s=step_s, has_norm=False)
         self._heartbeat.beat(step=progress.step)
         is_last = stop or self.is_at_target
         if save or is_last:

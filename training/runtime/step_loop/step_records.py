@@ -89,15 +89,31 @@ class StepRecords:
         self._flops_per_step = flops_per_step
         self._peak_flops = peak_flops
 
-    def add(self, step: int, vote: Vote, data: DataPosition, *, step_s: float) -> None:
-        """Put a completed step on record, once."""
+    def add(
+        self,
+        step: int,
+        vote: Vote,
+        data: DataPosition,
+        *,
+        step_s: float,
+        has_norm: bool = True,
+    ) -> None:
+        """Put a completed step on record, once.
+
+        Args:
+            step: its number.
+            vote: what the ranks agreed on.
+            data: place in the data behind the step.
+            step_s: its duration.
+            has_norm: whether the gradient norm is known; a nan that is known is abnormal.
+        """
         if step in (self._steps.last_step, self._recent[-1].step if self._recent else 0):
             return
         context = self._context
         record = StepRecord(
             step=step,
             loss=vote.loss,
-            grad_norm=vote.grad_norm,
+            grad_norm=vote.grad_norm if has_norm else None,
             lr=vote.lr,
             tokens_per_s=self._tokens_per_step / step_s,
             mfu=self._mfu(step_s),
