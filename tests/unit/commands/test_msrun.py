@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from perdure.training.commands.msrun import MsrunGang, MsrunProcess
@@ -130,12 +131,16 @@ def test_the_scheduler_is_no_rank_although_msrun_gives_it_a_number():
 def looked_at(monkeypatch, gang: MsrunGang, times: list[float], *, left_s: float) -> list[float]:
     """The times of a clock at which /proc is read; the launcher lives until `left_s`."""
     looks: list[float] = []
+    clock = [0.0]
+
+    def look(*_: object, **__: object) -> list[psutil.Process]:
+        looks.append(clock[0])
+        return []
+
+    monkeypatch.setattr("perdure.training.commands.msrun.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("perdure.training.commands.msrun.container_processes", look)
     for now_s in times:
-        monkeypatch.setattr("perdure.training.commands.msrun.time.monotonic", lambda t=now_s: t)
-        monkeypatch.setattr(
-            "perdure.training.commands.msrun.container_processes",
-            lambda *_, t=now_s, **__: looks.append(t) or [],
-        )
+        clock[0] = now_s
         gang.poll({}, spare=frozenset(), is_joined=now_s < left_s)
     return looks
 
