@@ -16,10 +16,7 @@ RELEASE, EVALUATES = "never mindspore.communication.release()", "counts as a han
 
 
 def job_of(folder: Path, *command: str, **worker: object) -> Job:
-    return small_job(
-        folder, run_id="ms", steps=None, data=None,
-        worker={"command": command, "cwd": str(folder), **worker},
-    )  # fmt: skip
+    return small_job(folder, worker={"command": command, "cwd": str(folder), **worker})
 
 
 def notes(folder: Path, text: str, *command: str, **worker: object) -> list[str]:

@@ -18,6 +18,7 @@ from perdure.storage.local import LocalStore
 from perdure.storage.saving import DirectSaver
 
 OWN = "random/"
+SHARD = "p0001-a0001-rank00000.safetensors"
 
 
 class Meeting:
@@ -138,7 +139,7 @@ def test_no_rank_saves_where_replicas_differ_or_an_array_cannot_be_saved(changed
 def test_ranks_that_are_no_replicas_save_what_each_has():
     def names(rank: Rank) -> set[str]:
         state = {f"part{rank.rank}/weight": np.zeros(3, np.float32)}
-        return set(ArrayPlans(rank, [(0,), (1,)], OWN).stage(state, "file").parts())
+        return set(ArrayPlans(rank, [(0,), (1,)], OWN).stage(state, SHARD).parts())
 
     assert on_ranks(2, names) == [{"part0/weight"}, {"part1/weight"}]
 
