@@ -172,6 +172,8 @@ class CoordinatorClient(Connection):
     def gather(self, document: Any) -> list[Any]:
         """Gather a JSON document of every rank, by rank, through the coordinator. Collective.
 
+        After the first generation was announced.
+
         Raises:
             GivenUp: the attempt ends.
             Interrupted: the coordinator has announced a generation that this rank cannot join.

@@ -314,12 +314,14 @@ def addresses_of(port: int) -> list[str]:
 
 
 def client_of(served: Served, rank: int) -> CoordinatorClient:
-    return CoordinatorClient(
+    client = CoordinatorClient(
         served.folder / "address.json",
         rank=rank,
         on_generation=lambda _number: None,
         on_wait=lambda: None,
     )
+    assert client.newer_than(0) == 1
+    return client
 
 
 def test_each_rank_gets_the_documents_of_all_in_the_order_of_the_ranks(served):
