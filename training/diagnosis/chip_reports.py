@@ -18,6 +18,9 @@ def reported_faults(evidence: Evidence) -> Iterator[Fault]:
     """List the faults of chips that the end of an attempt is blamed on."""
     if evidence.chip is not None:
         yield evidence.chip
+    given_up = evidence.given_up
+    if given_up is not None and chip_key(given_up.fault) in map(chip_key, evidence.chips):
+        yield given_up.fault  # the driver's tool at the end knows neither its rank nor its time
     if evidence.silent:
         yield from (chip for chip in evidence.chips if _began_with_stall(chip, evidence))
 

@@ -9,6 +9,7 @@ import pytest
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, WorkerEnd
 from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp
 
 MEMORY = FaultClass.DEVICE_MEMORY_ERROR
 ENDED_S, SILENT_S = 1000.0, 120.0
@@ -65,3 +66,21 @@ def test_an_end_for_a_chip_is_the_chips():
     stopped = WorkerEnd(0, "node-0", 0, -15, ENDED_S, stopped=True)
     evidence = Evidence(ENDED_S, 30, workers=(stopped,), chip=CHIP, chips=(CHIP,))
     assert diagnose(evidence).fault == CHIP
+
+
+@pytest.mark.parametrize("code", ["80E01801", "80E18404", "80E18402", "8C084E00"])
+@pytest.mark.parametrize("rank", [0, 3, None])
+def test_an_end_that_the_coordinator_ordered_for_a_chip_keeps_its_rank_and_its_time(code, rank):
+    """The code is still there when the driver's tool is asked once more."""
+    chip = replace(CHIP, code=code, rank=rank, evidence=f"npu-smi reports {code}")
+    given_up = AttemptGivenUp(at_s=ENDED_S - 1, number=1, fault=chip, why="in_place_restart")
+    stopped = WorkerEnd(3, "node-1", 1, -15, ENDED_S, stopped=True)
+    evidence = Evidence(
+        ENDED_S,
+        30,
+        workers=(stopped,),
+        chips=(chip,),
+        given_up=given_up,
+        outputs=(at_end(code),),
+    )
+    assert diagnose(evidence).fault == chip
