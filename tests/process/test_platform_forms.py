@@ -60,13 +60,13 @@ def test_an_isolation_that_failed_for_one_node_is_asked_for_when_another_one_is_
     for view, node in ((first, "node-0"), (second, "node-1")):
         assert not_none(view.fault).node == node
         assert view.failed_rungs == ("pod_reschedule",)
-        decision = not_none(view.decision)
-        assert decision.rung == "job_reschedule"
-        assert "isolated already" not in decision.reason
-    assert history.isolated == ()
+        assert not_none(view.decision).rung == "job_reschedule"
+    assert history.isolated == ("node-0", "node-1"), "each by its own pod's rescheduling"
+    there = [[member.node for member in placed.members] for placed in history.placements]
+    assert there == [["node-0", "node-1"]] * 3
     assert running.curve() == undisturbed_pair
     tasks = {
-        task: "Reschedule"
+        task: "RescheduleJob"
         for task in api.task_runs("imported")
         if task.startswith(("attempt 1.1 ", "attempt 2.1 "))
     }

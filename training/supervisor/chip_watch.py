@@ -89,14 +89,16 @@ class ChipWatch:
         self._unanswered = [
             fault
             for fault in (*self._unanswered, *faults)
-            if fault.node in nodes and not any(_answers(other, fault) for other in answered)
+            if not any(_answers(other, fault) for other in answered)
         ]
-        if not self._unanswered or progress.has_given_up:
+        # The chip of a node that misses a poll is still to be answered.
+        due = [fault for fault in self._unanswered if fault.node in nodes]
+        if not due or progress.has_given_up:
             return None
         if self.starter.job.worker.is_command:
-            return WatchResult(culprit=self._unanswered[0])
+            return WatchResult(culprit=due[0])
         if not progress.open_recoveries and time.monotonic() - self._sent_s > ANSWER_S:
-            self._send(self._unanswered[0])
+            self._send(due[0])
         return None
 
     def _answered(self, progress: Progress) -> Sequence[Fault]:
