@@ -15,8 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from perdure.training.config.watch import ChipEventAction
-from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.evidence import Evidence, NodeOutput
+from perdure.training.diagnosis.chip_reports import fault_of_report
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.chip_events import (
@@ -108,15 +107,9 @@ class ChipWatch:
         return [recovery.fault for recovery in began]
 
     def _fault_of(self, event: ChipEvent, progress: Progress) -> Fault:
-        report = event.report
-        level = f", level {report.level}" if report.level is not None else ""
-        text = f"device {report.device}: fault_code: {report.code}{level}"
-        output = NodeOutput(report.node, report.reporter, text, device=report.device)
         step = progress.last.step if progress.last is not None else None
-        fault = diagnose(Evidence(event.since_s, step, outputs=(output,))).fault
-        rank = _rank_on(report, progress.snapshot.agents.values())
-        evidence = f"{report.reporter} reports {text}"
-        return replace(fault, evidence=evidence, device=report.device, rank=rank, code=report.code)
+        fault = fault_of_report(event.report, at_s=event.since_s, step=step)
+        return replace(fault, rank=_rank_on(event.report, progress.snapshot.agents.values()))
 
     def _send(self, fault: Fault) -> None:
         """Report a fault to the coordinator, again while it is starting or busy."""
