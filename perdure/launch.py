@@ -128,14 +128,15 @@ def launch(  # noqa: PLR0913 an option of the command each
             warn(f"{identity.name}: {completed_before(job, history)}")
             return
     settings = [word for value in overrides or () for word in ("--set", value)]
-    command = [sys.executable, "-m", "perdure", "run", str(job_file), *settings]
+    perdure = (sys.executable, "-m", "perdure")
     node = LaunchedNode(
         job,
         identity,
         home=home,
         secret=secret,
         credentials=credentials,
-        command=command if supervisor else (),
+        command=(*perdure, "run", str(job_file), *settings) if supervisor else (),
+        cancel_command=(*perdure, "cancel", job.run_id if supervisor else str(job_file)),
         variables=_supervisors_variables,
         leaves_s=job.engine.grace_s + SAVE_MARGIN_S if leave_before is None else leave_before,
     )

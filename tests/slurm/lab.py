@@ -8,6 +8,7 @@ to power a node off is to kill its first process. Times are seconds.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socketserver
@@ -20,6 +21,7 @@ from socket import SHUT_WR, create_connection, socket
 
 import psutil
 
+from tests.values import not_none
 from tests.waiting import wait_for
 
 FOLDER_ENV = "PERDURE_SLURM_LAB"
@@ -109,7 +111,9 @@ class Lab:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+        files = [
+            f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")
+        ]
         self._start("munged", "--foreground", f"--socket={self.folder}/munge.socket", *files)
         wait_for((self.folder / "munge.socket").exists, what=f"munged; see {self.folder}")
         self.controller_up("-c")
@@ -131,6 +135,7 @@ class Lab:
     def controller_up(self, *options: str) -> None:
         """Start slurmctld."""
         self._start("slurmctld", "-D", "-f", str(self._configuration), *options)
+        wait_for(self.states, what=f"slurmctld; see {self.folder}")
 
     def controller_down(self) -> None:
         """Kill slurmctld."""
@@ -155,9 +160,7 @@ class Lab:
         first = self.nodes.pop(node)
         first.kill()
         first.wait()
-        wait_for(
-            lambda: not Path(f"/sys/class/net/to-{node}").exists(), what=f"the end of {node}"
-        )
+        wait_for(lambda: not Path(f"/sys/class/net/to-{node}").exists(), what=f"the end of {node}")
 
     def processes(self, node: str) -> list[psutil.Process]:
         """The processes of a node but for its daemons."""
@@ -166,6 +169,11 @@ class Lab:
     def slurm(self, *command: str) -> str:
         """A command of Slurm; what it prints."""
         return _run(*command).strip()
+
+    def field(self, job_id: str, name: str) -> str:
+        """A field of a job, as Slurm shows it."""
+        shown = self.slurm("scontrol", "-o", "show", "job", job_id)
+        return not_none(re.search(rf"\b{name}=(\S*)", shown))[1]
 
     def states(self) -> dict[str, str]:
         """The state of every node, as sinfo has it."""
@@ -178,7 +186,6 @@ class Lab:
         """Have all nodes on and idle again, and no job."""
         if self._daemons["slurmctld"].poll() is not None:
             self.controller_up()
-        wait_for(self.states, what=f"slurmctld; see {self.folder}")
         jobs = self.slurm("squeue", "-h", "-o", "%i").split()
         if jobs:
             self.slurm("scancel", *jobs)
@@ -191,7 +198,8 @@ class Lab:
             if "drain" in state or state.startswith("down"):
                 self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
         wait_for(
-            lambda: self.states() == dict.fromkeys(NODES, "idle"), what=f"idle nodes: {self.states()}"
+            lambda: self.states() == dict.fromkeys(NODES, "idle"),
+            what=f"idle nodes: {self.states()}",
         )
 
     def stop(self) -> None:
@@ -217,9 +225,7 @@ def _inside(first: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=COMMAND_S, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}".strip())
     return done.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.values import not_none
 from tests.waiting import wait_for
 
 ENDS_S = 420.0  # a run of a few allocations
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
 @dataclass
@@ -61,8 +62,7 @@ class SlurmRun:
 
     def slurm(self, field: str) -> str:
         """A field of the job in Slurm."""
-        shown = self.lab.slurm("scontrol", "-o", "show", "job", self.job_id)
-        return not_none(re.search(rf"\b{field}=(\S*)", shown))[1]
+        return self.lab.field(self.job_id, field)
 
     @property
     def out(self) -> str:
@@ -70,9 +70,20 @@ class SlurmRun:
         path = self.bench.home / f"{self.document['run_id']}-{self.job_id}.out"
         return path.read_text() if path.exists() else "nothing printed"
 
+    def __str__(self) -> str:
+        return self.out
+
+    def _await_slurm(self, condition: Callable[[], bool]) -> None:
+        """Wait, and ask Slurm once a second."""
+        wait_for(condition, timeout_s=ENDS_S, what=self, period_s=1.0)
+
+    def await_restarts(self, number: int) -> None:
+        """Wait until Slurm has started the job again so many times."""
+        self._await_slurm(lambda: self.slurm("Restarts") == str(number))
+
     def reach(self, step: int) -> None:
         """Wait until the run has completed a step, and pause in the next ones."""
-        wait_for(lambda: self.running.step() >= step, timeout_s=ENDS_S, what=lambda: self.out)
+        wait_for(lambda: self.running.step() >= step, timeout_s=ENDS_S, what=self)
         self.running.pace(1.0)
 
     def members(self) -> list[str]:
@@ -111,8 +122,7 @@ class SlurmRun:
     def await_end(self, *states: str) -> None:
         """Wait for the end of the job in Slurm, and see that it is in one of these states."""
         self.running.pace(0)
-        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-        wait_for(lambda: self.slurm("JobState") in over, timeout_s=ENDS_S, what=lambda: self.out)
+        self._await_slurm(lambda: self.slurm("JobState") in OVER)
         assert self.slurm("JobState") in states, self.out
 
     def complete(self, curve: Mapping[int, float]) -> None:

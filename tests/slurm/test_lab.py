@@ -7,7 +7,9 @@ from tests.waiting import wait_for
 
 
 def test_jobs_run_on_nodes_with_a_network_and_processes_of_their_own(lab):
-    printed = lab.slurm("srun", "-N4", "sh", "-c", "hostname; ls /proc | grep -c '^[0-9]'; hostname -I")
+    printed = lab.slurm(
+        "srun", "-N4", "sh", "-c", "hostname; ls /proc | grep -c '^[0-9]'; hostname -I"
+    )
     lines = printed.split()
     assert set(NODES) <= set(lines)
     assert {"10.78.0.1", "10.78.0.4"} <= set(lines)

@@ -97,7 +97,7 @@ def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
 
 
 def _is_loss(fault: Fault) -> bool:
-    return fault.fault_class in (FaultClass.NODE_LOST, FaultClass.CONTAINER_LOST)
+    return fault.fault_class in LOSSES
 
 
 def _is_other(fault: Fault, ended: Fault) -> bool:

@@ -35,6 +35,7 @@ from perdure.training.engines.launched.meeting import (
 from perdure.training.engines.launched.messages import Registration
 from perdure.training.engines.launched.node_host import NodeHost
 from perdure.training.engines.launched.secret import LaunchSecret
+from perdure.training.engines.launched.slurm import is_cancelled
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
@@ -44,6 +45,7 @@ from perdure.training.recovery.faults import TRAITS
 WORK_S = 0.2  # between two looks of the main thread
 OTHERS_LEAVE_AFTER_S = 5.0  # without a word of the supervisor's node
 LEAVING_MARGIN_S = 10.0  # behind the grace period: last words of agents and supervisor
+CANCEL_S = 60.0  # the platform kills earlier
 _FAR_ADDRESS = ("192.0.2.1", 9)  # of no machine (RFC 5737): the way there is the default one
 
 _log = logging.getLogger("perdure.launch")
@@ -74,7 +76,8 @@ class LaunchedNode:
         secret: the run's.
         credentials: keys of the job's store; None: boto3's default chain.
         command: starts a supervisor; empty: it is outside.
-        variables: of a supervisor that begins now.
+        cancel_command: cancels the run.
+        variables: of a command that begins now.
         leaves_s: seconds before the end of the allocation at which the run saves.
     """
 
@@ -84,6 +87,7 @@ class LaunchedNode:
     secret: LaunchSecret
     credentials: Credentials | None
     command: Sequence[str]
+    cancel_command: Sequence[str]
     variables: Callable[[], Mapping[str, str]]
     leaves_s: float
 
@@ -167,6 +171,7 @@ class LaunchedNode:
             Gathering(spec.nodes, identity.num_nodes, spec.gather_timeout_s),
             command=self.command,
             start=self._start_supervisor,
+            has_trained=lambda: host.has_trained,
         )
 
     def _end(self, election: Election) -> NodeEnd:
@@ -191,20 +196,34 @@ class LaunchedNode:
     def _leave(self, host: NodeHost, election: Election, *, is_due: bool) -> NodeEnd:
         """Have everything of this node save and end, as far as the platform's time goes."""
         election.close()
-        if is_due and election.supervisor is not None:
+        supervisor = election.supervisor
+        if is_due and supervisor is not None:
             election.lead_others_out()
         host.terminate()
-        supervisor = election.supervisor
         if supervisor is not None:
             with suppress(ProcessLookupError):
                 supervisor.terminate()
+        by_person = not is_due and is_cancelled(self.identity)
         until_s = time.monotonic() + self.job.engine.grace_s + LEAVING_MARGIN_S
         while time.monotonic() < until_s:
             host.work(WORK_S)
             if host.is_empty and (supervisor is None or supervisor.poll() is not None):
                 break
         host.close()
-        return self._told(LaunchEnd.START_AGAIN, "this node was asked to end, and has saved")
+        if not by_person:
+            return self._told(LaunchEnd.START_AGAIN, "this node was asked to end, and has saved")
+        # Nobody but the supervisor's node: only its Prefect server may have the run.
+        if supervisor is not None or (not self.command and self.identity.node_rank == 0):
+            self._cancel()
+        return self._told(LaunchEnd.CANCELLED, "its allocation was cancelled, and it has saved")
+
+    def _cancel(self) -> None:
+        """Have the run end as cancelled; its processes have ended."""
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(
+                self.cancel_command, env=self.variables(), stdin=subprocess.DEVNULL, check=False,
+                timeout=CANCEL_S,
+            )  # fmt: skip
 
     def _start_supervisor(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a supervisor on this node; what it prints is this command's output."""
