@@ -138,9 +138,9 @@ class Lab:
         wait_for(self.states, what=f"slurmctld; see {self.folder}")
 
     def controller_down(self) -> None:
-        """Kill slurmctld."""
+        """End slurmctld; killed, it might forget the newest job."""
         controller = self._daemons["slurmctld"]
-        controller.kill()
+        controller.terminate()
         controller.wait()
 
     def power_on(self, node: str) -> None:
@@ -212,11 +212,11 @@ class Lab:
 def _inside(first: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The processes in the namespace that a child of `unshare` is the first of."""
     (init,) = psutil.Process(first.pid).children()
-    space = os.readlink(f"/proc/{init.pid}/ns/pid")
+    space = Path(f"/proc/{init.pid}/ns/pid").readlink()
     found = []
     for process in psutil.process_iter():
         try:
-            is_inside = os.readlink(f"/proc/{process.pid}/ns/pid") == space
+            is_inside = Path(f"/proc/{process.pid}/ns/pid").readlink() == space
         except OSError:  # it has just ended
             continue
         if is_inside:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from tests.slurm.lab import NODES
+from tests.slurm.lab import NODES, address_of
 from tests.waiting import wait_for
 
 
 def test_jobs_run_on_nodes_with_a_network_and_processes_of_their_own(lab):
-    printed = lab.slurm(
-        "srun", "-N4", "sh", "-c", "hostname; ls /proc | grep -c '^[0-9]'; hostname -I"
-    )
-    lines = printed.split()
-    assert set(NODES) <= set(lines)
-    assert {"10.78.0.1", "10.78.0.4"} <= set(lines)
+    show = "hostname; hostname -I; ps -e -o comm="
+    lines = lab.slurm("srun", "-N4", "--label", "sh", "-c", show).splitlines()
+    for number, node in enumerate(NODES):
+        printed = [
+            line.partition(": ")[2].strip() for line in lines if line.startswith(f"{number}:")
+        ]
+        assert printed[:2] == [node, address_of(node)]
+        assert printed.count("slurmd") == 1
 
 
 def test_a_node_without_power_is_down_and_comes_back(lab):

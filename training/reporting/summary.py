@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import BatchSkipped
 from perdure.training.journal.history import RunHistory
-from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.faults import LOSSES, Fault, FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.reporting.ettr import duration_text
 from perdure.training.reporting.markdown import counted, listed
