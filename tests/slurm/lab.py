@@ -195,7 +195,7 @@ class Lab:
             if node not in self.nodes:
                 self.power_on(node)
         for node, state in self.states().items():
-            if "drain" in state or state.startswith("down"):
+            if "drain" in state:  # a node that was down comes back by itself
                 self.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
         wait_for(
             lambda: self.states() == dict.fromkeys(NODES, "idle"),
