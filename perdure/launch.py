@@ -19,6 +19,7 @@ from perdure.storage.address import has_store, worker_environment
 from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.config.job_file import load_job
+from perdure.training.engines.launched.controllers import rivals
 from perdure.training.engines.launched.ends import ENDS
 from perdure.training.engines.launched.identity import NodeIdentity, identify
 from perdure.training.engines.launched.node import LaunchedNode, own_address
@@ -112,6 +113,8 @@ def launch(  # noqa: PLR0913 an option of the command each
     if explain:
         _explain(identity)
         return
+    for line in rivals(os.environ):
+        warn(f"{identity.name}: {line}, and so does Perdure: switch it off on the platform")
     credentials, home = credentials_of(job), home_folder()
     keep_secret(job.run_id, home=home, file=secret_file, environment=os.environ)
     secret = find_secret(

@@ -88,6 +88,7 @@ class Election(threading.Thread):
         ended: the end of the run.
         history: of the run, when it had ended.
         refusal: why this node, or the run, cannot go on.
+        nodes: names of all nodes that have been here.
 
     Args:
         registration: of this node.
@@ -117,6 +118,7 @@ class Election(threading.Thread):
         self.refusal: InputError | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.registration, self.history = registration, RunHistory()
+        self.nodes: set[str] = set()
         self._registrations, self._calls = registrations, calls
         self._ledger, self._gathering = ledger, gathering
         self._command, self._start = command, start
@@ -132,6 +134,10 @@ class Election(threading.Thread):
     def close(self) -> None:
         """Start no supervisor any more."""
         self._closed.set()
+
+    def read_history(self) -> RunHistory:
+        """Read what is on record of the run."""
+        return self._ledger.read()
 
     def lead_others_out(self) -> None:
         """Have all other nodes leave the allocation now."""
@@ -212,6 +218,7 @@ class Election(threading.Thread):
         self._registered_s = time.monotonic()
         registrations, _ = self._registrations.read()
         living = self._calls.living(registrations)
+        self.nodes |= {registration.node for registration in living}
         refusal = refusal_of(self.registration, living)
         if refusal is not None:
             raise refusal

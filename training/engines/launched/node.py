@@ -24,7 +24,7 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.engines.launched.election import Election, Gathering
-from perdure.training.engines.launched.ends import ENDS, LaunchEnd, PlatformEnd, end_of
+from perdure.training.engines.launched.ends import AGAIN, ENDS, LaunchEnd, PlatformEnd, end_of
 from perdure.training.engines.launched.identity import NodeIdentity
 from perdure.training.engines.launched.meeting import (
     HostCalls,
@@ -178,20 +178,25 @@ class LaunchedNode:
         ended = election.ended
         assert ended is not None  # noqa: S101 the loop was left for it
         history = election.history
+        num_healthy = self.identity.num_nodes - len(election.nodes.intersection(history.isolated))
         end = end_of(
             ended.outcome,
             is_user_fault=_is_user_fault(history),
-            is_short_of_nodes=self.identity.num_nodes - len(history.isolated)
-            < self.job.engine.nodes,
+            is_short_of_nodes=num_healthy < self.job.engine.nodes,
         )
         message = f"{ended.outcome}: {ended.message}"
-        if end is LaunchEnd.START_ELSEWHERE:
-            message = f"{message}; nodes at fault: {', '.join(history.isolated)}"
-            return self._told(end, message, history.isolated)
-        return self._told(end, message)
+        return self._again(message, history) if end in AGAIN else self._told(end, message)
+
+    def _again(self, message: str, history: RunHistory) -> NodeEnd:
+        """Ask for another start, without the nodes at fault; a node that was only lost is none."""
+        nodes = tuple(node for node in history.isolated if not history.may_rejoin(node))
+        if not nodes:
+            return self._told(LaunchEnd.START_AGAIN, message)
+        text = f"{message}; nodes at fault: {', '.join(nodes)}"
+        return self._told(LaunchEnd.START_ELSEWHERE, text, nodes)
 
     def _told(self, end: LaunchEnd, message: str, nodes: tuple[str, ...] = ()) -> NodeEnd:
-        return NodeEnd(end, message, ENDS[self.identity.platform][end], nodes)
+        return NodeEnd(end, message, ENDS[self.identity.platform][end].without(nodes), nodes)
 
     def _leave(self, host: NodeHost, election: Election, *, is_due: bool) -> NodeEnd:
         """Have everything of this node save and end, as far as the platform's time goes."""
@@ -211,7 +216,11 @@ class LaunchedNode:
                 break
         host.close()
         if not by_person:
-            return self._told(LaunchEnd.START_AGAIN, "this node was asked to end, and has saved")
+            message = "this node was asked to end, and has saved"
+            try:
+                return self._again(message, election.read_history())
+            except StorageError:
+                return self._told(LaunchEnd.START_AGAIN, message)
         # Nobody but the supervisor's node: only its Prefect server may have the run.
         if supervisor is not None or (not self.command and self.identity.node_rank == 0):
             self._cancel()

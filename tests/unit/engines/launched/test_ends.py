@@ -38,3 +38,18 @@ def test_pods_are_started_again_only_where_that_helps(platform):
 )
 def test_the_end_of_a_run_says_what_the_platform_is_to_do(outcome, user_fault, short, expected):
     assert end_of(outcome, is_user_fault=user_fault, is_short_of_nodes=short) is expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        (Platform.SLURM, "ExcNodeList=n2,n3"),
+        (Platform.BY_HAND, "without n2,n3"),
+        (Platform.KUBEFLOW, "off n2,n3"),
+        (Platform.MODELARTS, "take n2,n3 out"),
+    ],
+)
+def test_the_nodes_at_fault_are_named_in_the_words_of_the_platform(platform, words):
+    end = ENDS[platform][LaunchEnd.START_ELSEWHERE].without(["n2", "n3"])
+    assert words in end.platform_does
+    assert end.code == ENDS[platform][LaunchEnd.START_ELSEWHERE].code
