@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.slurm.lab import NODES, address_of
 from tests.waiting import wait_for
 
@@ -17,6 +19,7 @@ def test_jobs_run_on_nodes_with_a_network_and_processes_of_their_own(lab):
         assert printed.count("slurmd") == 1
 
 
+@pytest.mark.long
 def test_a_node_without_power_is_down_and_comes_back(lab):
     lab.power_off("n2")
     wait_for(lambda: lab.states()["n2"].startswith("down"), what="n2 is down")

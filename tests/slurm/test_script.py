@@ -61,7 +61,11 @@ class Script:
 
 @pytest.mark.parametrize(
     ("end", "state"),
-    [("0", "COMPLETED 0:0"), ("65", "FAILED 65:0"), ("1", "FAILED 1:0")],
+    [
+        pytest.param("0", "COMPLETED 0:0", marks=pytest.mark.long),
+        pytest.param("1", "FAILED 1:0", marks=pytest.mark.long),
+        ("65", "FAILED 65:0"),
+    ],
 )
 def test_a_run_that_has_ended_is_not_started_again(lab, tmp_path, end, state):
     script = Script(lab, tmp_path, end)
@@ -76,6 +80,7 @@ def test_a_run_is_started_again_and_then_without_the_nodes_at_fault(lab, tmp_pat
     assert lab.field(script.job_id, "ExcNodeList") == "n2,n3"
 
 
+@pytest.mark.long
 def test_a_run_starts_without_a_spare_where_slurm_has_none(lab, tmp_path):
     for node in ("n1", "n3"):
         lab.slurm("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=maintenance")
@@ -84,6 +89,7 @@ def test_a_run_starts_without_a_spare_where_slurm_has_none(lab, tmp_path):
     assert script.starts == [{"n2", "n4"}]
 
 
+@pytest.mark.long
 def test_a_run_is_started_again_once_slurmctld_is_back(lab, tmp_path):
     (tmp_path / "wait").touch()
     script = Script(lab, tmp_path, "75", "0")
