@@ -31,6 +31,7 @@ SWITCH = "br0"
 COMMAND_S = 120.0
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "ip", "unshare", "mount")
 # 12 s until a silent node is down (300 s by default), and 5 s before a requeued job starts (120 s).
+# SIGKILL comes 120 s after SIGTERM (30 s): this machine may be busy.
 CONFIGURATION = """\
 ClusterName=lab
 SlurmctldHost=hub({hub})
@@ -50,6 +51,7 @@ MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=12
 SlurmctldTimeout=30
+KillWait=120
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=bf_interval=5,sched_interval=5

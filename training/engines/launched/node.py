@@ -45,7 +45,6 @@ from perdure.training.recovery.faults import TRAITS
 WORK_S = 0.2  # between two looks of the main thread
 OTHERS_LEAVE_AFTER_S = 5.0  # without a word of the supervisor's node
 LEAVING_MARGIN_S = 10.0  # behind the grace period: last words of agents and supervisor
-CANCEL_S = 60.0  # the platform kills earlier
 _FAR_ADDRESS = ("192.0.2.1", 9)  # of no machine (RFC 5737): the way there is the default one
 
 _log = logging.getLogger("perdure.launch")
@@ -76,8 +75,8 @@ class LaunchedNode:
         secret: the run's.
         credentials: keys of the job's store; None: boto3's default chain.
         command: starts a supervisor; empty: it is outside.
-        cancel_command: cancels the run.
-        variables: of a command that begins now.
+        cancel: has the run end as cancelled, whose processes have ended.
+        variables: of a supervisor that begins now.
         leaves_s: seconds before the end of the allocation at which the run saves.
     """
 
@@ -87,7 +86,7 @@ class LaunchedNode:
     secret: LaunchSecret
     credentials: Credentials | None
     command: Sequence[str]
-    cancel_command: Sequence[str]
+    cancel: Callable[[], None]
     variables: Callable[[], Mapping[str, str]]
     leaves_s: float
 
@@ -223,16 +222,8 @@ class LaunchedNode:
                 return self._told(LaunchEnd.START_AGAIN, message)
         # Nobody but the supervisor's node: only its Prefect server may have the run.
         if supervisor is not None or (not self.command and self.identity.node_rank == 0):
-            self._cancel()
+            self.cancel()
         return self._told(LaunchEnd.CANCELLED, "its allocation was cancelled, and it has saved")
-
-    def _cancel(self) -> None:
-        """Have the run end as cancelled; its processes have ended."""
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.run(
-                self.cancel_command, env=self.variables(), stdin=subprocess.DEVNULL, check=False,
-                timeout=CANCEL_S,
-            )  # fmt: skip
 
     def _start_supervisor(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a supervisor on this node; what it prints is this command's output."""

@@ -32,10 +32,10 @@ if [ ! -s "$secret" ]; then
   (umask 077; head -c 32 /dev/urandom | base64 > "$secret")
 fi
 end=$(date -d "$(squeue -h -j "$SLURM_JOB_ID" -o %e)" +%s 2>/dev/null)
+rm -f "$secret.end"  # of an allocation that was cut off
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --label \\
   {launch} --secret-file "$secret" --end-file "$secret.end" ${{end:+--deadline "$end"}}
 read -r code nodes < "$secret.end" || code=1
-rm -f "$secret.end"
 
 patiently() {{  # slurmctld may be away for a while
   for _ in $(seq 90); do "$@" && return; sleep 10; done
