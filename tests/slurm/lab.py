@@ -66,7 +66,8 @@ ip link set lo up
 until ip addr add {ip}/24 dev eth0 2>/dev/null; do sleep 0.05; done
 ip link set eth0 up
 ip route add default via {hub}
-exec slurmd -D -N {name} -f {folder}/slurm.conf
+slurmd -D -N {name} -f {folder}/slurm.conf &
+wait $!  # as any first process, the shell takes the ends of orphans
 """
 APART = ("--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -165,8 +166,9 @@ class Lab:
         wait_for(lambda: not Path(f"/sys/class/net/to-{node}").exists(), what=f"the end of {node}")
 
     def processes(self, node: str) -> list[psutil.Process]:
-        """The processes of a node but for its daemons."""
-        return [p for p in _inside(self.nodes[node]) if p.name() not in ("slurmd", "slurmstepd")]
+        """The processes of a node but for the shell that is its first one, and Slurm's."""
+        _, *others = _inside(self.nodes[node])
+        return [process for process in others if process.name() not in ("slurmd", "slurmstepd")]
 
     def slurm(self, *command: str) -> str:
         """A command of Slurm; what it prints."""
@@ -211,19 +213,10 @@ class Lab:
             process.wait()
 
 
-def _inside(first: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes in the namespace that a child of `unshare` is the first of."""
-    (init,) = psutil.Process(first.pid).children()
-    space = Path(f"/proc/{init.pid}/ns/pid").readlink()
-    found = []
-    for process in psutil.process_iter():
-        try:
-            is_inside = Path(f"/proc/{process.pid}/ns/pid").readlink() == space
-        except OSError:  # it has just ended
-            continue
-        if is_inside:
-            found.append(process)
-    return found
+def _inside(unshare: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes in a namespace, the first one first."""
+    (first,) = psutil.Process(unshare.pid).children()
+    return [first, *first.children(recursive=True)]
 
 
 def _run(*command: str) -> str:

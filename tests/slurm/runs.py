@@ -18,7 +18,7 @@ from perdure.training.injection.victims import workers_of
 from perdure.training.journal.ledger import Ledger
 from perdure.training.recovery.rungs import Rung
 from tests.process.harness import Running, Workbench
-from tests.slurm.lab import NODES, Lab
+from tests.slurm.lab import Lab
 from tests.values import not_none
 from tests.waiting import wait_for
 
@@ -135,11 +135,10 @@ class SlurmRun:
         self.leave_nothing()
 
     def leave_nothing(self) -> None:
-        """See that no node has a process of the run."""
+        """See that no node has a process of the run, once Slurm has taken the job down."""
+
+        def left() -> list[psutil.Process]:
+            return [process for node in self.lab.nodes for process in self.lab.processes(node)]
+
+        wait_for(lambda: not left(), what=f"the end of {left()}")
         self.running.leave_nothing()
-        left = {node: self.lab.processes(node) for node in NODES if node in self.lab.nodes}
-        assert not any(map(_without_first, left.values())), left
-
-
-def _without_first(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [process for process in processes if process.name() not in ("sh", "unshare")]
