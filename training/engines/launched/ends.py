@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Self
 
 from perdure.training.engines.launched.platforms import Platform
+from perdure.training.journal.history import RunHistory
 
 
 class LaunchEnd(StrEnum):
@@ -110,3 +111,15 @@ def end_of(outcome: str, *, is_user_fault: bool, is_short_of_nodes: bool) -> Lau
     if is_short_of_nodes and not is_user_fault:
         return LaunchEnd.START_ELSEWHERE
     return LaunchEnd.USER_MUST_MEND
+
+
+def again_without(history: RunHistory) -> tuple[LaunchEnd, tuple[str, ...]]:
+    """Decide how a run is started again: without the nodes at fault, if there are any.
+
+    A node that was only lost is none: the platform does not give it while it is away.
+
+    Returns:
+        The end, and those nodes.
+    """
+    nodes = tuple(node for node in history.isolated if not history.may_rejoin(node))
+    return (LaunchEnd.START_ELSEWHERE if nodes else LaunchEnd.START_AGAIN), nodes

@@ -24,7 +24,14 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.engines.launched.election import Election, Gathering
-from perdure.training.engines.launched.ends import AGAIN, ENDS, LaunchEnd, PlatformEnd, end_of
+from perdure.training.engines.launched.ends import (
+    AGAIN,
+    ENDS,
+    LaunchEnd,
+    PlatformEnd,
+    again_without,
+    end_of,
+)
 from perdure.training.engines.launched.identity import NodeIdentity
 from perdure.training.engines.launched.meeting import (
     HostCalls,
@@ -187,12 +194,9 @@ class LaunchedNode:
         return self._again(message, history) if end in AGAIN else self._told(end, message)
 
     def _again(self, message: str, history: RunHistory) -> NodeEnd:
-        """Ask for another start, without the nodes at fault; a node that was only lost is none."""
-        nodes = tuple(node for node in history.isolated if not history.may_rejoin(node))
-        if not nodes:
-            return self._told(LaunchEnd.START_AGAIN, message)
-        text = f"{message}; nodes at fault: {', '.join(nodes)}"
-        return self._told(LaunchEnd.START_ELSEWHERE, text, nodes)
+        end, nodes = again_without(history)
+        at_fault = f"; nodes at fault: {', '.join(nodes)}" if nodes else ""
+        return self._told(end, f"{message}{at_fault}", nodes)
 
     def _told(self, end: LaunchEnd, message: str, nodes: tuple[str, ...] = ()) -> NodeEnd:
         return NodeEnd(end, message, ENDS[self.identity.platform][end].without(nodes), nodes)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from perdure.training.engines.launched.ends import ENDS, LaunchEnd, end_of
+from perdure.training.engines.launched.ends import ENDS, LaunchEnd, again_without, end_of
 from perdure.training.engines.launched.platforms import Platform
+from perdure.training.journal.history import Isolation, RunHistory
+from perdure.training.recovery.faults import FaultClass
 
+LOST, DEFECT = FaultClass.NODE_LOST, FaultClass.DEVICE_LOST
 PODS = (Platform.ASCEND_OPERATOR, Platform.KUBEFLOW, Platform.INDEXED_JOB)
 
 
@@ -53,3 +56,18 @@ def test_the_nodes_at_fault_are_named_in_the_words_of_the_platform(platform, wor
     end = ENDS[platform][LaunchEnd.START_ELSEWHERE].without(["n2", "n3"])
     assert words in end.platform_does
     assert end.code == ENDS[platform][LaunchEnd.START_ELSEWHERE].code
+
+
+@pytest.mark.parametrize(
+    ("isolated", "nodes"),
+    [
+        ({}, ()),
+        ({"n2": LOST}, ()),
+        ({"n2": DEFECT}, ("n2",)),
+        ({"n2": LOST, "n3": DEFECT, "n1": DEFECT}, ("n3", "n1")),
+    ],
+)
+def test_a_run_is_started_again_without_the_nodes_at_fault(isolated, nodes):
+    isolations = [Isolation(node, "why", 0.0, fault) for node, fault in isolated.items()]
+    again = LaunchEnd.START_ELSEWHERE if nodes else LaunchEnd.START_AGAIN
+    assert again_without(RunHistory(isolations=isolations)) == (again, nodes)
