@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from perdure.training.config.job import Job
+from perdure.training.platforms.checklist import FROM_PLATFORM
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.node import Check, CheckOutcome
-
-FROM_PLATFORM = "restart.from_platform"
 
 
 @dataclass(frozen=True, slots=True)
