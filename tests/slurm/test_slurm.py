@@ -105,7 +105,7 @@ def test_a_drained_node_trains_to_the_end_of_the_job(lab, submit, undisturbed):
 
 @pytest.mark.long
 def test_three_allocations_that_reach_their_time_limit_train_as_one(submit, undisturbed):
-    run = submit("limited", "--time=2")
+    run = submit("limited", "--time=3")
     run.reach(3)
     run.running.pace(2.0)
     run.await_restarts(2)
