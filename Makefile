@@ -11,7 +11,7 @@ export DO_NOT_TRACK := 1
 # A run starts dozens of processes: where images have this set, each would compile all sources anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan test-megatron test-megatron-long test-mindspore soak chaos bench bench-storage bench-recovery bench-scale check format clean
+.PHONY: help demo demo-stop test test-long test-kubernetes test-kubernetes-long test-npu test-npu-long test-torchtitan test-megatron test-megatron-long test-mindspore test-slurm test-slurm-long soak chaos bench bench-storage bench-recovery bench-scale check format clean
 
 help:
 	@echo "make demo       set everything up and run the main job with two faults"
@@ -20,6 +20,8 @@ help:
 	@echo "make test-long  the longer ones"
 	@echo "make test-kubernetes  on a real cluster, built and started here, or on that of KUBECONFIG"
 	@echo "make test-kubernetes-long  the longer ones"
+	@echo "make test-slurm  on a real Slurm of four nodes, started here"
+	@echo "make test-slurm-long  the longer ones"
 	@echo "make test-npu   with the real torch_npu, on emulated Ascend devices"
 	@echo "make test-npu-long  the longer ones"
 	@echo "make test-torchtitan  with the real torchtitan, on the CPU"
@@ -294,6 +296,30 @@ test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.lab $(VENV)/.im
 test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
 		$(VENV)/.prometheus $(VENV)/.image-builder
 	$(LAB) test tests/kubernetes -m long --durations 20
+
+# Slurm's daemons, which the tests start with a configuration of their own.
+SLURM_PACKAGES := slurmctld slurmd slurm-client munge iproute2
+SLURM := $(BIN)/python -m tests.slurm tests/slurm --durations 20
+
+$(VENV)/.slurm: | $(VENV)/.installed
+	@missing() { for name in slurmctld slurmd sbatch munged ip; do command -v $$name >/dev/null || return 0; done; return 1; }; \
+	if missing && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
+		echo "make: installing $(SLURM_PACKAGES) with apt-get"; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y \
+			--no-install-recommends $(SLURM_PACKAGES) >$@.log 2>&1; \
+	fi; \
+	if missing; then \
+		echo "make: NOT TESTED: Slurm (tests/slurm): apt-get install --no-install-recommends $(SLURM_PACKAGES)"; \
+	else \
+		touch $@; \
+	fi
+
+# Runs in allocations of a real Slurm, whose nodes, daemons and jobs are broken.
+test-slurm: $(VENV)/.installed $(VENV)/.slurm
+	$(SLURM) -m "not long"
+
+test-slurm-long: $(VENV)/.installed $(VENV)/.slurm
+	$(SLURM) -m long
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

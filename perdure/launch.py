@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -15,21 +18,26 @@ import typer
 from perdure.console import JobFile, Overrides, make_console, make_table, warn
 from perdure.runs import credentials_of
 from perdure.server import API_URL
-from perdure.storage.address import has_store, worker_environment
+from perdure.storage.address import Credentials, has_store, worker_environment
+from perdure.storage.errors import StorageError
 from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.config.job_file import load_job
+from perdure.training.engines.launched.controllers import rivals
 from perdure.training.engines.launched.ends import ENDS
 from perdure.training.engines.launched.identity import NodeIdentity, identify
 from perdure.training.engines.launched.node import LaunchedNode, own_address
 from perdure.training.engines.launched.platforms import PLATFORMS, Fact
 from perdure.training.engines.launched.secret import SECRET_ENV, find_secret, keep_secret
-from perdure.training.errors import InputError, PerdureError
+from perdure.training.errors import EngineError, InputError, PerdureError
 from perdure.training.files import home_folder
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import completed_before
+from perdure.training.supervisor.run_supervisor import RunSupervisor
+from perdure.training.supervisor.runbook import cancel
 
 SERVER_TIMEOUT_S = 5.0
+CANCEL_S = 60.0  # the platform kills earlier
 SAVE_MARGIN_S = 60.0  # beyond the grace period, before the end of an allocation
 
 
@@ -112,6 +120,8 @@ def launch(  # noqa: PLR0913 an option of the command each
     if explain:
         _explain(identity)
         return
+    for line in rivals(os.environ):
+        warn(f"{identity.name}: {line}, and so does Perdure: switch it off on the platform")
     credentials, home = credentials_of(job), home_folder()
     keep_secret(job.run_id, home=home, file=secret_file, environment=os.environ)
     secret = find_secret(
@@ -128,14 +138,15 @@ def launch(  # noqa: PLR0913 an option of the command each
             warn(f"{identity.name}: {completed_before(job, history)}")
             return
     settings = [word for value in overrides or () for word in ("--set", value)]
-    command = [sys.executable, "-m", "perdure", "run", str(job_file), *settings]
+    perdure = (sys.executable, "-m", "perdure")
     node = LaunchedNode(
         job,
         identity,
         home=home,
         secret=secret,
         credentials=credentials,
-        command=command if supervisor else (),
+        command=(*perdure, "run", str(job_file), *settings) if supervisor else (),
+        cancel=lambda: _cancel(job, home, credentials, (*perdure, "cancel", job.run_id)),
         variables=_supervisors_variables,
         leaves_s=job.engine.grace_s + SAVE_MARGIN_S if leave_before is None else leave_before,
     )
@@ -196,6 +207,19 @@ def _supervisors_variables() -> dict[str, str]:
         warn(f"the Prefect server at {url} does not answer ({why}): uses one of this node instead")
         del variables[API_URL]
     return variables
+
+
+def _cancel(job: Job, home: Path, credentials: Credentials | None, command: Sequence[str]) -> None:
+    """Cancel a run: at once on record, then on its Prefect server, as far as there is time."""
+    try:
+        warn(cancel(RunSupervisor(job, home=home, credentials=credentials)))
+    except (EngineError, StorageError) as error:
+        warn(f"{job.run_id}: not cancelled yet: {error}")
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(
+            command, env=_supervisors_variables(), stdin=subprocess.DEVNULL, check=False,
+            timeout=CANCEL_S,
+        )  # fmt: skip
 
 
 def _explain(identity: NodeIdentity) -> None:

@@ -12,7 +12,9 @@ import typer
 
 from perdure.console import AsJson, JobFile, Overrides, make_console, print_json, warn
 from perdure.policy_import import import_policy
+from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job_file import load_job
+from perdure.training.engines.launched.controllers import SHARES, shares_markdown
 from perdure.training.errors import InputError
 from perdure.training.platforms.forms import Platform
 from perdure.training.platforms.printing import EntryPlace, ExportedPolicy
@@ -117,7 +119,11 @@ def ladder(
         *(outlook(fault_of_code(code), terms) for code in codes or ()),
     ]
     text = f"{_terms_text(job.run_id, terms)}\n\n{outlook_markdown(job_outlooks)}"
-    _print(_of_job(job.run_id, terms, job_outlooks), text, markdown=markdown, as_json=as_json)
+    document = _of_job(job.run_id, terms, job_outlooks)
+    if isinstance(job.engine, LaunchedEngineSpec):
+        text = f"{text}\n\n{shares_markdown()}"
+        document["controllers"] = [asdict(share) for share in SHARES]
+    _print(document, text, markdown=markdown, as_json=as_json)
 
 
 def _print(document: dict[str, Any], text: str, *, markdown: bool, as_json: bool) -> None:

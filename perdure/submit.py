@@ -53,6 +53,9 @@ def submit(
     if not isinstance(job.engine, LaunchedEngineSpec):
         text = f"{job.engine.kind}: a job on a platform's nodes needs kind: launched"
         raise InputError("engine.kind", text)
+    for line in option or ():
+        if not line.startswith("-") or not line.isprintable():
+            raise InputError("--option", f"{line!r} must be one option of sbatch, as --time=1-0")
     settings = [word for value in overrides or () for word in ("--set", value)]
     words = (sys.executable, "-m", "perdure", "launch", str(job_file.resolve()), *settings)
     script = _SCRIPTS[platform](job, words, tuple(option or ()))

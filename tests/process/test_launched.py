@@ -67,7 +67,7 @@ def exit_line(allocation: Allocation, rank: int) -> str:
 
 
 @pytest.mark.long
-def test_a_node_that_comes_back_joins_and_one_that_may_not_come_is_told_why(
+def test_a_node_that_comes_back_is_a_spare_and_one_that_may_not_come_is_told_why(
     allocate, undisturbed_pair
 ):
     nodes = allocate("given-back", 3).start()
@@ -85,10 +85,16 @@ def test_a_node_that_comes_back_joins_and_one_that_may_not_come_is_told_why(
     wait_for(lambda: is_warm(running, "node-2"), what="the spare's imports")
     nodes.power_off(1)
     wait_for(lambda: len(answers(nodes)) == 1, what="the replacement of node-1")
+    running.pace(3.0)
     nodes.start([1])  # as the platform starts a container again
-    assert nodes.finish() == {0: 0, 1: 0, 2: 0}, nodes.out(0)
+    wait_for(lambda: is_warm(running, "node-1"), what="node-1 is a warm spare")
+    assert running.history.isolated == ()
+    nodes.power_off(0)
+    wait_for(lambda: len(answers(nodes)) == 2, what="the replacement of node-0")
+    assert nodes.finish() == {1: 0, 2: 0}, nodes.out(2)
     assert running.curve() == undisturbed_pair
-    assert answers(nodes) == [Rung.NODE_REPLACE]
+    assert answers(nodes) == [Rung.NODE_REPLACE] * 2
+    assert {m.node for m in running.history.attempts[0].members} == {"node-1", "node-2"}
     running.leave_nothing()
 
 

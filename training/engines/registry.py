@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,21 @@ def _cluster_checks(job: Job) -> Sequence[Check]:
     return check_cluster(job)
 
 
+def _launched_checks(job: Job) -> Sequence[Check]:
+    from perdure.training.engines.launched.controllers import check_controllers  # noqa: PLC0415
+
+    return (check_controllers(job, os.environ),)
+
+
 ENGINES: Mapping[str, Callable[..., Engine]] = {
     "local": LocalEngine,
     "kubernetes": _kubernetes,
     "launched": _launched,
 }
-PLATFORM_CHECKS: Mapping[str, Callable[[Job], Sequence[Check]]] = {"kubernetes": _cluster_checks}
+PLATFORM_CHECKS: Mapping[str, Callable[[Job], Sequence[Check]]] = {
+    "kubernetes": _cluster_checks,
+    "launched": _launched_checks,
+}
 
 
 def make_engine(

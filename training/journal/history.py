@@ -30,7 +30,7 @@ from perdure.training.journal.records import (
     RunReopened,
     SupervisorAcquired,
 )
-from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.faults import LOSSES, FaultClass
 from perdure.training.recovery.protocol import RecoveryBegan
 from perdure.training.recovery.rungs import Decision, Recovery
 
@@ -42,11 +42,13 @@ class Isolation:
     Attributes:
         why: the fault that it is taken to have caused, or the check that it failed.
         at_s: begin of the isolation.
+        fault_class: class of that fault; None: there was none.
     """
 
     node: str
     why: str
     at_s: float
+    fault_class: FaultClass | None = None
 
 
 @dataclass(slots=True)
@@ -152,6 +154,19 @@ class RunHistory:
         for isolation in (*self.isolations, *refused):
             first_of.setdefault(isolation.node, isolation)
         return list(first_of.values())
+
+    def may_rejoin(self, node: str) -> bool:
+        """Whether a node is isolated for nothing but its loss, and for the first time.
+
+        Once it is back, it is a spare; a node that is lost again and again is for a person.
+        """
+        isolations = [isolation for isolation in self.isolations if isolation.node == node]
+        return (
+            bool(isolations)
+            and all(isolation.fault_class in LOSSES for isolation in isolations)
+            and node not in self.refused
+            and node not in self.released
+        )
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -440,8 +455,7 @@ def _update_attempt(
         case DecisionMade():
             view = replace(view, decision=record.decision)
             if record.decision.isolate is not None:
-                why = _why_isolated(view, record.decision)
-                history.isolations.append(Isolation(record.decision.isolate, why, record.at_s))
+                history.isolations.append(_isolation(view, record.decision, record.at_s))
         case RungFailed():
             # The decision is superseded: the ladder is asked again.
             view = replace(view, failed_rungs=(*view.failed_rungs, record.rung), decision=None)
@@ -456,15 +470,19 @@ def _isolate_within(history: RunHistory, record: AttemptEventRecorded) -> None:
     event = record.event
     if isinstance(event, RecoveryBegan) and event.decision.isolate is not None:
         why = f"{event.fault.fault_class}: {event.fault.evidence}"
-        history.isolations.append(Isolation(event.decision.isolate, why, record.at_s))
+        history.isolations.append(
+            Isolation(event.decision.isolate, why, record.at_s, event.fault.fault_class)
+        )
 
 
-def _why_isolated(view: AttemptView, decision: Decision) -> str:
-    fault = view.ended.fault if view.ended is not None else None
+def _isolation(view: AttemptView, decision: Decision, at_s: float) -> Isolation:
+    """The isolation by the decision about an attempt that has ended."""
+    node, fault = str(decision.isolate), view.ended.fault if view.ended is not None else None
+    if fault is None:
+        return Isolation(node, decision.reason, at_s)
     healed = f"; {view.healed.text}" if view.healed is not None else ""
-    return (
-        f"{fault.fault_class}: {fault.evidence}{healed}" if fault is not None else decision.reason
-    )
+    why = f"{fault.fault_class}: {fault.evidence}{healed}"
+    return Isolation(node, why, at_s, fault.fault_class)
 
 
 def _has_failed(view: AttemptView, recovery: InProcessRecovery) -> bool:

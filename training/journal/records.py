@@ -110,9 +110,10 @@ class NodeRefused(Record):
 
 
 class NodeReleased(Record):
-    """The release of an isolated node by a user; written without taking the run.
+    """The release of an isolated node; written without taking the run.
 
-    The earlier faults of the node count no more: the user is taken to have repaired it.
+    By a user, who is taken to have repaired it, or by the node itself, which was lost and is back.
+    Its earlier faults count no more.
     """
 
     kind: Literal["node_released"] = "node_released"

@@ -211,6 +211,7 @@ NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
 SLOW_START = "SLOW_START"  # the time before the first step of new processes was over
 IDLE_START = "IDLE_START"  # the same, and they did not compute
 LATE_STARTS = frozenset({SLOW_START, IDLE_START})
+LOSSES = frozenset({FaultClass.NODE_LOST, FaultClass.CONTAINER_LOST})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from perdure.training.journal.attempt_view import AttemptView
 from perdure.training.journal.events import BatchSkipped
 from perdure.training.journal.history import RunHistory
-from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.faults import LOSSES, Fault, FaultClass
 from perdure.training.recovery.protocol import AttemptGivenUp
 from perdure.training.reporting.ettr import duration_text
 from perdure.training.reporting.markdown import counted, listed
@@ -97,7 +97,7 @@ def faults_by_class(history: RunHistory) -> Counter[FaultClass]:
 
 
 def _is_loss(fault: Fault) -> bool:
-    return fault.fault_class in (FaultClass.NODE_LOST, FaultClass.CONTAINER_LOST)
+    return fault.fault_class in LOSSES
 
 
 def _is_other(fault: Fault, ended: Fault) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -20,8 +21,8 @@ from perdure.training.journal.records import (
     RungFailed,
 )
 from perdure.training.recovery.faults import Fault, FaultClass
-from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded
-from perdure.training.recovery.rungs import Recovery, Rung
+from perdure.training.recovery.protocol import LastSave, PauseBegan, PauseEnded, RecoveryBegan
+from perdure.training.recovery.rungs import Decision, Recovery, Rung
 from perdure.training.reporting.rows import attempt_rows
 from perdure.training.reporting.summary import faults_by_class
 from tests.unit.journal.histories import (
@@ -352,6 +353,45 @@ def test_a_node_stays_isolated_when_its_rescheduling_failed_and_another_was_deci
 def test_isolated_nodes_stay_on_record_in_their_order():
     isolating = failed(1, Rung.JOB_RESCHEDULE_ISOLATED, isolate="node-1")
     assert history_of(*isolating, started(2)).isolated == ("node-1",)
+
+
+def isolating(node: str, *classes: FaultClass) -> list[AnyRecord]:
+    """Recoveries inside an attempt, each of which isolates a node."""
+    decision = Decision(Rung.NODE_REPLACE, node, "lost")
+    return [
+        seen(
+            RecoveryBegan(
+                at_s=1.0, number=number, generation=number, decision=decision,
+                fault=replace(LINK, fault_class=fault_class, node=node),
+            )
+        )
+        for number, fault_class in enumerate(classes, 1)
+    ]  # fmt: skip
+
+
+LOST, GONE, DEFECT = FaultClass.NODE_LOST, FaultClass.CONTAINER_LOST, FaultClass.DEVICE_LOST
+
+
+@pytest.mark.parametrize(
+    ("records", "may"),
+    [
+        (isolating("node-1", LOST), True),
+        (isolating("node-1", GONE), True),
+        (isolating("node-1", LOST, GONE), True),
+        (isolating("node-1", DEFECT), False),
+        (isolating("node-1", LOST, DEFECT), False),
+        (isolating("node-0", LOST), False),
+        ([], False),
+        ([NodeReleased(**NOW, node="node-1"), *isolating("node-1", LOST)], False),
+        (
+            [*isolating("node-1", LOST), NodeRefused(**NOW, placement=1, node="node-1", why="a")],
+            False,
+        ),
+        (failed(1, Rung.JOB_RESCHEDULE_ISOLATED, isolate="node-1"), False),
+    ],
+)
+def test_a_node_that_was_only_lost_may_rejoin_once(records, may):
+    assert history_of(*records).may_rejoin("node-1") is may
 
 
 def test_a_released_node_is_isolated_no_more_and_what_it_did_before_counts_no_more():

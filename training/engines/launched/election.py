@@ -27,7 +27,7 @@ from perdure.training.engines.launched.messages import Claim, LeaveOrder, Regist
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
-from perdure.training.journal.records import RunEnded
+from perdure.training.journal.records import NodeReleased, RunEnded
 
 LOOK_S = 2.0  # between two looks at the lease
 TURN_S = 1.0  # between two nodes that would both start a supervisor
@@ -88,6 +88,7 @@ class Election(threading.Thread):
         ended: the end of the run.
         history: of the run, when it had ended.
         refusal: why this node, or the run, cannot go on.
+        nodes: names of all nodes that have been here.
 
     Args:
         registration: of this node.
@@ -97,6 +98,7 @@ class Election(threading.Thread):
         gathering: how many nodes are awaited at first.
         command: starts a supervisor; empty: it is outside.
         start: starts a process.
+        has_trained: whether a member has had a container of this `perdure launch`.
     """
 
     def __init__(
@@ -109,15 +111,18 @@ class Election(threading.Thread):
         *,
         command: Sequence[str],
         start: Callable[[Sequence[str]], subprocess.Popen[bytes]],
+        has_trained: Callable[[], bool],
     ) -> None:
         super().__init__(name="perdure-election", daemon=True)
         self.ended: RunEnded | None = None
         self.refusal: InputError | None = None
         self.supervisor: subprocess.Popen[bytes] | None = None
         self.registration, self.history = registration, RunHistory()
+        self.nodes: set[str] = set()
         self._registrations, self._calls = registrations, calls
         self._ledger, self._gathering = ledger, gathering
         self._command, self._start = command, start
+        self._has_trained = has_trained
         self._first_epoch: int | None = None
         self._came_s = time.monotonic()
         self._enough_s: float | None = None
@@ -129,6 +134,10 @@ class Election(threading.Thread):
     def close(self) -> None:
         """Start no supervisor any more."""
         self._closed.set()
+
+    def read_history(self) -> RunHistory:
+        """Read what is on record of the run."""
+        return self._ledger.read()
 
     def lead_others_out(self) -> None:
         """Have all other nodes leave the allocation now."""
@@ -151,8 +160,10 @@ class Election(threading.Thread):
     def _look(self) -> None:
         if time.monotonic() - self._registered_s > REGISTER_S:
             self.meet()
+            self._rejoin()
         if self._first_epoch is None:
             self._first_epoch = self._ledger.read().epoch
+            self._rejoin()
         if self._ledger.is_supervised():
             self._has_gathered, self._retry_s = True, RETRY_S
             return
@@ -162,6 +173,13 @@ class Election(threading.Thread):
             self.history, self.ended = history, history.ended
         elif self._command and self._may_start and self._is_gathered():
             self._take_turn()
+
+    def _rejoin(self) -> None:
+        """Make this node a spare again, if it was isolated for a loss that came before it."""
+        node = self.registration.node
+        if not self._has_trained() and self._ledger.read().may_rejoin(node):
+            _log.info("%s was lost and is back: it is a spare from now on", node)
+            self._ledger.note(NodeReleased, node=node)
 
     def _check_supervisor(self) -> None:
         """Look how the supervisor of this node has ended.
@@ -200,6 +218,7 @@ class Election(threading.Thread):
         self._registered_s = time.monotonic()
         registrations, _ = self._registrations.read()
         living = self._calls.living(registrations)
+        self.nodes |= {registration.node for registration in living}
         refusal = refusal_of(self.registration, living)
         if refusal is not None:
             raise refusal

@@ -6,11 +6,13 @@ what the platform does with it, as its documents have it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from perdure.training.engines.launched.platforms import Platform
+from perdure.training.journal.history import RunHistory
 
 
 class LaunchEnd(StrEnum):
@@ -23,17 +25,24 @@ class LaunchEnd(StrEnum):
     START_ELSEWHERE = "start me again elsewhere"
 
 
+AGAIN = (LaunchEnd.START_AGAIN, LaunchEnd.START_ELSEWHERE)
+
+
 @dataclass(frozen=True, slots=True)
 class PlatformEnd:
     """An end on a platform.
 
     Attributes:
         code: exit code of every node.
-        platform_does: with that code.
+        platform_does: with that code; NODES stands for the nodes at fault.
     """
 
     code: int
     platform_does: str
+
+    def without(self, nodes: Sequence[str]) -> Self:
+        """The end with the names of the nodes at fault."""
+        return replace(self, platform_does=self.platform_does.replace("NODES", ",".join(nodes)))
 
 
 _DONE, _MEND, _AGAIN, _ELSEWHERE = 0, 65, 75, 76
@@ -44,13 +53,13 @@ _BY_HAND: Mapping[LaunchEnd, PlatformEnd] = {
     LaunchEnd.CANCELLED: PlatformEnd(1, "nothing"),
     LaunchEnd.USER_MUST_MEND: PlatformEnd(_MEND, "nothing"),
     LaunchEnd.START_AGAIN: PlatformEnd(_AGAIN, "nothing: start it again, and the run goes on"),
-    LaunchEnd.START_ELSEWHERE: PlatformEnd(_ELSEWHERE, "nothing: start it on other nodes"),
+    LaunchEnd.START_ELSEWHERE: PlatformEnd(_ELSEWHERE, "nothing: start it without NODES"),
 }
 _SLURM = {
     **_BY_HAND,
     LaunchEnd.START_AGAIN: PlatformEnd(_AGAIN, "the batch script calls scontrol requeue"),
     LaunchEnd.START_ELSEWHERE: PlatformEnd(
-        _ELSEWHERE, "the batch script sets ExcNodeList to the nodes named, and requeues"
+        _ELSEWHERE, "the batch script requeues, with ExcNodeList=NODES"
     ),
 }
 _PODS = {
@@ -63,7 +72,7 @@ _PODS = {
         _RETRYABLE, "restartPolicy ExitCode: above 127 the pods are started again"
     ),
     LaunchEnd.START_ELSEWHERE: PlatformEnd(
-        _RETRYABLE_ELSEWHERE, "the pods are started again; take the nodes named out of the job"
+        _RETRYABLE_ELSEWHERE, "the pods are started again; keep them off NODES"
     ),
 }
 _MODELARTS = {
@@ -72,7 +81,7 @@ _MODELARTS = {
         _RETRYABLE, "a retry, within job-retry-num and with job-unconditional-retry"
     ),
     LaunchEnd.START_ELSEWHERE: PlatformEnd(
-        _RETRYABLE_ELSEWHERE, "a retry; its report names the nodes to take out of the pool"
+        _RETRYABLE_ELSEWHERE, "a retry; take NODES out of the pool"
     ),
 }
 
@@ -102,3 +111,15 @@ def end_of(outcome: str, *, is_user_fault: bool, is_short_of_nodes: bool) -> Lau
     if is_short_of_nodes and not is_user_fault:
         return LaunchEnd.START_ELSEWHERE
     return LaunchEnd.USER_MUST_MEND
+
+
+def again_without(history: RunHistory) -> tuple[LaunchEnd, tuple[str, ...]]:
+    """Decide how a run is started again: without the nodes at fault, if there are any.
+
+    A node that was only lost is none: the platform does not give it while it is away.
+
+    Returns:
+        The end, and those nodes.
+    """
+    nodes = tuple(node for node in history.isolated if not history.may_rejoin(node))
+    return (LaunchEnd.START_ELSEWHERE if nodes else LaunchEnd.START_AGAIN), nodes

@@ -24,7 +24,14 @@ from perdure.storage.objects import ObjectStore
 from perdure.training.config.engine import LaunchedEngineSpec
 from perdure.training.config.job import Job
 from perdure.training.engines.launched.election import Election, Gathering
-from perdure.training.engines.launched.ends import ENDS, LaunchEnd, PlatformEnd, end_of
+from perdure.training.engines.launched.ends import (
+    AGAIN,
+    ENDS,
+    LaunchEnd,
+    PlatformEnd,
+    again_without,
+    end_of,
+)
 from perdure.training.engines.launched.identity import NodeIdentity
 from perdure.training.engines.launched.meeting import (
     HostCalls,
@@ -35,6 +42,7 @@ from perdure.training.engines.launched.meeting import (
 from perdure.training.engines.launched.messages import Registration
 from perdure.training.engines.launched.node_host import NodeHost
 from perdure.training.engines.launched.secret import LaunchSecret
+from perdure.training.engines.launched.slurm import is_cancelled
 from perdure.training.errors import InputError
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Ledger
@@ -74,6 +82,7 @@ class LaunchedNode:
         secret: the run's.
         credentials: keys of the job's store; None: boto3's default chain.
         command: starts a supervisor; empty: it is outside.
+        cancel: has the run end as cancelled, whose processes have ended.
         variables: of a supervisor that begins now.
         leaves_s: seconds before the end of the allocation at which the run saves.
     """
@@ -84,6 +93,7 @@ class LaunchedNode:
     secret: LaunchSecret
     credentials: Credentials | None
     command: Sequence[str]
+    cancel: Callable[[], None]
     variables: Callable[[], Mapping[str, str]]
     leaves_s: float
 
@@ -167,44 +177,57 @@ class LaunchedNode:
             Gathering(spec.nodes, identity.num_nodes, spec.gather_timeout_s),
             command=self.command,
             start=self._start_supervisor,
+            has_trained=lambda: host.has_trained,
         )
 
     def _end(self, election: Election) -> NodeEnd:
         ended = election.ended
         assert ended is not None  # noqa: S101 the loop was left for it
         history = election.history
+        num_healthy = self.identity.num_nodes - len(election.nodes.intersection(history.isolated))
         end = end_of(
             ended.outcome,
             is_user_fault=_is_user_fault(history),
-            is_short_of_nodes=self.identity.num_nodes - len(history.isolated)
-            < self.job.engine.nodes,
+            is_short_of_nodes=num_healthy < self.job.engine.nodes,
         )
         message = f"{ended.outcome}: {ended.message}"
-        if end is LaunchEnd.START_ELSEWHERE:
-            message = f"{message}; nodes at fault: {', '.join(history.isolated)}"
-            return self._told(end, message, history.isolated)
-        return self._told(end, message)
+        return self._again(message, history) if end in AGAIN else self._told(end, message)
+
+    def _again(self, message: str, history: RunHistory) -> NodeEnd:
+        end, nodes = again_without(history)
+        at_fault = f"; nodes at fault: {', '.join(nodes)}" if nodes else ""
+        return self._told(end, f"{message}{at_fault}", nodes)
 
     def _told(self, end: LaunchEnd, message: str, nodes: tuple[str, ...] = ()) -> NodeEnd:
-        return NodeEnd(end, message, ENDS[self.identity.platform][end], nodes)
+        return NodeEnd(end, message, ENDS[self.identity.platform][end].without(nodes), nodes)
 
     def _leave(self, host: NodeHost, election: Election, *, is_due: bool) -> NodeEnd:
         """Have everything of this node save and end, as far as the platform's time goes."""
         election.close()
-        if is_due and election.supervisor is not None:
+        supervisor = election.supervisor
+        if is_due and supervisor is not None:
             election.lead_others_out()
         host.terminate()
-        supervisor = election.supervisor
         if supervisor is not None:
             with suppress(ProcessLookupError):
                 supervisor.terminate()
+        by_person = not is_due and is_cancelled(self.identity)
         until_s = time.monotonic() + self.job.engine.grace_s + LEAVING_MARGIN_S
         while time.monotonic() < until_s:
             host.work(WORK_S)
             if host.is_empty and (supervisor is None or supervisor.poll() is not None):
                 break
         host.close()
-        return self._told(LaunchEnd.START_AGAIN, "this node was asked to end, and has saved")
+        if not by_person:
+            message = "this node was asked to end, and has saved"
+            try:
+                return self._again(message, election.read_history())
+            except StorageError:
+                return self._told(LaunchEnd.START_AGAIN, message)
+        # Nobody but the supervisor's node: only its Prefect server may have the run.
+        if supervisor is not None or (not self.command and self.identity.node_rank == 0):
+            self.cancel()
+        return self._told(LaunchEnd.CANCELLED, "its allocation was cancelled, and it has saved")
 
     def _start_supervisor(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start a supervisor on this node; what it prints is this command's output."""

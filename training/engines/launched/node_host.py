@@ -43,6 +43,7 @@ from perdure.training.engines.launched.secret import SECRET_ENV, LaunchSecret
 from perdure.training.files import last_line, private_folder, why_unwritable
 from perdure.training.platforms.forms import GRACE
 from perdure.training.processes import DIES_WITH_PARENT, kill_container
+from perdure.training.wire.agent import NO_MEMBER
 from perdure.training.wire.transport import RequestServer, is_authentic
 
 SPAWN_TIMEOUT_S = 30.0
@@ -74,6 +75,7 @@ class NodeHost:
 
     Attributes:
         is_leaving: whether the allocation is about to end, as another node has said.
+        has_trained: whether a member has had a container here.
 
     Args:
         node: name of the node.
@@ -94,7 +96,7 @@ class NodeHost:
         secret: LaunchSecret,
         secrets_env: Mapping[str, str],
     ) -> None:
-        self.is_leaving = False
+        self.is_leaving = self.has_trained = False
         self._node, self._instance = node, instance
         self._root, self._folder = folder, folder / "nodes" / node
         self._host = host
@@ -236,6 +238,7 @@ class NodeHost:
         environment = {**variables, **self._secrets_env, DIES_WITH_PARENT: str(os.getpid())}
         process = start_agent(container, environment, cwd=None)
         with self._lock:
+            self.has_trained |= container.member != NO_MEMBER
             self._containers[container.folder] = container
             self._processes[container.folder] = process
 
@@ -249,6 +252,7 @@ class NodeHost:
                     "stood_by": True,
                 }
                 self._containers[order.folder] = container.model_copy(update=fields)
+                self.has_trained = True
 
     def _end(self, folders: tuple[str, ...]) -> list[str]:
         """End containers by force. Returns those that could not be ended."""
