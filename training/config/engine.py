@@ -262,6 +262,11 @@ class KubernetesEngineSpec(EngineSpec):
         None, description="service account of the pods; its token is not mounted"
     )
     priority_class: Name | None = Field(None, description="priority class of the pods")
+    pod_security: Literal["restricted"] | None = Field(
+        None,
+        description="restricted: pods that a namespace with the PodSecurity level `restricted` "
+        "admits, as user and group 1000; without node_path, host_network and hostPath volumes",
+    )
     node_path: str | None = Field(
         None,
         pattern="^/",
@@ -308,6 +313,23 @@ class KubernetesEngineSpec(EngineSpec):
                 raise ValueError(f"{path!r} has two volumes")
             paths.add(path)
         return volumes
+
+    @model_validator(mode="after")
+    def _check_pod_security(self) -> Self:
+        if self.pod_security is None:
+            return self
+        host_paths = [v.name for v in self.volumes if "hostPath" in v.source]
+        for field, value in (
+            ("node_path", self.node_path),
+            ("host_network", self.host_network),
+            ("volumes", host_paths),
+        ):
+            if value:
+                raise ValueError(
+                    f"{field}={value!r} takes a part of the node, which "
+                    "pod_security=restricted does not allow"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_sp_block(self) -> Self:

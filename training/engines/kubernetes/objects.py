@@ -43,6 +43,15 @@ START_PROBE_PERIOD_S = 1
 START_PROBES = 300
 HOSTNAME = "kubernetes.io/hostname"
 SP_BLOCK = "sp-block"  # MindCluster's, of the PodGroup; without a domain
+# The user of the image. PodSecurity's level `restricted` asks for all of the rest.
+_RESTRICTED_POD: Mapping[str, Any] = {
+    "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+_RESTRICTED_CONTAINER: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +251,7 @@ def _pod_spec(
         "priorityClassName": spec.priority_class,
         "schedulerName": spec.volcano.scheduler if spec.volcano is not None else None,
         "imagePullSecrets": [{"name": name} for name in spec.image_pull_secrets],
+        "securityContext": dict(_RESTRICTED_POD) if spec.pod_security else None,
     }
     document |= {name: value for name, value in settings.items() if value}
     if spec.host_network:
@@ -326,6 +336,8 @@ def _container(spec: KubernetesEngineSpec, store_secret: str | None) -> Document
     }  # fmt: skip
     if secrets:
         document["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
+    if spec.pod_security:
+        document["securityContext"] = dict(_RESTRICTED_CONTAINER)
     if amounts:
         document["resources"] = {"requests": amounts, "limits": amounts}
     return document
