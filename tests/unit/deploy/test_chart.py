@@ -26,7 +26,9 @@ def rendered(*settings: str, namespace: str = "perdure") -> dict[Key, Document]:
     options = [part for setting in settings for part in ("--set", setting)]
     done = helm("template", "perdure", str(CHART), "--namespace", namespace, *options)
     assert done.returncode == 0, done.stderr
-    return _by_key(document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document)
+    return _by_key(
+        document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document
+    )
 
 
 def _by_key(documents: Any) -> dict[Key, Document]:
@@ -58,8 +60,8 @@ def _comparable(document: Document) -> Document:
     for key, value in copied.get("data", {}).items():
         if key.endswith(".json"):
             copied["data"][key] = json.loads(value)
-    for container in copied.get("spec", {}).get("template", {}).get("spec", {}).get(
-        "containers", []
+    for container in (
+        copied.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
     ):
         container.get("env", []).sort(key=lambda variable: variable["name"])
         for variable in container.get("env", []):
