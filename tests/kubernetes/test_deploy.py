@@ -85,8 +85,8 @@ def test_no_secret_stands_in_a_job_or_in_the_pod_of_a_flow_run(installation):
     ]
     assert any(one["kind"] == "Job" for one in documents)
     text = json.dumps(documents)
-    for key, secret in secret(installation.store)["stringData"].items():
-        assert secret not in text, key
+    for key, value in secret(installation.store)["stringData"].items():
+        assert value not in text, key
 
 
 def test_the_keeper_learns_the_runs_of_the_cluster_and_looks_after_them(installation):

@@ -243,6 +243,13 @@ class KubernetesEngineSpec(EngineSpec):
         "no limit",
     )
     node_selector: dict[str, str] = Field({}, description="labels that a node must have")
+    topology: tuple[str, ...] = Field(
+        (),
+        max_length=4,
+        description="labels of nodes that name their place in the network, the narrowest first, "
+        "such as [example.com/rack, example.com/spine]: pods of a run prefer to share all of them, "
+        "spares and partner copies another value of the first",
+    )
     tolerations: tuple[dict[str, Any], ...] = Field(
         (), description="tolerations, written as in a pod"
     )
@@ -299,6 +306,15 @@ class KubernetesEngineSpec(EngineSpec):
     def _check_pod(cls, value: Any, info: ValidationInfo) -> Any:
         _POD_CHECKS[str(info.field_name)](value)
         return value
+
+    @field_validator("topology")
+    @classmethod
+    def _check_topology(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        for label in labels:
+            pod_rules.check_label_name(label)
+        if len(set(labels)) < len(labels):
+            raise ValueError("names a label twice")
+        return labels
 
     @field_validator("volumes")
     @classmethod

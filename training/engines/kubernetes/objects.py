@@ -240,7 +240,7 @@ def _pod_spec(
         "terminationGracePeriodSeconds": int(spec.grace_s + GRACE_MARGIN_S),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "affinity": _affinity(job, plan),
+        "affinity": _affinity(job, spec, plan),
         "tolerations": [*_STAYS, *spec.tolerations],
         "containers": [_container(spec, store_secret)],
         "volumes": _volumes(spec, plan.name),
@@ -267,8 +267,12 @@ _STAYS: Sequence[Document] = tuple(
 )
 
 
-def _affinity(job: Job, plan: PodPlan) -> Document:
-    """Keep the pod off avoided nodes and other pods' nodes; prefer the member's former node."""
+def _affinity(job: Job, spec: KubernetesEngineSpec, plan: PodPlan) -> Document:
+    """Keep the pod off avoided nodes and other pods' nodes; prefer the member's former node.
+
+    It prefers what is near in the network, a spare another failure domain: the loss of a rack
+    does not take both.
+    """
     avoid = [_field("NotIn", node) for node in plan.placement.avoid]
     preferred = [
         {"weight": 50, "preference": {"matchFields": [_field("NotIn", node)]}}
@@ -288,10 +292,24 @@ def _affinity(job: Job, plan: PodPlan) -> Document:
         "labelSelector": {"matchLabels": run_labels(job) | {PART: AGENT}},
         "topologyKey": HOSTNAME,
     }
-    affinity: Document = {
-        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [peers]}
-    }
+    apart: Document = {"requiredDuringSchedulingIgnoredDuringExecution": [peers]}
+    near = spec.topology[1:] if plan.is_spare else spec.topology
+    if plan.is_spare and spec.topology:
+        apart |= _preferred(peers, spec.topology[:1])
+    affinity: Document = {"podAntiAffinity": apart}
+    if near:
+        affinity["podAffinity"] = _preferred(peers, near)
     return affinity | ({"nodeAffinity": of_node} if of_node else {})
+
+
+def _preferred(peers: Document, labels: Sequence[str]) -> Document:
+    """Prefer to share the values of labels with other pods; the widest one counts the most."""
+    return {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": min(100, 25 * 2**index), "podAffinityTerm": peers | {"topologyKey": label}}
+            for index, label in enumerate(labels)
+        ]
+    }
 
 
 def _field(operator: str, node: str) -> Document:

@@ -147,3 +147,98 @@ def test_names_of_pods_are_names_of_hosts_however_long_the_run_is_called(length)
     name = objects.pod_name(job("r" * length), member, "abcde")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
     assert name.endswith("-m12-s345-abcde")
+
+
+TOPOLOGY = ("example.com/rack", "example.com/spine")
+
+
+def terms(document: dict[str, Any], kind: str) -> list[tuple[str, int]]:
+    """Labels that a pod prefers to share with others, or not to, with their weights."""
+    preferred = (
+        document["spec"]["affinity"]
+        .get(kind, {})
+        .get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    )
+    return [(term["podAffinityTerm"]["topologyKey"], term["weight"]) for term in preferred]
+
+
+def spare(spec_job: Job) -> dict[str, Any]:
+    member = Member(index=objects.NO_MEMBER, node="", schedule_cnt=0)
+    plan = PodPlan(member, "perdure-a-standby-abcde", Placement(2, ()))
+    return objects.pod(spec_job, spec_of(spec_job), OWNER, plan, store_secret=None)
+
+
+@pytest.mark.parametrize(
+    ("topology", "near"),
+    [
+        ((), []),
+        (TOPOLOGY[:1], [("example.com/rack", 25)]),
+        (TOPOLOGY, [("example.com/rack", 25), ("example.com/spine", 50)]),
+        (("a", "b", "c", "d"), [("a", 25), ("b", 50), ("c", 100), ("d", 100)]),
+    ],
+)
+def test_members_prefer_nodes_near_each_other_above_all_below_one_spine(topology, near):
+    document = pod(job(topology=topology))
+    assert terms(document, "podAffinity") == near
+    assert terms(document, "podAntiAffinity") == []
+
+
+@pytest.mark.parametrize(
+    ("topology", "near", "apart"),
+    [
+        ((), [], []),
+        (TOPOLOGY[:1], [], [("example.com/rack", 25)]),
+        (TOPOLOGY, [("example.com/spine", 25)], [("example.com/rack", 25)]),
+    ],
+)
+def test_a_spare_prefers_another_rack_below_the_same_spine(topology, near, apart):
+    document = spare(job(topology=topology))
+    assert terms(document, "podAffinity") == near
+    assert terms(document, "podAntiAffinity") == apart
+    hard = document["spec"]["affinity"]["podAntiAffinity"]
+    assert len(hard["requiredDuringSchedulingIgnoredDuringExecution"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "reason"),
+    [
+        (["rack", "rack"], "names a label twice"),
+        (["rack!"], "is no name of a label"),
+        (["a", "b", "c", "d", "e"], "at most 4"),
+    ],
+)
+def test_labels_of_the_topology_are_names_of_labels_and_few(topology, reason):
+    with pytest.raises(InputError, match=reason):
+        job(topology=topology)
+
+
+def test_pods_for_the_level_restricted_give_up_all_rights_of_root():
+    document = pod(job(pod_security="restricted"))
+    assert document["spec"]["securityContext"] == {
+        "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    assert container(document)["securityContext"] == {
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    assert "securityContext" not in pod(job())["spec"]
+
+
+def test_another_user_may_be_merged_into_pods_for_the_level_restricted():
+    user = {"spec": {"securityContext": {"runAsUser": 2000}}}
+    document = pod(job(pod_security="restricted", pod=user))
+    assert document["spec"]["securityContext"]["runAsUser"] == 2000
+    assert document["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"node_path": "/var/lib/perdure"},
+        {"host_network": True},
+        {"volumes": [{"name": "a", "mount_path": "/a", "source": {"hostPath": {"path": "/a"}}}]},
+    ],
+)
+def test_what_the_level_restricted_refuses_is_refused_with_the_job(section):
+    with pytest.raises(InputError, match="pod_security=restricted does not allow"):
+        job(pod_security="restricted", **section)
