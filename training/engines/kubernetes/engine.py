@@ -309,6 +309,9 @@ class KubernetesEngine:
         """End every pod of the run, and delete all its objects."""
         self._begin()
         self._informer.refresh()
+        if self._spec.kueue is not None:
+            for name in self._pods:
+                self._api.patch(PODS, name, objects.LAST_OF_GROUP)
         self._ending.end(list(self._pods.values()))
         self._api.delete(CONFIG_MAPS, objects.name_of(self._job))
         # The garbage collector does so, too, but not while the controller manager is away.
@@ -460,9 +463,9 @@ class KubernetesEngine:
         """Have members take spare pods, by their labels. Returns the members that got one."""
         on_spares: set[int] = set()
         for index, name in chosen.items():
-            labels = objects.member_labels(placement.members[index], placement)
+            changes = objects.taken(placement.members[index], placement, self._spec)
             try:
-                self._api.patch(PODS, name, {"metadata": {"labels": labels}})
+                self._api.patch(PODS, name, changes)
             except ApiError as error:
                 _log.warning("no member can take the spare pod %s: %s", name, error)
             else:

@@ -242,3 +242,79 @@ def test_another_user_may_be_merged_into_pods_for_the_level_restricted():
 def test_what_the_level_restricted_refuses_is_refused_with_the_job(section):
     with pytest.raises(InputError, match="pod_security=restricted does not allow"):
         job(pod_security="restricted", **section)
+
+
+def group_of(gang_job: Job) -> dict[str, Any]:
+    spec = spec_of(gang_job)
+    return objects.pod_group(gang_job, spec, not_none(spec.volcano), OWNER)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (None, None),
+        ({}, {"mode": "soft"}),
+        ({"mode": "hard", "highest_tier": 2}, {"mode": "hard", "highestTierAllowed": 2}),
+        ({"highest_tier": 0}, {"mode": "soft", "highestTierAllowed": 0}),
+    ],
+)
+def test_a_gang_of_volcano_may_be_kept_near_each_other(section, expected):
+    group = group_of(job(volcano={"network_topology": section}))
+    assert group["spec"].get("networkTopology") == expected
+
+
+def test_warm_spares_do_not_stand_for_members_of_a_volcano_group():
+    gang_job = job(nodes=4, slots_per_node=1, volcano={})
+    assert group_of(gang_job)["spec"]["minTaskMember"] == {"member": 4}
+    task = "volcano.sh/task-spec"
+    assert pod(gang_job)["metadata"]["annotations"][task] == "member"
+    assert spare(gang_job)["metadata"]["annotations"][task] == "spare"
+    member = Member(index=2, node="n1", schedule_cnt=2)
+    changes = objects.taken(member, Placement(4, (member,)), spec_of(gang_job))["metadata"]
+    assert changes["annotations"] == {task: "member"}
+    assert changes["labels"][objects.MEMBER] == "2"
+    plain = objects.taken(member, Placement(4, (member,)), spec_of(job()))["metadata"]
+    assert "annotations" not in plain
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_members_are_one_group_of_kueue(nodes):
+    section = {"queue": "research", "priority_class": "batch"}
+    document = pod(job("llm", nodes=nodes, slots_per_node=1, kueue=section, priority_class="high"))
+    labels = document["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "research"
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "llm"
+    assert labels["kueue.x-k8s.io/priority-class"] == "batch"
+    count = document["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]
+    assert count == str(nodes)
+    assert document["spec"]["priorityClassName"] == "high"
+    assert "schedulingGates" not in document["spec"], "Kueue's webhook adds its own"
+    retriable = "kueue.x-k8s.io/retriable-in-group"
+    assert retriable not in document["metadata"]["annotations"], "a pod may be replaced"
+    assert objects.LAST_OF_GROUP["metadata"]["annotations"] == {retriable: "false"}
+
+
+def test_without_kueue_no_pod_has_its_labels():
+    text = str(pod(job()))
+    assert "kueue" not in text
+
+
+def test_a_group_of_kueue_has_no_warm_spares():
+    assert job(spares=2, kueue={"queue": "a"}).engine.num_warm_spares == 0
+    assert job(spares=2, warm_spares=0, kueue={"queue": "a"}).engine.num_warm_spares == 0
+    assert job(spares=2).engine.num_warm_spares == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"kueue": {"queue": "a"}, "volcano": {}}, "kueue and volcano both hold pods back"),
+        ({"kueue": {"queue": "a"}, "warm_spares": 1}, "warm_spares=1 must be 0 with kueue"),
+        ({"kueue": {}}, "kueue.queue: is missing"),
+        ({"kueue": {"queue": "No Queue"}}, "is no name"),
+        ({"volcano": {"network_topology": {"mode": "near"}}}, "network_topology.mode"),
+    ],
+)
+def test_settings_of_queues_that_contradict_each_other_are_refused(section, reason):
+    with pytest.raises(InputError, match=re.escape(reason)):
+        job(**section)
