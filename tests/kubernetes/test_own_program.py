@@ -1,4 +1,4 @@
-"""A torchrun script from a ConfigMap, its checkpoints on a claim: the job of the page on Kubernetes."""
+"""A torchrun script from a ConfigMap, with its checkpoints on a claim, as the page has it."""
 
 from __future__ import annotations
 
