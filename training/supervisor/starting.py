@@ -168,14 +168,14 @@ class AttemptStarter:
     def _job_of_workers(self) -> Job:
         """Return the job with what is known of its nodes: failure rate and failure domains."""
         job, checkpoint = self.job, self.job.checkpoint
-        known: dict[str, object] = {}
+        facts: dict[str, object] = {}
         if checkpoint.mtbf_s is not None:
-            known["mtbf_s"] = self.writer.history.mtbf_s(checkpoint.mtbf_s)
+            facts["mtbf_s"] = self.writer.history.mtbf_s(checkpoint.mtbf_s)
         if checkpoint.partner_copies and not checkpoint.failure_domains:
-            known["failure_domains"] = dict(self.fleet.failure_domains())
-        if not known:
+            facts["failure_domains"] = dict(self.fleet.failure_domains())
+        if not facts:
             return job
-        return job.model_copy(update={"checkpoint": checkpoint.model_copy(update=known)})
+        return job.model_copy(update={"checkpoint": checkpoint.model_copy(update=facts)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,8 +175,8 @@ class Pod:
         reason, message = self._status.get("reason") or "", self._status.get("message") or ""
         lost = FaultClass.CONTAINER_LOST
         if (disruption := self._disruption(events)) is not None:
-            taken = FaultClass.PREEMPTED if disruption[0] == PREEMPTED else lost
-            return NodeLoss(self.node, taken, *disruption)
+            fault_class = FaultClass.PREEMPTED if disruption[0] == PREEMPTED else lost
+            return NodeLoss(self.node, fault_class, *disruption)
         if reason in _NODE_GOES_DOWN:
             text = f"{reason}: {message}"
             return NodeLoss(self.node, FaultClass.NODE_LOST, "NODE_LOST", text)

@@ -182,7 +182,8 @@ NO_ROOM_LEFT = pod(
         (pod(started=False), "its agent does not listen yet (phase Running)", False, False),
     ],
     ids=["no node has room", "its queue has none", "its image cannot be pulled",
-         "its image has no valid name", "a secret is missing", "its kubelet is late", "its node has no room after all",
+         "its image has no valid name", "a secret is missing", "its kubelet is late",
+         "its node has no room after all",
          "its agent fails", "it is being made", "its agent starts"],
 )  # fmt: skip
 def test_why_a_pod_is_not_up_is_in_the_words_of_scheduler_and_kubelet(
