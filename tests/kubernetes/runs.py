@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from perdure.storage.address import Credentials
 from perdure.training.config.job import Job, parse_job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import differences
 from perdure.training.drill.job import PACE_ENV, drill_job, write_corpus
 from perdure.training.engines.kubernetes import objects
 from perdure.training.journal.history import RunHistory
@@ -34,10 +38,14 @@ from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.kubectl import Cluster
 from tests.kubernetes.store import Store
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+from tests.waiting import wait_for
 
 PACE_S = 0.1
-LIMIT_S = 420.0
+LIMIT_S = 840.0
 RESTS_S = 2.0  # of training between two faults
+STEPS = 150
+START_S = 240.0
+CLI_S = 240.0
 
 
 def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str, Any]:
@@ -370,3 +378,53 @@ def takes_api_away(lab: Lab, seconds: float) -> Deed:
         lab.restart_controller_manager()
 
     return Deed(take, ends_attempt=False)
+
+
+def assert_as_undisturbed(played: Played, undisturbed: RunOutcome) -> None:
+    assert (played.outcome.ended, undisturbed.ended) == ("completed", "completed")
+    assert differences(played.outcome.curve, undisturbed.curve) == []
+    assert played.outcome.state == undisturbed.state
+    assert played.leftovers == []
+
+
+def play(runs: ClusterRuns, name: str, *deeds: Deed, steps: int = STEPS, **changes) -> Played:
+    """Run a job that these things happen to, and compare it with one that nothing happens to."""
+    job = runs.job(name, steps=steps, **changes)
+    played = runs.run(job, *deeds)
+    assert_as_undisturbed(played, runs.undisturbed(job))
+    return played
+
+
+def await_wait(run: RunSupervisor, *words: str) -> None:
+    """Return when a run shows that it waits, in these words of the platform."""
+
+    def is_shown() -> bool:
+        wait = run.ledger.wait
+        return wait is not None and all(word in wait.text for word in words)
+
+    wait_for(is_shown, timeout_s=START_S, period_s=0.2, what=f"a wait: {words}")
+
+
+def file_of(runs: ClusterRuns, job: Job) -> Path:
+    """Write the job as a user has it."""
+    file = runs.home / f"{job.run_id}.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    return file
+
+
+def perdure(runs: ClusterRuns, file: Path, command: str, *options: str) -> str:
+    """What the command line printed, on a machine that has never heard of the run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", command, str(file), *options],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
+            **runs.store.environment,
+            "PERDURE_HOME": str(file.parent / "laptop"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=CLI_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
