@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from perdure.training.drill.driver import RunOutcome
 from perdure.training.engines.kubernetes.engine import KubernetesEngine
 from perdure.training.errors import EngineError
 from tests.jobs import small_job
@@ -100,10 +101,16 @@ def namespace(cluster: Cluster) -> Iterator[str]:
         cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
+@pytest.fixture(scope="session")
+def references() -> dict[tuple[int, ...], RunOutcome]:
+    """Runs that nothing has happened to."""
+    return {}
+
+
 @pytest.fixture
-def runs(tmp_path, cluster, namespace, store) -> ClusterRuns:
+def runs(tmp_path, cluster, namespace, store, references) -> ClusterRuns:
     """Runs of the engine in a namespace of their own."""
-    return ClusterRuns(tmp_path, cluster, namespace, store)
+    return ClusterRuns(tmp_path, cluster, namespace, store, references)
 
 
 @pytest.fixture

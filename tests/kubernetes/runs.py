@@ -87,6 +87,7 @@ class ClusterRuns:
     cluster: Cluster
     namespace: str
     store: Store
+    references: dict[tuple[int, ...], RunOutcome] = field(default_factory=dict)
 
     def job(self, run_id: str, *, steps: int, **changes: Mapping[str, Any]) -> Job:
         """A small job; `changes` are fields of sections, by section."""
@@ -164,7 +165,16 @@ class ClusterRuns:
         )
 
     def undisturbed(self, job: Job) -> RunOutcome:
-        """The same job on this machine's own processes, where nothing happens to it."""
+        """The same job on this machine's own processes, where nothing happens to it.
+
+        Jobs of as many steps and ranks are all the same program.
+        """
+        key = (job.steps, job.engine.nodes, job.engine.slots_per_node)
+        if key not in self.references:
+            self.references[key] = self._undisturbed(job)
+        return self.references[key]
+
+    def _undisturbed(self, job: Job) -> RunOutcome:
         home = self.home / "undisturbed"
         write_corpus(home)
         document = job.model_dump(mode="json")

@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from perdure.training.engines.kubernetes.objects import RUN
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.kubernetes.accounts import NAME, NEEDED, kubeconfig_of, role
+from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.places import KEYS
 from tests.kubernetes.runs import (
     LIMIT_S,
@@ -34,6 +36,8 @@ from tests.waiting import wait_for
 
 REFUSED_S = 10.0  # for which every request is refused
 ALONE = {"node_replace": False, "pod_retries": 1}  # the lost pod is the answer
+FEW = 60
+COST_CENTER = "cost-center.lab.local"
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -60,19 +64,6 @@ def binding(runs, create, tmp_path, monkeypatch) -> Iterator[Callable[[bool], No
             runs.cluster.kubectl("delete", "rolebinding", NAME, "--namespace", runs.namespace)
 
     return bind
-
-
-def test_rights_that_are_taken_away_are_waited_for(runs, binding):
-    def take(run: RunSupervisor) -> None:
-        binding(False)
-        deletes_pod(runs, 1, "--grace-period=1").what(run)
-        await_wait(run, "forbidden")
-        time.sleep(REFUSED_S)
-        status = perdure(runs, file_of(runs, run.job), "status")
-        assert "waiting for the platform" in status
-        binding(True)
-
-    assert_nobody_is_blamed(play(runs, "rights", Deed(take), restart=ALONE))
 
 
 def test_a_run_that_may_take_nothing_down_has_its_end_on_record_and_is_taken_down_later(
@@ -108,62 +99,92 @@ class Denial(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps({**kind, "response": answer}).encode())
 
 
-def webhook(port: int, run_id: str) -> dict[str, object]:
-    """A webhook that is asked about the pods of a run, for the API server of this machine."""
-    authority = base64.b64encode((KEYS / "ca.crt").read_bytes()).decode()
-    pods = {"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}
-    rule = {
-        "name": "cost-center.lab.local",
-        "clientConfig": {"url": f"https://127.0.0.1:{port}/", "caBundle": authority},
-        "rules": [{**pods, "operations": ["CREATE"]}],
-        "objectSelector": {"matchLabels": {RUN: run_id}},
-        "admissionReviewVersions": ["v1"],
-        "sideEffects": "None",
-    }
-    return {
-        "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
-        "metadata": {"name": f"perdure-test-{run_id}"}, "webhooks": [rule],
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Webhook:
+    """An admission webhook for the pods of a run, on this machine as the API server is."""
+
+    lab: Lab
+    port: int
+
+    def deny(self, run_id: str) -> None:
+        """Have it deny each pod of a run."""
+        self._register(run_id, self.port)
+
+    def fail(self, run_id: str) -> None:
+        """Have nobody answer where it should be."""
+        self._register(run_id, 1)
+
+    def end(self) -> None:
+        """Have the API server ask nobody."""
+        self.lab.kubectl(
+            "delete", "validatingwebhookconfiguration", COST_CENTER, "--ignore-not-found"
+        )
+
+    def _register(self, run_id: str, port: int) -> None:
+        authority = base64.b64encode((KEYS / "ca.crt").read_bytes()).decode()
+        pods = {"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}
+        rule = {
+            "name": COST_CENTER,
+            "clientConfig": {"url": f"https://127.0.0.1:{port}/", "caBundle": authority},
+            "rules": [{**pods, "operations": ["CREATE"]}],
+            "objectSelector": {"matchLabels": {RUN: run_id}},
+            "admissionReviewVersions": ["v1"],
+            "sideEffects": "None",
+        }
+        kind = "ValidatingWebhookConfiguration"
+        self.lab.create(
+            {
+                "apiVersion": "admissionregistration.k8s.io/v1", "kind": kind,
+                "metadata": {"name": COST_CENTER}, "webhooks": [rule],
+            }
+        )  # fmt: skip
 
 
 @pytest.fixture
-def denies(lab) -> Iterator[Callable[[str, bool], None]]:
-    """Has the creation of a run's pods denied, or fail since the webhook itself does not answer."""
+def webhook(lab) -> Iterator[Webhook]:
+    """Refuses pods of runs; afterwards it is gone."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(KEYS / "apiserver.crt", KEYS / "apiserver.key")
-    names: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Denial) as server:
         server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-
-        def deny(run_id: str, answers: bool) -> None:  # noqa: FBT001 a fixture's argument
-            document = webhook(server.server_port if answers else 1, run_id)
-            names.append(document["metadata"]["name"])
-            lab.create(document)
-
-        yield deny
-        lab.kubectl("delete", "validatingwebhookconfiguration", "--ignore-not-found", *names)
-        server.shutdown()
+        webhook = Webhook(lab, server.server_port)
+        try:
+            yield webhook
+        finally:
+            webhook.end()
+            server.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [(True, "pods need a cost center"), (False, "failed calling webhook")],
-    ids=["denied", "absent"],
-)
-def test_an_admission_webhook_that_lets_no_pod_through_is_waited_for(
-    runs, lab, denies, answers, words
-):
-    def deny(run: RunSupervisor) -> None:
-        denies(run.job.run_id, answers)
+def refused(runs: ClusterRuns, begin: Callable[[str], None], end: Callable[[], None], words: str):
+    """A pod is lost while the API server refuses another, in these words."""
+
+    def refuse(run: RunSupervisor) -> None:
+        begin(run.job.run_id)
         deletes_pod(runs, 1, "--grace-period=1").what(run)
         await_wait(run, words)
         time.sleep(REFUSED_S)
-        assert words in perdure(runs, file_of(runs, run.job), "status")
-        name = f"perdure-test-{run.job.run_id}"
-        lab.kubectl("delete", "validatingwebhookconfiguration", name)
+        status = perdure(runs, file_of(runs, run.job), "status")
+        assert "waiting for the platform" in status
+        assert words in status
+        end()
 
-    assert_nobody_is_blamed(play(runs, "webhook", Deed(deny), restart=ALONE))
+    return Deed(refuse)
+
+
+def test_a_refusal_by_the_api_server_is_waited_for_and_is_no_fault_of_a_node(
+    runs, binding, webhook
+):
+    deeds = (
+        refused(runs, lambda _run_id: binding(False), lambda: binding(True), "forbidden"),
+        refused(runs, webhook.deny, webhook.end, "pods need a cost center"),
+        refused(runs, webhook.fail, webhook.end, "failed calling webhook"),
+    )
+    played = play(runs, "refused", *deeds, steps=FEW, restart={**ALONE, "pod_retries": 3})
+    assert played.answers == [("container_lost", "pod_reschedule")] * 3
+    assert played.history.isolated == ()
+    assert [placed.placement for placed in played.history.placements] == [1, 2, 3, 4]
+    assert not any(view.failed_rungs for view in played.history.attempts)
 
 
 def lose_secret(runs: ClusterRuns, name: str, folder) -> tuple[object, str]:

@@ -30,6 +30,7 @@ from tests.kubernetes.runs import (
 FULL_S = 10.0  # for which there is no room
 BOTH_OFF_S = 20.0
 ALONE = {"node_replace": False, "pod_retries": 1}  # the lost pod is the answer
+FEW = 60
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
@@ -68,7 +69,9 @@ def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
         assert "exceeded quota: full" in status
         runs.cluster.kubectl("delete", "resourcequota", "full", "--namespace", runs.namespace)
 
-    played = play(runs, "quota", Deed(fill), restart={**ALONE, "pod_retries": pod_retries})
+    played = play(
+        runs, "quota", Deed(fill), steps=FEW, restart={**ALONE, "pod_retries": pod_retries}
+    )
     assert played.answers == [("container_lost", rung)]
     assert_waited_once(played)
 
@@ -95,7 +98,9 @@ def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_
         assert names_of(runs, "secrets") == pods
         lab.kubectl("uncordon", *lab.nodes)
 
-    played = play(runs, "pending", Deed(cordon), engine={"warm_spares": 0}, restart=ALONE)
+    played = play(
+        runs, "pending", Deed(cordon), steps=FEW, engine={"warm_spares": 0}, restart=ALONE
+    )
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert_waited_once(played)
 
@@ -110,7 +115,7 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
         assert "waiting for a free node since" in perdure(runs, file_of(runs, run.job), "status")
         lab.restore()
 
-    played = play(runs, "both", Deed(lose))
+    played = play(runs, "both", Deed(lose), steps=FEW)
     assert faults_by_class(played.history)[FaultClass.NODE_LOST] == 2
     recoveries = [one for view in played.history.attempts for one in view.recoveries]
     assert all(one.ended is not None for one in recoveries)
@@ -145,7 +150,7 @@ def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, wit
         assert "ImagePull" in perdure(runs, file_of(runs, run.job), "status")
         lab.kubectl("uncordon", nodes[1])
 
-    played = play(runs, "image", Deed(lose), restart=ALONE)
+    played = play(runs, "image", Deed(lose), steps=FEW, restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert played.history.placements[-1].members[1].node == nodes[1]
     assert not any(view.failed_rungs for view in played.history.attempts)

@@ -20,7 +20,7 @@ from tests.kubernetes.runs import (
 )
 
 SILENT_S = 25.0  # more than a lone silent agent is given
-LONG = 4 * STEPS  # longer than the silence
+LONG = 2 * STEPS  # longer than the silence
 AGENTS = ("OUTPUT", "-p", "tcp", "--dport", "8470", "-j", "DROP")
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
