@@ -46,6 +46,7 @@ RESTS_S = 2.0  # of training between two faults
 STEPS = 150
 START_S = 240.0
 CLI_S = 240.0
+WAITS_S = 10.0  # for several tries
 
 
 def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str, Any]:
@@ -413,6 +414,33 @@ def await_wait(run: RunSupervisor, *words: str) -> None:
         return wait is not None and all(word in wait.text for word in words)
 
     wait_for(is_shown, timeout_s=START_S, period_s=0.2, what=f"a wait: {words}")
+
+
+def waits_out(
+    runs: ClusterRuns,
+    *words: str,
+    begin: Callable[[RunSupervisor], None],
+    end: Callable[[RunSupervisor], None],
+    look: Callable[[RunSupervisor], None] = lambda _run: None,
+) -> Deed:
+    """A pod is lost while something keeps the platform from starting another.
+
+    The healthy member keeps its pod, and `perdure status` has these words.
+    """
+
+    def lose(run: RunSupervisor) -> None:
+        begin(run)
+        stays = runs.pod(run.job, 0)
+        deletes_pod(runs, 1, "--grace-period=1").what(run)
+        await_wait(run, *words)
+        time.sleep(WAITS_S)
+        assert runs.pod(run.job, 0) == stays
+        status = perdure(runs, file_of(runs, run.job), "status")
+        assert all(word in status for word in words), status
+        look(run)
+        end(run)
+
+    return Deed(lose)
 
 
 def file_of(runs: ClusterRuns, job: Job) -> Path:

@@ -6,7 +6,6 @@ Healthy members keep their pods meanwhile, one record tells the wait, and no res
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,20 +13,20 @@ import pytest
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.reporting.summary import faults_by_class
 from perdure.training.supervisor.run_supervisor import RunSupervisor
-from tests.kubernetes.lab.places import IMAGES
 from tests.kubernetes.runs import (
+    WAITS_S,
     ClusterRuns,
     Deed,
     Played,
     await_wait,
-    deletes_pod,
     file_of,
     node_of,
     perdure,
     play,
+    waits_out,
 )
 
-FULL_S = 10.0  # for which there is no room
+NO_ROOM = "waiting for a free node since"
 BOTH_OFF_S = 20.0
 ALONE = {"node_replace": False, "pod_retries": 1}  # the lost pod is the answer
 FEW = 60
@@ -45,7 +44,7 @@ def assert_waited_once(played: Played) -> None:
     """The run has waited, on one record, and no rung has failed."""
     history = played.history
     assert [placed.placement for placed in history.placements] == [1, 2]
-    assert history.placements[-1].waited_s > FULL_S / 2
+    assert history.placements[-1].waited_s > WAITS_S / 2
     assert not any(view.failed_rungs for view in history.attempts)
     assert history.isolated == ()
 
@@ -57,21 +56,12 @@ def assert_waited_once(played: Played) -> None:
 def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
     runs, create, pod_retries, rung
 ):
-    def fill(run: RunSupervisor) -> None:
-        create(quota())
-        stays = runs.pod(run.job, 0)
-        deletes_pod(runs, 1, "--grace-period=1").what(run)
-        await_wait(run, "exceeded quota: full")
-        time.sleep(FULL_S)
-        assert runs.pod(run.job, 0) == stays
-        status = perdure(runs, file_of(runs, run.job), "status")
-        assert "waiting for a free node since" in status
-        assert "exceeded quota: full" in status
-        runs.cluster.kubectl("delete", "resourcequota", "full", "--namespace", runs.namespace)
-
-    played = play(
-        runs, "quota", Deed(fill), steps=FEW, restart={**ALONE, "pod_retries": pod_retries}
-    )
+    delete = ("delete", "resourcequota", "full", "--namespace", runs.namespace)
+    full = waits_out(
+        runs, NO_ROOM, "exceeded quota: full",
+        begin=lambda _run: create(quota()), end=lambda _run: runs.cluster.kubectl(*delete),
+    )  # fmt: skip
+    played = play(runs, "quota", full, steps=FEW, restart={**ALONE, "pod_retries": pod_retries})
     assert played.answers == [("container_lost", rung)]
     assert_waited_once(played)
 
@@ -85,22 +75,17 @@ def names_of(runs: ClusterRuns, kind: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_new_one(runs, lab):
-    def cordon(run: RunSupervisor) -> None:
-        lost, stays = runs.pod(run.job, 1), runs.pod(run.job, 0)
-        lab.kubectl("cordon", *lab.nodes)
-        deletes_pod(runs, 1, "--grace-period=1").what(run)
-        await_wait(run, "nodes are available")
-        time.sleep(FULL_S)
+    def look(_run: RunSupervisor) -> None:
         pods = names_of(runs, "pods")
         assert len(pods) == 2
-        assert stays in pods
-        assert lost not in pods
         assert names_of(runs, "secrets") == pods
-        lab.kubectl("uncordon", *lab.nodes)
 
-    played = play(
-        runs, "pending", Deed(cordon), steps=FEW, engine={"warm_spares": 0}, restart=ALONE
-    )
+    pending = waits_out(
+        runs, NO_ROOM, "nodes are available", look=look,
+        begin=lambda _run: lab.kubectl("cordon", *lab.nodes),
+        end=lambda _run: lab.kubectl("uncordon", *lab.nodes),
+    )  # fmt: skip
+    played = play(runs, "pending", pending, steps=FEW, engine={"warm_spares": 0}, restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert_waited_once(played)
 
@@ -112,7 +97,7 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
             lab.power_off(node)
         await_wait(run, "nodes are available")
         time.sleep(BOTH_OFF_S)
-        assert "waiting for a free node since" in perdure(runs, file_of(runs, run.job), "status")
+        assert NO_ROOM in perdure(runs, file_of(runs, run.job), "status")
         lab.restore()
 
     played = play(runs, "both", Deed(lose), steps=FEW)
@@ -121,36 +106,19 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
     assert all(one.ended is not None for one in recoveries)
 
 
-@pytest.fixture
-def without_image(lab) -> Iterator[Callable[[str], None]]:
-    """Takes the image from a node; afterwards it has it again."""
-    nodes: list[str] = []
-
-    def take(node: str) -> None:
-        nodes.append(node)
-        lab.remove_image(node, lab.image)
-
-    yield take
-    for node in nodes:
-        for archive in IMAGES.glob("*.tar"):
-            lab.import_image(node, archive)
-
-
 @pytest.mark.long
 def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, without_image):
     nodes: list[str] = []
 
-    def lose(run: RunSupervisor) -> None:
+    def take(run: RunSupervisor) -> None:
         nodes.extend(sorted(set(lab.nodes) - {node_of(run, 0)}))
         without_image(nodes[0])
-        # Its pod can go nowhere else at first.
-        lab.kubectl("cordon", nodes[1])
-        deletes_pod(runs, 1, "--grace-period=1").what(run)
-        await_wait(run, "ImagePull")
-        assert "ImagePull" in perdure(runs, file_of(runs, run.job), "status")
-        lab.kubectl("uncordon", nodes[1])
+        lab.kubectl("cordon", nodes[1])  # so that the pod comes to the other
 
-    played = play(runs, "image", Deed(lose), steps=FEW, restart=ALONE)
+    image = waits_out(
+        runs, "ImagePull", begin=take, end=lambda _run: lab.kubectl("uncordon", nodes[1])
+    )
+    played = play(runs, "image", image, steps=FEW, restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert played.history.placements[-1].members[1].node == nodes[1]
     assert not any(view.failed_rungs for view in played.history.attempts)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from perdure.training.supervisor.run_supervisor import RunSupervisor
-from tests.kubernetes.accounts import NEEDED, kubeconfig_of, role
 from tests.kubernetes.runs import (
     STEPS,
     Deed,
@@ -21,21 +18,8 @@ from tests.kubernetes.runs import (
 
 SILENT_S = 25.0  # more than a lone silent agent is given
 LONG = 2 * STEPS  # longer than the silence
-AGENTS = ("OUTPUT", "-p", "tcp", "--dport", "8470", "-j", "DROP")
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture
-def account(runs, create, tmp_path, monkeypatch):
-    """Has the supervisor act with the rights of a plain job, without any on nodes, or fewer."""
-
-    def act(*without: str) -> None:
-        create(*role({name: verbs for name, verbs in NEEDED.items() if name not in without}))
-        config = kubeconfig_of(runs.cluster, runs.namespace, tmp_path)
-        monkeypatch.setenv("KUBECONFIG", str(config))
-
-    return act
 
 
 def test_isolation_holds_where_the_nodes_of_the_cluster_are_not_known(runs, lab, account):
@@ -51,16 +35,9 @@ def test_isolation_holds_where_the_nodes_of_the_cluster_are_not_known(runs, lab,
     assert [fault for fault, _ in played.answers] == ["node_lost", "node_lost", "container_lost"]
 
 
-@pytest.fixture
-def silence(lab) -> Iterator[None]:
-    """Lets nothing through to the agents, as a default-deny policy would; afterwards all."""
-    yield lambda: subprocess.run(["iptables", "-A", *AGENTS], check=True)
-    subprocess.run(["iptables", "-D", *AGENTS], check=False)
-
-
 def test_agents_that_nobody_hears_train_on_and_are_reached_through_the_api_server(runs, silence):
     def silent(_run: RunSupervisor) -> None:
-        silence()
+        silence(True)
         time.sleep(SILENT_S)
 
     # The silence lasts to the end of the run.
@@ -76,10 +53,10 @@ def test_agents_that_can_be_reached_by_no_way_train_on_in_pods_that_are_ready(
     account("pods/portforward")
 
     def silent(run: RunSupervisor) -> None:
-        silence()
+        silence(True)
         await_wait(run, "waiting for an answer of any agent", "their containers run")
         time.sleep(SILENT_S)
-        subprocess.run(["iptables", "-D", *AGENTS], check=True)
+        silence(False)
 
     played = play(runs, "no-way", Deed(silent, ends_attempt=False), steps=LONG)
     assert played.answers == []
