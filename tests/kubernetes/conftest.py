@@ -20,7 +20,7 @@ from perdure.training.drill.driver import RunOutcome
 from perdure.training.engines.kubernetes.engine import KubernetesEngine
 from perdure.training.errors import EngineError
 from tests.jobs import small_job
-from tests.kubernetes.accounts import NEEDED, kubeconfig_of, role
+from tests.kubernetes.accounts import NAME, NEEDED, kubeconfig_of, role
 from tests.kubernetes.bare import PLACE_S
 from tests.kubernetes.lab import life
 from tests.kubernetes.lab.cluster import Lab
@@ -171,6 +171,21 @@ def account(runs, create, tmp_path, monkeypatch) -> Callable[..., None]:
         monkeypatch.setenv("KUBECONFIG", str(config))
 
     return act
+
+
+@pytest.fixture
+def bind(runs, create, account) -> Callable[[bool], None]:
+    """Gives the supervisor its rights, or takes them away; it has them at first."""
+    account()
+    bound = role(NEEDED)[2]
+
+    def bind(has_rights: bool) -> None:  # noqa: FBT001 a switch
+        if has_rights:
+            create(bound)
+        else:
+            runs.cluster.kubectl("delete", "rolebinding", NAME, "--namespace", runs.namespace)
+
+    return bind
 
 
 @pytest.fixture

@@ -90,7 +90,9 @@ class ClusterRuns:
     store: Store
     references: dict[tuple[int, ...], RunOutcome] = field(default_factory=dict)
 
-    def job(self, run_id: str, *, steps: int, **changes: Mapping[str, Any]) -> Job:
+    def job(
+        self, run_id: str, *, steps: int, pace_s: float = PACE_S, **changes: Mapping[str, Any]
+    ) -> Job:
         """A small job; `changes` are fields of sections, by section."""
         write_corpus(self.home)
         engine = engine_section(self.cluster, self.namespace) | dict(changes.pop("engine", {}))
@@ -104,15 +106,17 @@ class ClusterRuns:
             run_id,
             kind=ParallelKind.DDP,
             steps=steps,
-            pace_s=PACE_S,
+            pace_s=pace_s,
             changes=changes,
             target={"engine": engine, "storage": storage},
         )
 
-    def run(self, job: Job, *deeds: Deed) -> Played:
-        """Run a job to its end, and do these things to it in turn."""
-        doing = Doing(deeds)
-        driver = RunDriver(self.home, limit_s=LIMIT_S, credentials=KEYS)
+    def run(
+        self, job: Job, *deeds: Deed, limit_s: float = LIMIT_S, rests_s: float = RESTS_S
+    ) -> Played:
+        """Run a job to its end, and do these things to it in turn, with training in between."""
+        doing = Doing(deeds, rests_s)
+        driver = RunDriver(self.home, limit_s=limit_s, credentials=KEYS)
         outcome = driver.run(job, hook=doing.look)
         doing.finish()
         self._print_times(job, outcome.history, doing.done_s)
@@ -185,7 +189,8 @@ class ClusterRuns:
             "engine": engine,
             "env": {**document["env"], PACE_ENV: "0"},
         }
-        return RunDriver(home).run(parse_job(document | plain))
+        driver = RunDriver(home, limit_s=max(LIMIT_S, job.steps))
+        return driver.run(parse_job(document | plain))
 
     def pod(self, job: Job, member: int) -> str:
         """Name of the pod that a member has now."""
@@ -265,6 +270,7 @@ class Doing:
     """Does one thing after the other, each while the run trains."""
 
     deeds: Sequence[Deed]
+    rests_s: float
     errors: list[BaseException] = field(default_factory=list)
     done: int = 0
     thread: threading.Thread | None = None
@@ -287,7 +293,7 @@ class Doing:
         now_s = time.monotonic()
         if self.calm_since_s == 0.0:
             self.calm_since_s = now_s
-        if now_s - self.calm_since_s > RESTS_S:
+        if now_s - self.calm_since_s > self.rests_s:
             deed, self.calm_since_s, self.calm_step = self.deeds[self.done], 0.0, step + 1
             self.done += 1
             self.done_s.append(time.time())

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 from perdure.training.config.job import Job
-from tests.kubernetes.accounts import NAME, NEEDED, role
 from tests.kubernetes.runs import (
     LIMIT_S,
     START_S,
     STEPS,
     ClusterRuns,
+    Deed,
     assert_as_undisturbed,
     file_of,
     perdure,
     play,
     waits_out,
 )
-from tests.kubernetes.webhook import DENIED
+from tests.kubernetes.webhook import DENIED, Webhook
 from tests.waiting import wait_for
 
 ALONE = {"node_replace": False, "pod_retries": 3}  # the lost pod is the answer
@@ -30,34 +30,28 @@ REFUSED = "waiting for the platform"
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
-@pytest.fixture
-def bind(runs, create, account) -> Callable[[bool], None]:
-    """Gives the supervisor its rights, or takes them away; it has them at first."""
-    account()
-    bound = role(NEEDED)[2]
+def refused_rights(runs: ClusterRuns, bind: Callable[[bool], None]) -> Deed:
+    """The supervisor has no rights for a while."""
+    return waits_out(
+        runs, REFUSED, "forbidden", begin=lambda _run: bind(False), end=lambda _run: bind(True)
+    )
 
-    def bind(has_rights: bool) -> None:  # noqa: FBT001 a switch
-        if has_rights:
-            create(bound)
-        else:
-            runs.cluster.kubectl("delete", "rolebinding", NAME, "--namespace", runs.namespace)
 
-    return bind
+def refused_by_webhook(runs: ClusterRuns, webhook: Webhook) -> list[Deed]:
+    """An admission webhook says no, or does not answer."""
+    by_words = {DENIED: webhook.deny, "failed calling webhook": webhook.fail}
+    return [
+        waits_out(
+            runs, REFUSED, words,
+            begin=lambda run, begin=begin: begin(run.job.run_id), end=lambda _run: webhook.end(),
+        )
+        for words, begin in by_words.items()
+    ]  # fmt: skip
 
 
 def test_a_refusal_by_the_api_server_is_waited_for_and_is_no_fault_of_a_node(runs, bind, webhook):
-    rights = waits_out(
-        runs, REFUSED, "forbidden", begin=lambda _run: bind(False), end=lambda _run: bind(True)
-    )
-    denied = waits_out(
-        runs, REFUSED, DENIED,
-        begin=lambda run: webhook.deny(run.job.run_id), end=lambda _run: webhook.end(),
-    )  # fmt: skip
-    absent = waits_out(
-        runs, REFUSED, "failed calling webhook",
-        begin=lambda run: webhook.fail(run.job.run_id), end=lambda _run: webhook.end(),
-    )  # fmt: skip
-    played = play(runs, "refused", rights, denied, absent, steps=FEW, restart=ALONE)
+    deeds = [refused_rights(runs, bind), *refused_by_webhook(runs, webhook)]
+    played = play(runs, "refused", *deeds, steps=FEW, restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")] * 3
     assert played.history.isolated == ()
     assert [placed.placement for placed in played.history.placements] == [1, 2, 3, 4]

