@@ -422,6 +422,13 @@ def await_wait(run: RunSupervisor, *words: str) -> None:
     wait_for(is_shown, timeout_s=START_S, period_s=0.2, what=f"a wait: {words}")
 
 
+def assert_shown(runs: ClusterRuns, run: RunSupervisor, *words: str) -> None:
+    """On another machine `perdure status` has these words."""
+    run.ledger.renew()  # as the thread does that no driver of a drill has
+    status = perdure(runs, file_of(runs, run.job), "status")
+    assert all(word in status for word in words), status
+
+
 def waits_out(
     runs: ClusterRuns,
     *words: str,
@@ -436,15 +443,16 @@ def waits_out(
 
     def lose(run: RunSupervisor) -> None:
         begin(run)
-        stays = runs.pod(run.job, 0)
-        deletes_pod(runs, 1, "--grace-period=1").what(run)
-        await_wait(run, *words)
-        time.sleep(WAITS_S)
-        assert runs.pod(run.job, 0) == stays
-        status = perdure(runs, file_of(runs, run.job), "status")
-        assert all(word in status for word in words), status
-        look(run)
-        end(run)
+        try:
+            stays = runs.pod(run.job, 0)
+            deletes_pod(runs, 1, "--grace-period=1").what(run)
+            await_wait(run, *words)
+            time.sleep(WAITS_S)
+            assert runs.pod(run.job, 0) == stays
+            assert_shown(runs, run, *words)
+            look(run)
+        finally:
+            end(run)
 
     return Deed(lose)
 

@@ -37,6 +37,7 @@ def looked_at(runs: ClusterRuns, deed: Deed) -> Deed:
     """The same once `perdure status` says that the run trains, and waits for nothing."""
 
     def do(run: RunSupervisor) -> None:
+        run.ledger.renew()
         status = perdure(runs, file_of(runs, run.job), "status")
         assert "running" in status, status
         assert "waiting" not in status, status

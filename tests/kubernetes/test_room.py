@@ -20,10 +20,9 @@ from tests.kubernetes.runs import (
     ClusterRuns,
     Deed,
     Played,
+    assert_shown,
     await_wait,
-    file_of,
     node_of,
-    perdure,
     play,
     waits_out,
 )
@@ -130,10 +129,12 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
     def lose(run: RunSupervisor) -> None:
         for node in [node_of(run, 0), node_of(run, 1)]:
             lab.power_off(node)
-        await_wait(run, "nodes are available")
-        time.sleep(BOTH_OFF_S)
-        assert NO_ROOM in perdure(runs, file_of(runs, run.job), "status")
-        lab.restore()
+        try:
+            await_wait(run, "nodes are available")
+            time.sleep(BOTH_OFF_S)
+            assert_shown(runs, run, NO_ROOM)
+        finally:
+            lab.restore()
 
     played = play(runs, "both", Deed(lose), steps=FEW)
     assert faults_by_class(played.history)[FaultClass.NODE_LOST] == 2
