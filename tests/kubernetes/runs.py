@@ -73,7 +73,7 @@ def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str
         "image": cluster.image,
         "python": sys.executable if volumes else "python3",
         "reach": "direct",
-        "place_timeout_s": 120,
+        "place_timeout_s": 600,
         "volumes": volumes,
         "pod": {"spec": {"containers": [container]}} if variables else {},
         **changes,
