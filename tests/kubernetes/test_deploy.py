@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +13,9 @@ import pytest
 from perdure.training.config.job import parse_job
 from perdure.training.drill.driver import RunDriver
 from perdure.training.drill.evaluation import differences
+from perdure.training.engines.kubernetes.objects import AGENT, PART, RUN
 from tests.kubernetes.installation import (
+    CLI_S,
     IN_NAMESPACE,
     RUN_S,
     UP_S,
@@ -63,19 +68,45 @@ def test_a_run_completes_while_one_of_two_prefect_servers_is_killed(installation
     flow_run_id = start(installation, sample_job(installation, "on-cluster", steps=60))
 
     def trains() -> bool:
-        agents = installation.pods("perdure.io/run=on-cluster")
-        return len(agents) == 2 and all(one["status"]["phase"] == "Running" for one in agents)
+        pods = installation.pods("perdure.io/run=on-cluster")
+        return len(pods) == 3 and all(one["status"]["phase"] == "Running" for one in pods)
 
-    wait_for(trains, timeout_s=RUN_S, period_s=2, what="two agents run")
+    wait_for(trains, timeout_s=RUN_S, period_s=2, what="two agents and their supervisor run")
     kill = ("delete", "pod", "perdure-prefect-0", "--grace-period=0", "--force")
     installation.lab.kubectl(*kill, *IN_NAMESPACE)
 
     await_completion(installation, flow_run_id)
     assert installation.flow_run(flow_run_id)["name"] == "on-cluster"
-    left = wait_for_no_pod(installation, "perdure.io/run=on-cluster")
+    left = wait_for_no_pod(installation, agents_of("on-cluster"))
     assert left == []
     secrets = installation.lab.get("secrets", *IN_NAMESPACE, "-l", "perdure.io/run=on-cluster")
     assert secrets["items"] == []
+
+
+def test_the_sample_passes_the_checks_of_a_laptop_that_has_nothing_of_the_image(
+    installation, tmp_path
+):
+    lab, store = installation.lab, installation.store
+    text = (DEPLOY / "job.yaml").read_text(encoding="utf-8")
+    text = text.replace("s3://my-bucket/perdure", store.below("sample"))
+    text = text.replace("https://s3.example.com", store.environment["AWS_ENDPOINT_URL"])
+    text = text.replace("registry.example.com/perdure:0.1.0", lab.image)
+    # The lab's nodes have two cores for all that is in it.
+    text = text.replace('{cpu: "2", memory: 4Gi}', "{memory: 64Mi}")
+    file = tmp_path / "job.yaml"
+    file.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", "preflight", str(file)],
+        env={**os.environ, **store.environment, "PERDURE_HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=CLI_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "/opt/perdure/docs" in done.stdout + done.stderr
+
+
+def agents_of(run_id: str) -> str:
+    """Selects the agents of a run, without the pods of its supervisors."""
+    return f"{RUN}={run_id},{PART}={AGENT}"
 
 
 def test_no_secret_stands_in_a_job_or_in_the_pod_of_a_flow_run(installation):
@@ -126,6 +157,13 @@ def test_a_run_goes_on_in_a_new_pod_when_the_pod_of_its_supervisor_is_killed(
     installation.lab.kubectl(*kill, *IN_NAMESPACE)
 
     await_completion(installation, flow_run_id)
+    twins = f"prefect.io/flow-run-id={flow_run_id}"
+    wait_for(
+        lambda: all(one["status"]["phase"] != "Running" for one in installation.pods(twins)),
+        timeout_s=RUN_S, period_s=2, what="no supervisor is left",
+    )  # fmt: skip
+    state = installation.flow_run(flow_run_id)["state"]
+    assert state["type"] == "COMPLETED", "the process that came too late leaves the state as it is"
     outcome = cluster.outcome(job, "completed")
     assert outcome.history.epoch == 2, "another supervisor has taken the run"
     assert len(outcome.history.attempts) == 1, "and has started nothing anew"
@@ -135,4 +173,4 @@ def test_a_run_goes_on_in_a_new_pod_when_the_pod_of_its_supervisor_is_killed(
     }
     undisturbed = RunDriver(tmp_path).run(parse_job(document | plain))
     assert differences(outcome.curve, undisturbed.curve) == []
-    assert wait_for_no_pod(installation, "perdure.io/run=orphaned") == []
+    assert wait_for_no_pod(installation, agents_of("orphaned")) == []
