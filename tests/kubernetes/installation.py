@@ -18,8 +18,8 @@ from tests.kubernetes.overlay import DEPLOY, NAMESPACE
 from tests.kubernetes.store import Store
 from tests.waiting import wait_for
 
-UP_S = 600.0
-RUN_S = 600.0
+UP_S = 900.0
+RUN_S = 900.0
 CLI_S = 240.0
 AUTH = "perdure:a-long-word"
 IN_NAMESPACE = ("--namespace", NAMESPACE)
@@ -92,8 +92,8 @@ def sample_job(installation: Installation, run_id: str, *, steps: int) -> dict[s
         "image": lab.image,
         "python": sys.executable,
         "pod_security": None,  # which allows no files of the host
-        # No limit of CPUs: a tenth of one takes minutes to import torch.
-        "resources": {"memory": "2Gi"},
+        # A tenth of a CPU takes minutes to import torch.
+        "resources": {"cpu": "1", "memory": "2Gi"},
         "volumes": [
             {"name": name, "mount_path": mount["mountPath"], "read_only": True, "source": source}
             for volume, mount in zip(lab.volumes(), lab.mounts(), strict=True)

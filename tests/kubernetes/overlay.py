@@ -35,8 +35,8 @@ REDIS = 'exec redis-server --requirepass "$REDIS_PASSWORD" --save "" --dir /tmp'
 COMMANDS = {"perdure-postgres": POSTGRES, "perdure-redis": REDIS}
 # Users of the pods; None: root, since the files of a checkout may be root's alone.
 USERS = {"perdure-postgres": 999}
-# Two cores are shared by three nodes and everything else.
-RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": None}
+# Two cores are shared by three nodes and everything else; with less, a busy machine starves them.
+RESOURCES = {"requests": {"cpu": "200m", "memory": "64Mi"}, "limits": None}
 
 
 def write_overlay(folder: Path, lab: Lab, *, bases: Iterable[Path]) -> Path:
@@ -169,6 +169,6 @@ def _job_template(lab: Lab) -> dict[str, Any]:
     container["volumeMounts"] += lab.mounts()
     container["env"] += [{"name": key, "value": value} for key, value in lab.environment().items()]
     requests = template["variables"]["properties"]
-    requests["cpu_request"]["default"] = "50m"
+    requests["cpu_request"]["default"] = "200m"
     requests["memory_request"]["default"] = "64Mi"
     return template

@@ -29,7 +29,7 @@ from tests.waiting import wait_for
 TEAM = "team-a"
 RELEASE = ("perdure", "--namespace", NAMESPACE)
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 
 def _helm(lab: Lab, *arguments: str) -> str:

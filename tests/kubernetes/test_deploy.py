@@ -38,7 +38,7 @@ ORPHANED_STEPS = 1500  # longer than the next supervisor takes to come
 BASES = [DEPLOY / "overlays/two-servers", DEPLOY / "options/nodes-read"]
 
 # The first one installs everything, on a busy machine.
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 
 
 @pytest.fixture(scope="module")
