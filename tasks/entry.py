@@ -8,6 +8,7 @@ so nobody takes it for a trained model. A flow run that waits for the end of the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -42,6 +43,7 @@ from perdure.training.supervisor.run_identity import completed_before
 
 ALREADY_SUPERVISED = "AlreadySupervised"
 SKIPPED = "Skipped"
+IMAGE_ENV = "PERDURE_IMAGE"  # of this process's pod
 NOT_TRAINED = frozenset({ALREADY_SUPERVISED, SKIPPED})
 
 
@@ -111,7 +113,21 @@ def enter(parameters: Mapping[str, Any]) -> Job | State[Any]:
         reason = _why_skipped(run_id, job, flow_run)
         if reason is not None:
             return Cancelled(name=SKIPPED, message=reason)
+    if flow_run is not None:
+        _keep_image(flow_run)
     return job
+
+
+def _keep_image(flow_run: FlowRun) -> None:
+    """Have later processes of a flow run start from this image: they speak to the run's agents.
+
+    The work pool's image changes with an upgrade, and the pods of a run keep theirs.
+    """
+    image, variables = os.environ.get(IMAGE_ENV), flow_run.job_variables or {}
+    if not image or "image" in variables:
+        return
+    with suppress(httpx.HTTPError, PrefectException, OSError), client_without_retries() as client:
+        client.update_flow_run(flow_run.id, job_variables={**variables, "image": image})
 
 
 def _wanted(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -15,20 +16,30 @@ from typing import Any, NoReturn
 
 import pytest
 
+from perdure.training.drill.driver import RunOutcome
 from perdure.training.engines.kubernetes.engine import KubernetesEngine
 from perdure.training.errors import EngineError
 from tests.jobs import small_job
+from tests.kubernetes.accounts import NAME, NEEDED, kubeconfig_of, role
 from tests.kubernetes.bare import PLACE_S
 from tests.kubernetes.lab import life
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.kubectl import Cluster
-from tests.kubernetes.lab.places import HUB_IP, HUB_NAMESPACE, KUBECONFIG, NETWORK_NAMESPACES
+from tests.kubernetes.lab.places import (
+    HUB_IP,
+    HUB_NAMESPACE,
+    IMAGES,
+    KUBECONFIG,
+    NETWORK_NAMESPACES,
+)
 from tests.kubernetes.runs import ClusterRuns
 from tests.kubernetes.store import Store, given_store, rgw_store
+from tests.kubernetes.webhook import Webhook, serving
 from tests.s3.rgw import Rgw
 from tests.waiting import wait_for
 
 ACCOUNT_S = 240.0
+TO_AGENTS = ("OUTPUT", "-p", "tcp", "--dport", "8470", "-j", "DROP")
 
 Create = Callable[..., None]
 
@@ -100,10 +111,16 @@ def namespace(cluster: Cluster) -> Iterator[str]:
         cluster.kubectl("delete", "namespace", name, "--wait=false")
 
 
+@pytest.fixture(scope="session")
+def references() -> dict[tuple[int, ...], RunOutcome]:
+    """Runs that nothing has happened to."""
+    return {}
+
+
 @pytest.fixture
-def runs(tmp_path, cluster, namespace, store) -> ClusterRuns:
+def runs(tmp_path, cluster, namespace, store, references) -> ClusterRuns:
     """Runs of the engine in a namespace of their own."""
-    return ClusterRuns(tmp_path, cluster, namespace, store)
+    return ClusterRuns(tmp_path, cluster, namespace, store, references)
 
 
 @pytest.fixture
@@ -142,3 +159,64 @@ def create(cluster: Cluster, namespace: str) -> Create:
         cluster.create(*documents)
 
     return make
+
+
+@pytest.fixture
+def account(runs, create, tmp_path, monkeypatch) -> Callable[..., None]:
+    """Has supervisors act with the rights of a plain job, none of them on nodes, or with fewer."""
+
+    def act(*without: str) -> None:
+        create(*role({name: verbs for name, verbs in NEEDED.items() if name not in without}))
+        config = kubeconfig_of(runs.cluster, runs.namespace, tmp_path)
+        monkeypatch.setenv("KUBECONFIG", str(config))
+
+    return act
+
+
+@pytest.fixture
+def bind(runs, create, account) -> Callable[[bool], None]:
+    """Gives the supervisor its rights, or takes them away; it has them at first."""
+    account()
+    bound = role(NEEDED)[2]
+
+    def bind(has_rights: bool) -> None:  # noqa: FBT001 a switch
+        if has_rights:
+            create(bound)
+        else:
+            runs.cluster.kubectl("delete", "rolebinding", NAME, "--namespace", runs.namespace)
+
+    return bind
+
+
+@pytest.fixture
+def webhook(lab) -> Iterator[Webhook]:
+    """Denies pods of runs; afterwards it is gone."""
+    with serving(lab) as webhook:
+        yield webhook
+
+
+@pytest.fixture
+def silence(lab) -> Iterator[Callable[[bool], None]]:
+    """Lets nothing through to agents, as a default-deny policy would, or all; afterwards all."""
+
+    def change(is_silent: bool) -> None:  # noqa: FBT001 a switch
+        action = "-A" if is_silent else "-D"
+        subprocess.run(["iptables", action, *TO_AGENTS], check=is_silent, capture_output=True)
+
+    yield change
+    change(False)
+
+
+@pytest.fixture
+def without_image(lab) -> Iterator[Callable[[str], None]]:
+    """Takes the image from a node; afterwards it has it again."""
+    nodes: list[str] = []
+
+    def take(node: str) -> None:
+        nodes.append(node)
+        lab.remove_image(node, lab.image)
+
+    yield take
+    for node in nodes:
+        for archive in IMAGES.glob("*.tar"):
+            lab.import_image(node, archive)

@@ -35,21 +35,15 @@ REDIS = 'exec redis-server --requirepass "$REDIS_PASSWORD" --save "" --dir /tmp'
 COMMANDS = {"perdure-postgres": POSTGRES, "perdure-redis": REDIS}
 # Users of the pods; None: root, since the files of a checkout may be root's alone.
 USERS = {"perdure-postgres": 999}
-# Two cores are shared by three nodes and everything else.
-RESOURCES = {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": None}
+# Two cores are shared by three nodes and everything else; with less, a busy machine starves them.
+RESOURCES = {"requests": {"cpu": "200m", "memory": "64Mi"}, "limits": None}
 
 
 def write_overlay(folder: Path, lab: Lab, *, bases: Iterable[Path]) -> Path:
     """Write an overlay into a folder. Returns the folder, for `kubectl apply -k`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = list(bases)
-    documents = [one for path in paths for one in rendered(lab, path)]
-    workloads = [one for one in documents if one["kind"] in ("Deployment", "StatefulSet")]
-    patches = []
-    for one in workloads:
-        file = folder / f"{one['kind'].lower()}-{one['metadata']['name']}.yaml"
-        file.write_text(yaml.safe_dump(_patch(lab, one)), encoding="utf-8")
-        patches.append(file.name)
+    patches = _write_patches(folder, lab, [one for path in paths for one in rendered(lab, path)])
     template = _job_template(lab)
     (folder / "base-job-template.json").write_text(json.dumps(template), encoding="utf-8")
     image, _, tag = lab.image.rpartition(":")
@@ -72,6 +66,42 @@ def write_overlay(folder: Path, lab: Lab, *, bases: Iterable[Path]) -> Path:
     }  # fmt: skip
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay), encoding="utf-8")
     return folder
+
+
+def write_post_renderer(folder: Path, lab: Lab, documents: Iterable[Mapping[str, Any]]) -> Path:
+    """Write the same changes for documents of Helm. Returns the program for `--post-renderer`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    patches = _write_patches(folder, lab, documents)
+    template = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "perdure-job-template", "namespace": NAMESPACE},
+        "data": {"base-job-template.json": json.dumps(_job_template(lab))},
+    }
+    (folder / "template.yaml").write_text(yaml.safe_dump(template), encoding="utf-8")
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": ["all.yaml"],
+        "patchesStrategicMerge": [*patches, "template.yaml"],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay), encoding="utf-8")
+    program = folder / "post-renderer"
+    program.write_text(f"#!/bin/sh\ncat > {folder}/all.yaml && kubectl kustomize {folder}\n")
+    program.chmod(0o755)
+    return program
+
+
+def _write_patches(folder: Path, lab: Lab, documents: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Write a patch for each workload. Returns the names of the files."""
+    names = []
+    for one in documents:
+        if one["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        file = folder / f"{one['kind'].lower()}-{one['metadata']['name']}.yaml"
+        file.write_text(yaml.safe_dump(_patch(lab, one)), encoding="utf-8")
+        names.append(file.name)
+    return names
 
 
 def rendered(lab: Lab, path: Path) -> list[dict[str, Any]]:
@@ -139,6 +169,6 @@ def _job_template(lab: Lab) -> dict[str, Any]:
     container["volumeMounts"] += lab.mounts()
     container["env"] += [{"name": key, "value": value} for key, value in lab.environment().items()]
     requests = template["variables"]["properties"]
-    requests["cpu_request"]["default"] = "50m"
+    requests["cpu_request"]["default"] = "200m"
     requests["memory_request"]["default"] = "64Mi"
     return template

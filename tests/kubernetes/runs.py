@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,10 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from perdure.storage.address import Credentials
 from perdure.training.config.job import Job, parse_job
 from perdure.training.config.model import ParallelKind
 from perdure.training.drill.driver import RunDriver, RunOutcome
+from perdure.training.drill.evaluation import differences
 from perdure.training.drill.job import PACE_ENV, drill_job, write_corpus
 from perdure.training.engines.kubernetes import objects
 from perdure.training.journal.history import RunHistory
@@ -34,10 +38,15 @@ from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.lab.kubectl import Cluster
 from tests.kubernetes.store import Store
 from tests.s3.servers import ACCESS_KEY, SECRET_KEY
+from tests.waiting import wait_for
 
 PACE_S = 0.1
-LIMIT_S = 420.0
+LIMIT_S = 840.0
 RESTS_S = 2.0  # of training between two faults
+STEPS = 150
+START_S = 240.0
+CLI_S = 240.0
+WAITS_S = 10.0  # for several tries
 
 
 def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str, Any]:
@@ -64,7 +73,7 @@ def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str
         "image": cluster.image,
         "python": sys.executable if volumes else "python3",
         "reach": "direct",
-        "place_timeout_s": 120,
+        "place_timeout_s": 600,
         "volumes": volumes,
         "pod": {"spec": {"containers": [container]}} if variables else {},
         **changes,
@@ -79,8 +88,11 @@ class ClusterRuns:
     cluster: Cluster
     namespace: str
     store: Store
+    references: dict[tuple[int, ...], RunOutcome] = field(default_factory=dict)
 
-    def job(self, run_id: str, *, steps: int, **changes: Mapping[str, Any]) -> Job:
+    def job(
+        self, run_id: str, *, steps: int, pace_s: float = PACE_S, **changes: Mapping[str, Any]
+    ) -> Job:
         """A small job; `changes` are fields of sections, by section."""
         write_corpus(self.home)
         engine = engine_section(self.cluster, self.namespace) | dict(changes.pop("engine", {}))
@@ -94,15 +106,17 @@ class ClusterRuns:
             run_id,
             kind=ParallelKind.DDP,
             steps=steps,
-            pace_s=PACE_S,
+            pace_s=pace_s,
             changes=changes,
             target={"engine": engine, "storage": storage},
         )
 
-    def run(self, job: Job, *deeds: Deed) -> Played:
-        """Run a job to its end, and do these things to it in turn."""
-        doing = Doing(deeds)
-        driver = RunDriver(self.home, limit_s=LIMIT_S, credentials=KEYS)
+    def run(
+        self, job: Job, *deeds: Deed, limit_s: float = LIMIT_S, rests_s: float = RESTS_S
+    ) -> Played:
+        """Run a job to its end, and do these things to it in turn, with training in between."""
+        doing = Doing(deeds, rests_s)
+        driver = RunDriver(self.home, limit_s=limit_s, credentials=KEYS)
         outcome = driver.run(job, hook=doing.look)
         doing.finish()
         self._print_times(job, outcome.history, doing.done_s)
@@ -156,7 +170,16 @@ class ClusterRuns:
         )
 
     def undisturbed(self, job: Job) -> RunOutcome:
-        """The same job on this machine's own processes, where nothing happens to it."""
+        """The same job on this machine's own processes, where nothing happens to it.
+
+        Jobs of as many steps and ranks are all the same program.
+        """
+        key = (job.steps, job.engine.nodes, job.engine.slots_per_node)
+        if key not in self.references:
+            self.references[key] = self._undisturbed(job)
+        return self.references[key]
+
+    def _undisturbed(self, job: Job) -> RunOutcome:
         home = self.home / "undisturbed"
         write_corpus(home)
         document = job.model_dump(mode="json")
@@ -166,7 +189,8 @@ class ClusterRuns:
             "engine": engine,
             "env": {**document["env"], PACE_ENV: "0"},
         }
-        return RunDriver(home).run(parse_job(document | plain))
+        driver = RunDriver(home, limit_s=max(LIMIT_S, job.steps))
+        return driver.run(parse_job(document | plain))
 
     def pod(self, job: Job, member: int) -> str:
         """Name of the pod that a member has now."""
@@ -246,6 +270,7 @@ class Doing:
     """Does one thing after the other, each while the run trains."""
 
     deeds: Sequence[Deed]
+    rests_s: float
     errors: list[BaseException] = field(default_factory=list)
     done: int = 0
     thread: threading.Thread | None = None
@@ -268,7 +293,7 @@ class Doing:
         now_s = time.monotonic()
         if self.calm_since_s == 0.0:
             self.calm_since_s = now_s
-        if now_s - self.calm_since_s > RESTS_S:
+        if now_s - self.calm_since_s > self.rests_s:
             deed, self.calm_since_s, self.calm_step = self.deeds[self.done], 0.0, step + 1
             self.done += 1
             self.done_s.append(time.time())
@@ -370,3 +395,88 @@ def takes_api_away(lab: Lab, seconds: float) -> Deed:
         lab.restart_controller_manager()
 
     return Deed(take, ends_attempt=False)
+
+
+def assert_as_undisturbed(played: Played, undisturbed: RunOutcome) -> None:
+    assert (played.outcome.ended, undisturbed.ended) == ("completed", "completed")
+    assert differences(played.outcome.curve, undisturbed.curve) == []
+    assert played.outcome.state == undisturbed.state
+    assert played.leftovers == []
+
+
+def play(runs: ClusterRuns, name: str, *deeds: Deed, steps: int = STEPS, **changes) -> Played:
+    """Run a job that these things happen to, and compare it with one that nothing happens to."""
+    job = runs.job(name, steps=steps, **changes)
+    played = runs.run(job, *deeds)
+    assert_as_undisturbed(played, runs.undisturbed(job))
+    return played
+
+
+def await_wait(run: RunSupervisor, *words: str) -> None:
+    """Return when a run shows that it waits, in these words of the platform."""
+
+    def is_shown() -> bool:
+        wait = run.ledger.wait
+        return wait is not None and all(word in wait.text for word in words)
+
+    wait_for(is_shown, timeout_s=START_S, period_s=0.2, what=f"a wait: {words}")
+
+
+def assert_shown(runs: ClusterRuns, run: RunSupervisor, *words: str) -> None:
+    """On another machine `perdure status` has these words."""
+    run.ledger.renew()  # as the thread does that no driver of a drill has
+    status = perdure(runs, file_of(runs, run.job), "status")
+    assert all(word in status for word in words), status
+
+
+def waits_out(
+    runs: ClusterRuns,
+    *words: str,
+    begin: Callable[[RunSupervisor], None],
+    end: Callable[[RunSupervisor], None],
+    look: Callable[[RunSupervisor], None] = lambda _run: None,
+) -> Deed:
+    """A pod is lost while something keeps the platform from starting another.
+
+    The healthy member keeps its pod, and `perdure status` has these words.
+    """
+
+    def lose(run: RunSupervisor) -> None:
+        begin(run)
+        try:
+            stays = runs.pod(run.job, 0)
+            deletes_pod(runs, 1, "--grace-period=1").what(run)
+            await_wait(run, *words)
+            time.sleep(WAITS_S)
+            assert runs.pod(run.job, 0) == stays
+            assert_shown(runs, run, *words)
+            look(run)
+        finally:
+            end(run)
+
+    return Deed(lose)
+
+
+def file_of(runs: ClusterRuns, job: Job) -> Path:
+    """Write the job as a user has it."""
+    file = runs.home / f"{job.run_id}.yaml"
+    file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    return file
+
+
+def perdure(runs: ClusterRuns, file: Path, command: str, *options: str) -> str:
+    """What the command line printed, on a machine that has never heard of the run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "perdure", command, str(file), *options],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
+            **runs.store.environment,
+            "PERDURE_HOME": str(file.parent / "laptop"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=CLI_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

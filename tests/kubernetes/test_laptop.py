@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import yaml
 
-from tests.kubernetes.runs import LIMIT_S, ClusterRuns
+from tests.kubernetes.runs import LIMIT_S, START_S, perdure
 from tests.waiting import wait_for
 
-START_S = 240.0
-CLI_S = 240.0
 STEPS = 400
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
-
-
-def perdure(runs: ClusterRuns, file: Path, command: str, *options: str) -> str:
-    """What the command line printed, on a machine that has never heard of the run."""
-    done = subprocess.run(
-        [sys.executable, "-m", "perdure", command, str(file), *options],
-        env={
-            **{name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"},
-            **runs.store.environment,
-            "PERDURE_HOME": str(file.parent / "laptop"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=CLI_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_status_logs_and_a_pause_work_through_the_port_forward(runs, tmp_path):

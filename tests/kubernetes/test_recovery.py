@@ -7,39 +7,31 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from perdure.training.drill.driver import RunOutcome
-from perdure.training.drill.evaluation import differences
 from perdure.training.engines.kubernetes.nodes import NO_NODE
 from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
     LIMIT_S,
-    ClusterRuns,
+    START_S,
+    STEPS,
     Deed,
     Played,
+    assert_as_undisturbed,
     cuts_off,
     deletes_node,
     deletes_pod,
     evicts_pod,
     kills_rank,
+    play,
     powers_off,
     removes,
     takes_api_away,
 )
 from tests.waiting import wait_for
 
-STEPS = 150
-START_S = 240.0
 API_AWAY_S = 60.0
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
-
-
-def assert_as_undisturbed(played: Played, undisturbed: RunOutcome) -> None:
-    assert (played.outcome.ended, undisturbed.ended) == ("completed", "completed")
-    assert differences(played.outcome.curve, undisturbed.curve) == []
-    assert played.outcome.state == undisturbed.state
-    assert played.leftovers == []
 
 
 def ranks_on(lab: Lab, node: str) -> list[str]:
@@ -50,14 +42,6 @@ def ranks_on(lab: Lab, node: str) -> list[str]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process.name())
     return [name for name in found if name.startswith("rank-")]
-
-
-def play(runs: ClusterRuns, name: str, *deeds: Deed, steps: int = STEPS, **changes) -> Played:
-    """Run a job that these things happen to, and compare it with one that nothing happens to."""
-    job = runs.job(name, steps=steps, **changes)
-    played = runs.run(job, *deeds)
-    assert_as_undisturbed(played, runs.undisturbed(job))
-    return played
 
 
 def test_a_run_outlasts_the_loss_of_a_rank_and_of_pods(runs, lab):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 
 from perdure.training.journal.time_account import account_time
+from perdure.training.wire.version import PERDURE_VERSION
 from tests.process.harness import Running, Workbench
 from tests.values import not_none
 from tests.waiting import wait_for
@@ -46,6 +48,32 @@ def test_a_second_start_adopts_the_living_attempt_and_training_never_stopped(
     assert len(second.history.attempts) == 1
     assert second.history.epoch == 2
     assert [data.skipped for data in second.history.data] == [False, True]
+
+
+@pytest.mark.long
+def test_a_supervisor_of_another_release_ends_nothing_and_the_next_of_the_same_one_goes_on(
+    bench, undisturbed_pair, tmp_path
+):
+    job = bench.pair("upgraded")
+    first = bench.start(job)
+    first.reach(5)
+    workers = {p.pid for rank in (0, 1) for p in first.local.rank(rank)}
+    first.kill_supervisor()
+    info = tmp_path / "perdure-9.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: perdure\nVersion: 9.0.0\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    upgraded = replace(bench, env={**bench.env, "PYTHONPATH": path}).start(job)
+    assert upgraded.finish(hurry=False) == 1
+    refusal = f"is {PERDURE_VERSION}, and this supervisor 9.0.0: supervise the run with the image"
+    assert refusal in upgraded.out
+    assert "Traceback" not in upgraded.out
+    at_refusal = first.step()
+    wait_for(lambda: first.step() > at_refusal + 3, what="steps after the refusal")
+    assert {p.pid for rank in (0, 1) for p in first.local.rank(rank)} == workers
+    second = bench.start(job)
+    second.complete(undisturbed_pair)
+    assert len(second.history.attempts) == 1
 
 
 @pytest.mark.long

@@ -57,6 +57,7 @@ from perdure.training.wire.agent_status import AgentState, AgentStatus
 from perdure.training.wire.logs import CollectOrder, LogsQuery, ReadLogsQuery
 from perdure.training.wire.node import DevicesQuery, HealOrder
 from perdure.training.wire.preparation import PrepareOrder
+from perdure.training.wire.version import PERDURE_VERSION
 
 TICK_S = 0.02
 HANG_CHECK_S = 1.0
@@ -236,7 +237,8 @@ class Agent:
         """Return the status of this node."""
         is_terminated = self._terminated_s is not None
         if self._attempt is not None:
-            return self._attempt.status().model_copy(update={"is_terminated": is_terminated})
+            common = {"is_terminated": is_terminated, "version": PERDURE_VERSION}
+            return self._attempt.status().model_copy(update=common)
         return AgentStatus(
             node=self._config.node,
             member=self._config.member,
@@ -249,6 +251,7 @@ class Agent:
             is_warm=self._container.launcher.is_warm,
             unwritable=self._container.unwritable,
             is_terminated=is_terminated,
+            version=PERDURE_VERSION,
         )
 
     def _assign(self, order: AssignOrder) -> AgentReply:

@@ -30,6 +30,7 @@ from perdure.training.wire.agent import (
     Request,
 )
 from perdure.training.wire.transport import RequestServer, call, is_authentic
+from perdure.training.wire.version import PERDURE_VERSION, is_of_this_release
 
 ADDRESS_FILE = "address.json"
 TERMINATED_FILE = "terminated"  # an agent that SIGTERM ended leaves it in its container's folder
@@ -197,18 +198,28 @@ class AgentClient:
         Raises:
             AgentUnreachable: it is no reply, or empty: the connection ended. Or the token is that
                 of no agent there: nobody can speak to the one that was meant.
-            EngineError: the agent refused the request.
+            EngineError: the agent refused the request, or is of another release.
         """
         try:
             reply = AgentReply.model_validate_json(line)
-        except ValueError as error:
-            raise self.unreachable(error) from error
+        except ValidationError as error:
+            if not any(problem["loc"][:1] == ("status",) for problem in error.errors()):
+                raise self.unreachable(error) from error  # cut short, or not of an agent
+            raise self._other_version(f"of another version ({_first_problem(error)})") from error
         if reply.error == WRONG_TOKEN:
             raise self.unreachable(EngineError(WRONG_TOKEN))
+        if reply.status is not None and not is_of_this_release(reply.status.version):
+            raise self._other_version(reply.status.version)
         if reply.error is not None:
             at = f"agent at {self.host}:{self.port}"
             raise EngineError(f"{at} refused {order.op}: {reply.error}")
         return reply
+
+    def _other_version(self, version: str) -> EngineError:
+        return EngineError(
+            f"agent at {self.host}:{self.port} is {version}, and this supervisor "
+            f"{PERDURE_VERSION}: supervise the run with the image that it began with"
+        )
 
     def unreachable(self, error: Exception) -> AgentUnreachable:
         """Return the error of a call that did not get through."""

@@ -20,14 +20,11 @@ from pydantic import (
 from perdure.storage.frozen_model import SettingsModel
 from perdure.training.config import pod_rules
 from perdure.training.config.command import ProgramCheckpointsSpec, ProgressSpec, ResumeSpec
+from perdure.training.config.pod_sections import KueueSpec, Name, VolcanoSpec, VolumeSpec
 
 DEFAULT_RECIPE = "perdure.training.trainer.pretrain:main"
 SCRIPT_RECIPE = "perdure.training.runtime.script:main"  # runs worker.script
 MAX_EXIT_CODE = 255
-_LABEL = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"  # RFC 1123, as Kubernetes wants names
-
-
-Name = Annotated[str, AfterValidator(pod_rules.check_name)]
 
 
 class EngineSpec(SettingsModel):
@@ -139,60 +136,6 @@ class Reach(StrEnum):
     PORT_FORWARD = "port_forward"
 
 
-class VolumeSpec(SettingsModel):
-    """A volume of the pods, and its mount path in the agent's container."""
-
-    name: str = Field(description="name of the volume", pattern=_LABEL)
-    mount_path: str = Field(description="absolute mount path in the container", pattern="^/")
-    source: dict[str, Any] = Field(
-        description="source of the volume, as in a pod: {hostPath: {path: "
-        "/usr/local/Ascend/driver}} or {persistentVolumeClaim: {claimName: corpus}}"
-    )
-    read_only: bool = Field(False, description="mount the volume read-only")
-    sub_path: str | None = Field(
-        None, description="folder within the volume to mount; default: its root"
-    )
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if name in pod_rules.OWN_VOLUMES:
-            raise ValueError(f"{name!r} is a volume of the engine's own")
-        return name
-
-    @field_validator("mount_path")
-    @classmethod
-    def _check_path(cls, path: str) -> str:
-        if ":" in path or posixpath.normpath(path) in pod_rules.OWN_FOLDERS:
-            raise ValueError(f"{path!r} is the engine's own, or has a colon")
-        return path
-
-    @field_validator("source")
-    @classmethod
-    def _check_source(cls, source: dict[str, Any]) -> dict[str, Any]:
-        if len(source) != 1 or not all(isinstance(fields, dict) for fields in source.values()):
-            raise ValueError("must be one kind of volume with its fields, {hostPath: {path: ...}}")
-        return source
-
-    def holds(self, folder: str) -> bool:
-        """Whether a folder is in it that all pods share, and may write to."""
-        if self.read_only or "emptyDir" in self.source:
-            return False
-        path = posixpath.normpath(self.mount_path)
-        return posixpath.commonpath((path, posixpath.normpath(folder))) == path
-
-
-class VolcanoSpec(SettingsModel):
-    """Gang placement by Volcano: a PodGroup, and Volcano's scheduler for the pods."""
-
-    queue: Name = Field("default", description="queue of the PodGroup")
-    scheduler: Name = Field("volcano", description="schedulerName of the pods")
-    sp_block: int | None = Field(
-        None, ge=1, description="MindCluster's sp-block: chips of a logical super pod. The "
-        "scheduler places the nodes of each block of ranks in one super pod"
-    )  # fmt: skip
-
-
 class KubernetesEngineSpec(EngineSpec):
     """Nodes as pods of a Kubernetes cluster, one pod per node."""
 
@@ -243,6 +186,13 @@ class KubernetesEngineSpec(EngineSpec):
         "no limit",
     )
     node_selector: dict[str, str] = Field({}, description="labels that a node must have")
+    topology: tuple[str, ...] = Field(
+        (),
+        max_length=4,
+        description="labels of nodes that name their place in the network, the narrowest first, "
+        "such as [example.com/rack, example.com/spine]: pods of a run prefer to share all of them, "
+        "spares and partner copies another value of the first",
+    )
     tolerations: tuple[dict[str, Any], ...] = Field(
         (), description="tolerations, written as in a pod"
     )
@@ -262,6 +212,11 @@ class KubernetesEngineSpec(EngineSpec):
         None, description="service account of the pods; its token is not mounted"
     )
     priority_class: Name | None = Field(None, description="priority class of the pods")
+    pod_security: Literal["restricted"] | None = Field(
+        None,
+        description="restricted: pods that a namespace with the PodSecurity level `restricted` "
+        "admits, as user and group 1000; without node_path, host_network and hostPath volumes",
+    )
     node_path: str | None = Field(
         None,
         pattern="^/",
@@ -269,6 +224,11 @@ class KubernetesEngineSpec(EngineSpec):
     )
     volcano: VolcanoSpec | None = Field(
         None, description="placement by Volcano; default: by the cluster's own scheduler"
+    )
+    kueue: KueueSpec | None = Field(
+        None,
+        description="admission by Kueue, which lets pods start when its queue has room for all; "
+        "excludes volcano and warm_spares",
     )
     cordon: bool = Field(
         False, description="also cordon isolated nodes; requires the right to patch nodes"
@@ -295,6 +255,15 @@ class KubernetesEngineSpec(EngineSpec):
         _POD_CHECKS[str(info.field_name)](value)
         return value
 
+    @field_validator("topology")
+    @classmethod
+    def _check_topology(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        for label in labels:
+            pod_rules.check_label_name(label)
+        if len(set(labels)) < len(labels):
+            raise ValueError("names a label twice")
+        return labels
+
     @field_validator("volumes")
     @classmethod
     def _check_volumes(cls, volumes: tuple[VolumeSpec, ...]) -> tuple[VolumeSpec, ...]:
@@ -310,6 +279,36 @@ class KubernetesEngineSpec(EngineSpec):
         return volumes
 
     @model_validator(mode="after")
+    def _check_kueue(self) -> Self:
+        if self.kueue is None:
+            return self
+        if self.volcano is not None:
+            raise ValueError("kueue and volcano both hold pods back: set one of them")
+        if self.warm_spares:
+            raise ValueError(
+                f"warm_spares={self.warm_spares} must be 0 with kueue, whose groups have a fixed "
+                "number of pods"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_pod_security(self) -> Self:
+        if self.pod_security is None:
+            return self
+        host_paths = [v.name for v in self.volumes if "hostPath" in v.source]
+        for field, value in (
+            ("node_path", self.node_path),
+            ("host_network", self.host_network),
+            ("volumes", host_paths),
+        ):
+            if value:
+                raise ValueError(
+                    f"{field}={value!r} takes a part of the node, which "
+                    "pod_security=restricted does not allow"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_sp_block(self) -> Self:
         block, total = self.sp_block, self.nodes * self.slots_per_node
         if block is not None and (block % self.slots_per_node or total % block):
@@ -318,6 +317,11 @@ class KubernetesEngineSpec(EngineSpec):
                 f"slots_per_node={self.slots_per_node} and divide all {total} ranks"
             )
         return self
+
+    @property
+    def num_warm_spares(self) -> int:
+        """None with Kueue: a spare that becomes a member cannot join the group."""
+        return 0 if self.kueue is not None else super().num_warm_spares
 
     @property
     def sp_block(self) -> int | None:

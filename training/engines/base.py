@@ -226,6 +226,10 @@ class Engine(Protocol):
         """Names of the nodes that could take a container, as the platform shows; None: unknown."""
         ...
 
+    def failure_domains(self) -> Mapping[str, str]:
+        """Failure domains by node, as far as the platform shows them."""
+        ...
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's containers by force, and start one for every member.
 

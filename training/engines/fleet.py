@@ -108,6 +108,10 @@ class Fleet:
         """See `Engine.usable_nodes`."""
         return self._engine.usable_nodes()
 
+    def failure_domains(self) -> Mapping[str, str]:
+        """See `Engine.failure_domains`."""
+        return self._engine.failure_domains()
+
     def resolve_nodes(
         self, placement: Placement, members: Collection[int] | None = None
     ) -> Placement:

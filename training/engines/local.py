@@ -107,6 +107,10 @@ class LocalEngine:
         """Every node: nobody else uses them."""
         return self.nodes()
 
+    def failure_domains(self) -> Mapping[str, str]:
+        """Return none: what the nodes share is not known."""
+        return {}
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's containers, and start one for every member."""
         self._load()

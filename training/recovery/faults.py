@@ -126,7 +126,7 @@ TRAITS: Mapping[FaultClass, Traits] = {
         hardware_fault=True,
     ),
     FaultClass.CONTAINER_LOST: Traits(
-        "The platform took a node's container away: deleted, evicted or preempted.",
+        "The platform took a node's container away: deleted or evicted.",
         "None, if it was meant; else find who deleted it, or what the node ran out of.",
         RecoverableBy.RESCHEDULE,
     ),

@@ -90,7 +90,7 @@ RULES: Mapping[str, LadderRule] = {
         _OURS,
     ),
     "a_container_that_was_taken_away_is_made_anew_and_no_node_is_isolated": LadderRule(
-        "If a container was deleted, evicted or preempted, `pod_reschedule` moves that member "
+        "If a container was deleted or evicted, `pod_reschedule` moves that member "
         "alone, and its node stays in the job.",
         _OURS,
     ),

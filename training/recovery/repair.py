@@ -224,6 +224,9 @@ def _plan_step(
     able = {report.rank for report in clean if report.can_be_at(step)}
     applies = tuple(sorted(r.rank for r in clean if r.rank in able and r.step < step))
     vote = next((vote for r in clean for vote in r.votes if vote.step == step), None)
+    if vote is not None and any(report.is_fresh for report in reports):
+        # Those that asked for it may be gone; the others ask again with the next step.
+        vote = vote.model_copy(update={"stop": False})
     skipped = _skipped(clean, step)
     if mode is RepairMode.LAST_SAVE:
         if step == 0:  # what every start makes anew; without wrappers each rank has its own

@@ -19,6 +19,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeRefused, PlacementCreated
 from perdure.training.journal.waits import Wait, WaitKind
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.supervisor.finishing import Healer, fault_of
@@ -294,14 +295,15 @@ class Placer:
         """Start a new container for every member.
 
         Where the engine asks a platform for room, healthy members keep their containers until those
-        of the others are there: what is given back may be somebody else's a moment later.
+        of the others are there: what is given back may be somebody else's a moment later. After a
+        preemption, the rest is given back, and all members wait for room.
 
         Args:
             placement: the members.
             former: the placement before it.
         """
         done, staying = frozenset[int](), frozenset[int]()
-        if former is not None and self._fleet.nodes() is None:
+        if former is not None and self._fleet.nodes() is None and not self._is_preempted:
             stay = {member.index for member in placement.members if member.node != ANY_NODE}
             stay &= {m.index for m in former.members if m.node in placement.nodes}
             done = self._fleet.adopt(placement)  # by an earlier try
@@ -314,6 +316,13 @@ class Placer:
             self._replace(placement, members)
         if done:
             self._fleet.adopt(placement)
+
+    @property
+    def _is_preempted(self) -> bool:
+        """Whether the platform has taken a container of the newest attempt for somebody else."""
+        attempts = self._writer.history.attempts
+        fault = attempts[-1].fault if attempts else None
+        return fault is not None and fault.fault_class is FaultClass.PREEMPTED
 
     def members_on(self, node: str) -> frozenset[int]:
         """List the indices of the members of the placement that are on a node."""

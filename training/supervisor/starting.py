@@ -166,12 +166,16 @@ class AttemptStarter:
         )
 
     def _job_of_workers(self) -> Job:
-        """Return the job with the failure rate that this run has shown."""
-        job = self.job
-        if job.checkpoint.mtbf_s is None:
+        """Return the job with what is known of its nodes: failure rate and failure domains."""
+        job, checkpoint = self.job, self.job.checkpoint
+        facts: dict[str, object] = {}
+        if checkpoint.mtbf_s is not None:
+            facts["mtbf_s"] = self.writer.history.mtbf_s(checkpoint.mtbf_s)
+        if checkpoint.partner_copies and not checkpoint.failure_domains:
+            facts["failure_domains"] = dict(self.fleet.failure_domains())
+        if not facts:
             return job
-        measured = {"mtbf_s": self.writer.history.mtbf_s(job.checkpoint.mtbf_s)}
-        return job.model_copy(update={"checkpoint": job.checkpoint.model_copy(update=measured)})
+        return job.model_copy(update={"checkpoint": checkpoint.model_copy(update=facts)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,9 +299,11 @@ class AgentStatus(FrozenModel):
             unwritable=self.unwritable,
             store_wait=self.store_wait,
             is_terminated=self.is_terminated,
+            version=self.version,
         )
 
     is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
+    version: str = Field("", description="of Perdure in the container; empty: not known")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:

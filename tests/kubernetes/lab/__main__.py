@@ -24,6 +24,7 @@ status    its nodes
 exec      run a command in its hub, where the cluster's addresses are reached
 kubectl   the same for kubectl, as an administrator
 test      build, start, run pytest with the arguments that follow, end; or use KUBECONFIG's cluster
+soak      the same for a run of PERDURE_SOAK_S, an hour by default, with an event every two minutes
 """
 
 
@@ -39,6 +40,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.action == "test":
         return _test(given.rest)
+    if given.action == "soak":
+        return _test(["tests/kubernetes/soak.py", *given.rest])
     if reason := obstacle():
         print(f"no lab: {reason}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from perdure.training.agent.control import AgentClient, ControlServer
-from perdure.training.errors import AgentUnreachable
+from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.wire.agent import (
     AgentReply,
     CheckOrder,
@@ -19,6 +19,8 @@ from perdure.training.wire.agent import (
     StatusQuery,
     StopOrder,
 )
+from perdure.training.wire.agent_status import AgentState, AgentStatus
+from perdure.training.wire.version import PERDURE_VERSION, is_of_this_release
 from tests.jobs import small_job
 
 TOKEN = "the-token"
@@ -184,3 +186,69 @@ def test_a_port_forward_is_answered_where_the_engine_wants_it(on_loopback):
                 client(server.port).call(StatusQuery())
     finally:
         server.close()
+
+
+def status_line(**changes: object) -> bytes:
+    """The answer of an agent to a poll, with other fields."""
+    status = AgentStatus(
+        node="n1", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
+        placement=1, attempt=1,
+    )  # fmt: skip
+    document = AgentReply(status=status).model_dump(mode="json")
+    document["status"] |= changes
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize("version", ["", PERDURE_VERSION, f"{PERDURE_VERSION}.dev3", "0.1.77"])
+def test_an_agent_of_the_same_release_or_of_none_that_is_known_is_spoken_to(version):
+    reply = client(1).reply(StatusQuery(), status_line(version=version))
+    assert reply.status is not None
+    assert reply.status.version == version
+
+
+def test_an_agent_of_before_there_were_versions_is_spoken_to():
+    document = json.loads(status_line())
+    del document["status"]["version"]
+    reply = client(1).reply(StatusQuery(), json.dumps(document).encode())
+    assert reply.status is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "version"),
+    [
+        ({"version": "0.0.9"}, "0.0.9"),
+        ({"version": "0.2.0"}, "0.2.0"),
+        ({"version": "1.1.0"}, "1.1.0"),
+        # A later one, with a field that this one does not know, lives: it is not silent.
+        ({"version": "9.0.0", "field_of_tomorrow": 1}, "of another version "),
+        ({"state": "dreaming"}, "of another version "),
+    ],
+)
+def test_an_agent_of_another_release_is_refused_on_one_line_and_is_not_lost(changes, version):
+    with pytest.raises(EngineError) as refused:
+        client(7).reply(StatusQuery(), status_line(**changes))
+    text = str(refused.value)
+    assert text.startswith(f"agent at 127.0.0.1:7 is {version}")
+    assert f"this supervisor {PERDURE_VERSION}" in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"HTTP/1.1 400 Bad Request", b'{"status": '])
+def test_an_answer_that_was_cut_short_or_is_of_a_stranger_is_no_answer(line):
+    with pytest.raises(AgentUnreachable):
+        client(1).reply(StatusQuery(), line)
+
+
+@pytest.mark.parametrize(
+    ("other", "current", "expected"),
+    [
+        ("0.1.0", "0.1.3", True),
+        ("0.1.0", "0.2.0", False),
+        ("1.0.0", "0.1.0", False),
+        ("", "0.1.0", True),
+        ("0.1.0", "", True),
+        ("0.10.0", "0.1.0", False),
+    ],
+)
+def test_releases_that_differ_in_their_last_number_speak_to_each_other(other, current, expected):
+    assert is_of_this_release(other, current=current) is expected

@@ -124,6 +124,9 @@ class Containers:
     def usable_nodes(self) -> Sequence[str]:
         return self.nodes()
 
+    def failure_domains(self) -> Mapping[str, str]:
+        return {}
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """They are there."""
 

@@ -194,6 +194,24 @@ def test_the_vote_of_a_plan_is_that_of_its_step_and_of_no_other():
         assert (plan.step, plan.applies, plan.vote) == (11, (0, 1), vote_of(11))
 
 
+@pytest.mark.parametrize(
+    ("others", "stops"),
+    [
+        ([at(2), at(3)], True),
+        ([at(2, is_dirty=True), at(3)], True),
+        ([fresh(2), at(3)], False),
+        ([fresh(2), fresh(3)], False),
+        ([at(2, 9, phase=VOTED), fresh(3)], False),
+    ],
+)
+def test_a_stop_that_was_agreed_with_processes_that_are_gone_is_asked_for_again(others, stops):
+    asked = vote_of(10).model_copy(update={"stop": True, "save": True})
+    first = at(0, votes=(asked,), pending=("last_save", "stop"))
+    plan = plan_repair([first, at(1), *others], DDP)
+    assert plan.vote is not None
+    assert (plan.vote.stop, plan.vote.save) == (stops, True)
+
+
 def test_an_abnormal_step_is_accepted_only_by_ranks_that_hold_its_gradient():
     reports = [at(0, phase=PREPARED, votes=(vote_of(11),)), at(1)]
     plan = plan_repair(reports, ((0, 1),), mode=RepairMode.ACCEPT, accepted=11)

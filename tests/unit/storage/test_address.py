@@ -177,3 +177,26 @@ def test_the_check_of_an_unreachable_store_names_what_failed(local, monkeypatch)
     monkeypatch.setattr(local, "put", denied)
     with pytest.raises(AccessDenied, match="storage check: cannot write: no"):
         check_reachable(local, "x")
+
+
+URLS = {"AWS_ENDPOINT_URL": "https://obs.example.com", "AWS_REGION": "cn-north-4"}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, URLS),
+        ({"endpoint": "https://s3.example.com"}, {"AWS_REGION": "cn-north-4"}),
+        ({"region": "eu-1"}, {"AWS_ENDPOINT_URL": "https://obs.example.com"}),
+        ({"endpoint": "https://s3.example.com", "region": "eu-1"}, {}),
+    ],
+)
+@pytest.mark.parametrize("credentials", [None, Credentials(access_key="a", secret_key="b")])
+def test_endpoint_and_region_that_a_job_does_not_name_are_handed_on(
+    monkeypatch, section, expected, credentials
+):
+    for name, value in URLS.items():
+        monkeypatch.setenv(name, value)
+    spec = StorageSpec(address="s3://bucket", **section)
+    variables = worker_environment(spec, credentials)
+    assert {name: value for name, value in variables.items() if "KEY" not in name} == expected

@@ -55,6 +55,7 @@ class Cluster:
         self.checks: dict[str, list[Check]] = {}  # what the checks of a node find
         self.checked: list[dict[int, bool]] = []  # which members were checked, as new ones or not
         self.clock_s = 0.0
+        self.domains: dict[str, str] = {}  # failure domains by node
         self.ill: set[str] = set()  # nodes whose chips no healing mends
         self.healed: list[tuple[str, HealOrder]] = []
 
@@ -95,6 +96,9 @@ class FakeFleet:
 
     def usable_nodes(self) -> Sequence[str] | None:
         return self.nodes()
+
+    def failure_domains(self) -> Mapping[str, str]:
+        return self.cluster.domains
 
     def resolve_nodes(
         self, placement: Placement, members: Collection[int] | None = None

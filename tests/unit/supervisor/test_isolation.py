@@ -31,11 +31,17 @@ def make_run(job, tmp_path, monkeypatch) -> Callable[..., ScheduledRun]:
     return make_run
 
 
-def fail(run: ScheduledRun, rung: Rung, *, isolate: str | None = None) -> None:
+def fail(
+    run: ScheduledRun,
+    rung: Rung,
+    *,
+    isolate: str | None = None,
+    fault_class: FaultClass = FaultClass.NODE_LOST,
+) -> None:
     """An attempt on the newest placement that ends by a fault, and the answer to it."""
     at = {"placement": run.place().number, "attempt": 1}
     run.ledger.append(AttemptStarted, **at, from_step=0)
-    fault = Fault(FaultClass.NODE_LOST, 5.0, "lost", node=isolate)
+    fault = Fault(fault_class, 5.0, "lost", node=isolate)
     run.ledger.append(
         AttemptEnded, **at, outcome="failed", to_step=4, proc_start_cnt={}, fault=fault,
         duration_s=5.0,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from perdure.storage.local import LocalStore
+from perdure.training.config.engine import WorkerSpec
 from perdure.training.journal.attempt_view import CUT_OFF
 from perdure.training.journal.events import LedgerEvent
 from perdure.training.recovery.protocol import RecoveryEnded
@@ -190,3 +191,26 @@ def test_workers_receive_the_failure_rate_that_the_run_has_shown(
     assert reported[1] == pytest.approx(500.0, abs=100.0), "one failure in no time at all"
     assert run.history.job is not None
     assert run.history.job["checkpoint"]["mtbf_s"] == 1000.0, "the job stays what it was"
+
+
+RACKS = {"node-0": "r1", "node-1": "r2"}
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"partner_copies": 1}, RACKS),
+        ({"partner_copies": 1, "failure_domains": {"node-0": "a"}}, {"node-0": "a"}),
+        ({"partner_copies": 0}, {}),
+    ],
+)
+def test_workers_receive_the_failure_domains_that_the_platform_shows(
+    job, tmp_path, cluster, without_waits, section, expected
+):
+    cluster.domains = RACKS
+    copying = job.checkpoint.model_copy(update=section)
+    session = {"worker": WorkerSpec(recipe="a:b"), "checkpoint": copying}
+    run = ClusterRun(job.model_copy(update=session), home=tmp_path)
+    run.cluster = cluster
+    supervise(run)
+    assert cluster.orders[0].job.checkpoint.failure_domains == expected

@@ -98,6 +98,16 @@ def test_healthy_members_keep_their_containers_while_another_waits_for_room(
     assert kinds == [WaitKind.NODE] * times + [None] * (times > 0)
 
 
+@pytest.mark.parametrize("times", [0, 1, 3])
+def test_after_a_preemption_all_containers_are_given_back_and_all_wait(run, calls, times):
+    fail(run, Rung.JOB_RESCHEDULE, fault_class=FaultClass.PREEMPTED)
+    run.cluster.deleted.add(1)
+    made = calls(FULL, times)
+    run.place()
+    assert made == [("submit", frozenset({0, 1}))] * (times + 1)
+    assert [r for r in run.ledger._records if isinstance(r, RungFailed)] == [], "no budget is used"
+
+
 def test_a_job_whose_members_are_all_there_or_all_gone_is_placed_at_once(run, calls):
     for gone in ((), (0, 1)):
         fail(run, Rung.JOB_RESCHEDULE)

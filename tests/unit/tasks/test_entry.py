@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging import disable_run_logger
 
+from perdure.tasks import entry
 from perdure.tasks.entry import _training, enter, is_same_run, job_of, standing, taken_job
 from perdure.training.journal.ledger import Identity
 from perdure.training.supervisor.job_registry import remember_job
@@ -93,3 +95,39 @@ def test_where_a_run_stands_names_the_flow_run_that_supervises_it(tmp_path):
     text = standing(run, run.refresh())
     assert text.startswith("run run is still training: step 0 of 50 saved, supervised by flow run ")
     assert own in text
+
+
+class Server:
+    """What is asked of a Prefect server about job variables."""
+
+    def __init__(self) -> None:
+        self.variables: list[dict[str, object]] = []
+
+    def update_flow_run(self, _flow_run_id: object, *, job_variables: dict[str, object]) -> None:
+        self.variables.append(job_variables)
+
+
+@pytest.mark.parametrize(
+    ("image", "given", "expected"),
+    [
+        ("registry/perdure:1", None, [{"image": "registry/perdure:1"}]),
+        (
+            "registry/perdure:1",
+            {"namespace": "team-a"},
+            [{"namespace": "team-a", "image": "registry/perdure:1"}],
+        ),
+        ("registry/perdure:2", {"image": "registry/perdure:1"}, []),
+        ("", None, []),
+        (None, {"namespace": "team-a"}, []),
+    ],
+)
+def test_later_processes_of_a_flow_run_start_from_the_image_of_the_first(
+    monkeypatch, image, given, expected
+):
+    server = Server()
+    monkeypatch.setattr(entry, "client_without_retries", lambda: nullcontext(server))
+    monkeypatch.delenv(entry.IMAGE_ENV, raising=False)
+    if image is not None:
+        monkeypatch.setenv(entry.IMAGE_ENV, image)
+    entry._keep_image(FlowRun(flow_id=uuid4(), name="a", job_variables=given))
+    assert server.variables == expected

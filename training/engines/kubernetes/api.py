@@ -151,6 +151,24 @@ class Api:
         self.in_cluster = in_cluster
         self.patience_s = PATIENCE_S
 
+    @contextmanager
+    def without_patience(self, *, is_away: bool) -> Iterator[None]:
+        """Try each request once, since the supervisor watches a run meanwhile.
+
+        Args:
+            is_away: whether the server is known not to answer, or to refuse.
+
+        Raises:
+            EngineError: it is away.
+        """
+        if is_away:
+            raise EngineError("the API server does not answer, or refuses")
+        patience_s, self.patience_s = self.patience_s, 0.0
+        try:
+            yield
+        finally:
+            self.patience_s = patience_s
+
     def get(
         self,
         resource: Resource,

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +179,10 @@ class KubernetesEngine:
         nodes = self._cluster_nodes.fitting(objects.sample_pod(self._job, self._spec)["spec"])
         return nodes - self._excluded.keys() if nodes is not None else None
 
+    def failure_domains(self) -> Mapping[str, str]:
+        """Failure domains by node."""
+        return self._cluster_nodes.failure_domains
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's pods, and start one for every member."""
         if ready:  # the ConfigMap that owns all stays, or the spares would go with it
@@ -208,7 +211,7 @@ class KubernetesEngine:
 
     def start_spare(self, placement: Placement, node: str) -> None:
         """Create a spare pod; returns at once."""
-        with self._without_patience():
+        with self._api.without_patience(is_away=self._informer.is_away):
             self._prepare(placement)
             nobody = Member(index=NO_MEMBER, node=node, schedule_cnt=0)
             plan = self._creation.plan(self._without_excluded(placement), nobody)
@@ -217,21 +220,6 @@ class KubernetesEngine:
             except EngineError:
                 self._api.delete(SECRETS, plan.name)  # it is created before the pod
                 raise
-
-    @contextmanager
-    def _without_patience(self) -> Iterator[None]:
-        """Try each request once, since the supervisor watches a run meanwhile.
-
-        Raises:
-            EngineError: the API server does not answer, or refuses.
-        """
-        if self._informer.is_away:
-            raise EngineError("the API server does not answer, or refuses")
-        patience_s, self._api.patience_s = self._api.patience_s, 0.0
-        try:
-            yield
-        finally:
-            self._api.patience_s = patience_s
 
     def warm_spares(self) -> Mapping[str, AgentEndpoint]:
         """The spare pods that no member has taken yet, by name."""
@@ -244,7 +232,7 @@ class KubernetesEngine:
 
     def end_spares(self, names: Collection[str]) -> None:
         """Delete spare pods without waiting for their end."""
-        with self._without_patience():
+        with self._api.without_patience(is_away=self._informer.is_away):
             for name in names:
                 self._api.delete(PODS, name, grace_s=1)
                 self._api.delete(SECRETS, name)
@@ -321,6 +309,9 @@ class KubernetesEngine:
         """End every pod of the run, and delete all its objects."""
         self._begin()
         self._informer.refresh()
+        if self._spec.kueue is not None:
+            for name in self._pods:
+                self._api.patch(PODS, name, objects.LAST_OF_GROUP)
         self._ending.end(list(self._pods.values()))
         self._api.delete(CONFIG_MAPS, objects.name_of(self._job))
         # The garbage collector does so, too, but not while the controller manager is away.
@@ -472,9 +463,9 @@ class KubernetesEngine:
         """Have members take spare pods, by their labels. Returns the members that got one."""
         on_spares: set[int] = set()
         for index, name in chosen.items():
-            labels = objects.member_labels(placement.members[index], placement)
+            changes = objects.taken(placement.members[index], placement, self._spec)
             try:
-                self._api.patch(PODS, name, {"metadata": {"labels": labels}})
+                self._api.patch(PODS, name, changes)
             except ApiError as error:
                 _log.warning("no member can take the spare pod %s: %s", name, error)
             else:

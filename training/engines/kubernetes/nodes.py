@@ -98,6 +98,13 @@ class ClusterNodes:
         )
 
     @property
+    def failure_domains(self) -> Mapping[str, str]:
+        """Failure domains by node, as the first label of `engine.topology` has them."""
+        label = next(iter(self._spec.topology), None)
+        labels = {n: node["metadata"].get("labels") or {} for n, node in self._by_name.items()}
+        return {n: values[label] for n, values in labels.items() if label in values}
+
+    @property
     def _by_name(self) -> Mapping[str, Document]:
         return self._informer.objects if self._informer is not None else {}
 

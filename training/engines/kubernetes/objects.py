@@ -14,8 +14,9 @@ from typing import Any
 from perdure.training.agent.__main__ import HOST_ENV, NODE_ENV
 from perdure.training.agent.agent import CONFIG_FILE
 from perdure.training.config import pod_rules
-from perdure.training.config.engine import KubernetesEngineSpec, VolcanoSpec, VolumeSpec
+from perdure.training.config.engine import KubernetesEngineSpec
 from perdure.training.config.job import Job
+from perdure.training.config.pod_sections import VolcanoSpec, VolumeSpec
 from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.journal.records import Member
 from perdure.training.processes import MARKER
@@ -43,6 +44,22 @@ START_PROBE_PERIOD_S = 1
 START_PROBES = 300
 HOSTNAME = "kubernetes.io/hostname"
 SP_BLOCK = "sp-block"  # MindCluster's, of the PodGroup; without a domain
+# Kueue's words: https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/
+_KUEUE = "kueue.x-k8s.io"
+# A pod with it makes its group one that gets no other pods: the run is over.
+LAST_OF_GROUP: Document = {"metadata": {"annotations": {f"{_KUEUE}/retriable-in-group": "false"}}}
+# Volcano counts the pods of a group by these names of tasks.
+_TASK = "volcano.sh/task-spec"
+_MEMBERS, _SPARES = "member", "spare"
+# The user of the image. PodSecurity's level `restricted` asks for all of the rest.
+_RESTRICTED_POD: Mapping[str, Any] = {
+    "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "runAsNonRoot": True,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
+_RESTRICTED_CONTAINER: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +138,17 @@ def pod_group(
             "labels": run_labels(job) | {PART: "pod-group"},
             "ownerReferences": [owned_by.reference],
         },
-        "spec": {"minMember": spec.nodes, "queue": volcano.queue},
+        "spec": {
+            "minMember": spec.nodes,
+            # Warm spares belong to the group, and must not stand for members.
+            "minTaskMember": {_MEMBERS: spec.nodes},
+            "queue": volcano.queue,
+        },
     }
+    if (topology := volcano.network_topology) is not None:
+        limit = topology.highest_tier
+        tiers = {"highestTierAllowed": limit} if limit is not None else {}
+        document["spec"]["networkTopology"] = {"mode": topology.mode, **tiers}
     if volcano.sp_block is not None:
         document["metadata"]["annotations"] = {SP_BLOCK: str(volcano.sp_block)}
     if spec.resources:
@@ -186,8 +212,8 @@ def pod(
         "kind": "Pod",
         "metadata": {
             "name": plan.name,
-            "labels": {**spec.labels, **labels},
-            "annotations": _annotations(job, spec),
+            "labels": {**spec.labels, **labels, **_queue_labels(job, spec)},
+            "annotations": _annotations(job, spec, plan),
             "ownerReferences": [owned_by.reference],
         },
         "spec": _pod_spec(job, spec, plan, store_secret),
@@ -214,10 +240,31 @@ def member_labels(member: Member, placement: Placement) -> dict[str, str]:
     }
 
 
-def _annotations(job: Job, spec: KubernetesEngineSpec) -> dict[str, str]:
+def taken(member: Member, placement: Placement, spec: KubernetesEngineSpec) -> Document:
+    """Compose the changes of a spare pod that a member takes."""
+    changes: Document = {"labels": member_labels(member, placement)}
+    if spec.volcano is not None:
+        changes["annotations"] = {_TASK: _MEMBERS}
+    return {"metadata": changes}
+
+
+def _queue_labels(job: Job, spec: KubernetesEngineSpec) -> dict[str, str]:
+    """Labels by which Kueue admits the members together."""
+    if spec.kueue is None:
+        return {}
+    labels = {f"{_KUEUE}/queue-name": spec.kueue.queue, f"{_KUEUE}/pod-group-name": job.run_id}
+    if spec.kueue.priority_class is not None:
+        labels[f"{_KUEUE}/priority-class"] = spec.kueue.priority_class
+    return labels
+
+
+def _annotations(job: Job, spec: KubernetesEngineSpec, plan: PodPlan) -> dict[str, str]:
     annotations = dict(spec.annotations)
+    if spec.kueue is not None:
+        annotations[f"{_KUEUE}/pod-group-total-count"] = str(spec.nodes)
     if spec.volcano is not None:
         annotations["scheduling.k8s.io/group-name"] = name_of(job)
+        annotations[_TASK] = _SPARES if plan.is_spare else _MEMBERS
         if spec.volcano.sp_block is not None:
             annotations[SP_BLOCK] = str(spec.volcano.sp_block)
     return annotations
@@ -231,7 +278,7 @@ def _pod_spec(
         "terminationGracePeriodSeconds": int(spec.grace_s + GRACE_MARGIN_S),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "affinity": _affinity(job, plan),
+        "affinity": _affinity(job, spec, plan),
         "tolerations": [*_STAYS, *spec.tolerations],
         "containers": [_container(spec, store_secret)],
         "volumes": _volumes(spec, plan.name),
@@ -242,6 +289,7 @@ def _pod_spec(
         "priorityClassName": spec.priority_class,
         "schedulerName": spec.volcano.scheduler if spec.volcano is not None else None,
         "imagePullSecrets": [{"name": name} for name in spec.image_pull_secrets],
+        "securityContext": dict(_RESTRICTED_POD) if spec.pod_security else None,
     }
     document |= {name: value for name, value in settings.items() if value}
     if spec.host_network:
@@ -257,8 +305,12 @@ _STAYS: Sequence[Document] = tuple(
 )
 
 
-def _affinity(job: Job, plan: PodPlan) -> Document:
-    """Keep the pod off avoided nodes and other pods' nodes; prefer the member's former node."""
+def _affinity(job: Job, spec: KubernetesEngineSpec, plan: PodPlan) -> Document:
+    """Keep the pod off avoided nodes and other pods' nodes; prefer the member's former node.
+
+    It prefers what is near in the network, a spare another failure domain: the loss of a rack
+    does not take both.
+    """
     avoid = [_field("NotIn", node) for node in plan.placement.avoid]
     preferred = [
         {"weight": 50, "preference": {"matchFields": [_field("NotIn", node)]}}
@@ -278,10 +330,24 @@ def _affinity(job: Job, plan: PodPlan) -> Document:
         "labelSelector": {"matchLabels": run_labels(job) | {PART: AGENT}},
         "topologyKey": HOSTNAME,
     }
-    affinity: Document = {
-        "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [peers]}
-    }
+    apart: Document = {"requiredDuringSchedulingIgnoredDuringExecution": [peers]}
+    near = spec.topology[1:] if plan.is_spare else spec.topology
+    if plan.is_spare and spec.topology:
+        apart |= _preferred(peers, spec.topology[:1])
+    affinity: Document = {"podAntiAffinity": apart}
+    if near:
+        affinity["podAffinity"] = _preferred(peers, near)
     return affinity | ({"nodeAffinity": of_node} if of_node else {})
+
+
+def _preferred(peers: Document, labels: Sequence[str]) -> Document:
+    """Prefer to share the values of labels with other pods; the widest one counts the most."""
+    return {
+        "preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": min(100, 25 * 2**index), "podAffinityTerm": peers | {"topologyKey": label}}
+            for index, label in enumerate(labels)
+        ]
+    }
 
 
 def _field(operator: str, node: str) -> Document:
@@ -326,6 +392,8 @@ def _container(spec: KubernetesEngineSpec, store_secret: str | None) -> Document
     }  # fmt: skip
     if secrets:
         document["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
+    if spec.pod_security:
+        document["securityContext"] = dict(_RESTRICTED_CONTAINER)
     if amounts:
         document["resources"] = {"requests": amounts, "limits": amounts}
     return document

@@ -39,6 +39,9 @@ _PASSES = re.compile(
 ALLOCATED = "huawei.com/AscendReal"
 # The kubelet gives up a pod for these reasons, beside eviction, when the node itself goes down.
 _NODE_GOES_DOWN = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
+PREEMPTED = "POD_PREEMPTED"  # for others: what the run still holds is wanted, too
+# Kueue sets this condition, and deletes the pods of a group (pkg/controller/jobs/pod).
+_STOPPED_BY_KUEUE = "TerminationTarget"
 # Reasons of events about a pod.
 _PREEMPTED = ("Preempted", "Preempting")
 _EVICTED = ("Evicted", "TaintManagerEviction")
@@ -172,7 +175,8 @@ class Pod:
         reason, message = self._status.get("reason") or "", self._status.get("message") or ""
         lost = FaultClass.CONTAINER_LOST
         if (disruption := self._disruption(events)) is not None:
-            return NodeLoss(self.node, lost, *disruption)
+            fault_class = FaultClass.PREEMPTED if disruption[0] == PREEMPTED else lost
+            return NodeLoss(self.node, fault_class, *disruption)
         if reason in _NODE_GOES_DOWN:
             text = f"{reason}: {message}"
             return NodeLoss(self.node, FaultClass.NODE_LOST, "NODE_LOST", text)
@@ -196,11 +200,13 @@ class Pod:
         target = condition_of(self.document, "DisruptionTarget")
         if target:
             is_preempted = "Preemption" in str(target.get("reason"))
-            code = "POD_PREEMPTED" if is_preempted else "POD_EVICTED"
+            code = PREEMPTED if is_preempted else "POD_EVICTED"
             return code, f"{target.get('reason')}: {target.get('message')}"
+        if stopped := condition_of(self.document, _STOPPED_BY_KUEUE):
+            return PREEMPTED, f"{stopped.get('reason')}: {stopped.get('message')}"
         for event in reversed(events):
             if event.get("reason") in _PREEMPTED:
-                return "POD_PREEMPTED", f"preempted: {event.get('message')}"
+                return PREEMPTED, f"preempted: {event.get('message')}"
             if event.get("reason") in _EVICTED:
                 return "POD_EVICTED", f"evicted: {event.get('message')}"
         return None
@@ -211,6 +217,9 @@ class Pod:
         scheduled = condition_of(self.document, "PodScheduled")
         if scheduled.get("status") == "False":
             text = scheduled.get("message") or scheduled.get("reason")
+            if scheduled.get("reason") == "SchedulingGated":
+                gates = self.document["spec"].get("schedulingGates") or ()
+                text = f"a queue holds it back ({', '.join(gate['name'] for gate in gates)})"
             return Refusal(f"{name} has no node: {text}", is_room=True)
         if self.is_over:
             why = status.get("message") or status.get("reason") or _how(self._end or {})

@@ -91,6 +91,10 @@ class LaunchedEngine:
         """Every node that answers: nobody else uses them."""
         return self.nodes()
 
+    def failure_domains(self) -> Mapping[str, str]:
+        """Return none: what the nodes share is not known."""
+        return {}
+
     def submit(self, placement: Placement, *, ready: Collection[str] = ()) -> None:
         """End the run's containers, and start one for every member."""
         states = self._hosts.states(wait_s=FIRST_WAIT_S)

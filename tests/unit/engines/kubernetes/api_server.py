@@ -66,9 +66,10 @@ class ApiServer(Api):
         for name in nodes:
             self.add_node(name)
 
-    def add_node(self, name: str, **spec: Any) -> None:
+    def add_node(self, name: str, *, labels: Mapping[str, str] | None = None, **spec: Any) -> None:
         ready = {"conditions": [{"type": "Ready", "status": "True"}]}
-        self._put("nodes", {"metadata": {"name": name}, "spec": spec, "status": ready})
+        metadata = {"name": name, "labels": dict(labels or {})}
+        self._put("nodes", {"metadata": metadata, "spec": spec, "status": ready})
 
     def engine(self, monkeypatch: Any, job: Job, *, epoch: int = 1) -> KubernetesEngine:
         """An engine that speaks to this server."""

@@ -197,6 +197,24 @@ def test_nodes_that_could_take_a_pod_are_known_where_they_may_be_listed(server, 
     assert fleet.usable_nodes() == {"n1", "n2", "n3"}
 
 
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        (["example.com/rack", "example.com/spine"], {"n4": "r1", "n5": "r2"}),
+        (["example.com/spine"], {"n4": "s1"}),
+        ([], {}),
+    ],
+)
+def test_the_narrowest_label_of_the_topology_is_the_failure_domain(
+    server, supervisor, topology, expected
+):
+    server.add_node("n4", labels={"example.com/rack": "r1", "example.com/spine": "s1"})
+    server.add_node("n5", labels={"example.com/rack": "r2"})
+    fleet = supervisor(engine={"topology": topology})
+    fleet.submit(BOTH)
+    assert fleet.failure_domains() == expected
+
+
 def test_without_the_right_to_list_nodes_their_number_is_unknown(server, supervisor):
     server.refused = {"* nodes": "nodes is forbidden"}
     fleet = supervisor()

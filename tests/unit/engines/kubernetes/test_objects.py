@@ -147,3 +147,174 @@ def test_names_of_pods_are_names_of_hosts_however_long_the_run_is_called(length)
     name = objects.pod_name(job("r" * length), member, "abcde")
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name)
     assert name.endswith("-m12-s345-abcde")
+
+
+TOPOLOGY = ("example.com/rack", "example.com/spine")
+
+
+def terms(document: dict[str, Any], kind: str) -> list[tuple[str, int]]:
+    """Labels that a pod prefers to share with others, or not to, with their weights."""
+    preferred = (
+        document["spec"]["affinity"]
+        .get(kind, {})
+        .get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    )
+    return [(term["podAffinityTerm"]["topologyKey"], term["weight"]) for term in preferred]
+
+
+def spare(spec_job: Job) -> dict[str, Any]:
+    member = Member(index=objects.NO_MEMBER, node="", schedule_cnt=0)
+    plan = PodPlan(member, "perdure-a-standby-abcde", Placement(2, ()))
+    return objects.pod(spec_job, spec_of(spec_job), OWNER, plan, store_secret=None)
+
+
+@pytest.mark.parametrize(
+    ("topology", "near"),
+    [
+        ((), []),
+        (TOPOLOGY[:1], [("example.com/rack", 25)]),
+        (TOPOLOGY, [("example.com/rack", 25), ("example.com/spine", 50)]),
+        (("a", "b", "c", "d"), [("a", 25), ("b", 50), ("c", 100), ("d", 100)]),
+    ],
+)
+def test_members_prefer_nodes_near_each_other_above_all_below_one_spine(topology, near):
+    document = pod(job(topology=topology))
+    assert terms(document, "podAffinity") == near
+    assert terms(document, "podAntiAffinity") == []
+
+
+@pytest.mark.parametrize(
+    ("topology", "near", "apart"),
+    [
+        ((), [], []),
+        (TOPOLOGY[:1], [], [("example.com/rack", 25)]),
+        (TOPOLOGY, [("example.com/spine", 25)], [("example.com/rack", 25)]),
+    ],
+)
+def test_a_spare_prefers_another_rack_below_the_same_spine(topology, near, apart):
+    document = spare(job(topology=topology))
+    assert terms(document, "podAffinity") == near
+    assert terms(document, "podAntiAffinity") == apart
+    hard = document["spec"]["affinity"]["podAntiAffinity"]
+    assert len(hard["requiredDuringSchedulingIgnoredDuringExecution"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "reason"),
+    [
+        (["rack", "rack"], "names a label twice"),
+        (["rack!"], "is no name of a label"),
+        (["a", "b", "c", "d", "e"], "at most 4"),
+    ],
+)
+def test_labels_of_the_topology_are_names_of_labels_and_few(topology, reason):
+    with pytest.raises(InputError, match=reason):
+        job(topology=topology)
+
+
+def test_pods_for_the_level_restricted_give_up_all_rights_of_root():
+    document = pod(job(pod_security="restricted"))
+    assert document["spec"]["securityContext"] == {
+        "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000, "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    assert container(document)["securityContext"] == {
+        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    assert "securityContext" not in pod(job())["spec"]
+
+
+def test_another_user_may_be_merged_into_pods_for_the_level_restricted():
+    user = {"spec": {"securityContext": {"runAsUser": 2000}}}
+    document = pod(job(pod_security="restricted", pod=user))
+    assert document["spec"]["securityContext"]["runAsUser"] == 2000
+    assert document["spec"]["securityContext"]["runAsNonRoot"] is True
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"node_path": "/var/lib/perdure"},
+        {"host_network": True},
+        {"volumes": [{"name": "a", "mount_path": "/a", "source": {"hostPath": {"path": "/a"}}}]},
+    ],
+)
+def test_what_the_level_restricted_refuses_is_refused_with_the_job(section):
+    with pytest.raises(InputError, match="pod_security=restricted does not allow"):
+        job(pod_security="restricted", **section)
+
+
+def group_of(gang_job: Job) -> dict[str, Any]:
+    spec = spec_of(gang_job)
+    return objects.pod_group(gang_job, spec, not_none(spec.volcano), OWNER)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (None, None),
+        ({}, {"mode": "soft"}),
+        ({"mode": "hard", "highest_tier": 2}, {"mode": "hard", "highestTierAllowed": 2}),
+        ({"highest_tier": 0}, {"mode": "soft", "highestTierAllowed": 0}),
+    ],
+)
+def test_a_gang_of_volcano_may_be_kept_near_each_other(section, expected):
+    group = group_of(job(volcano={"network_topology": section}))
+    assert group["spec"].get("networkTopology") == expected
+
+
+def test_warm_spares_do_not_stand_for_members_of_a_volcano_group():
+    gang_job = job(nodes=4, slots_per_node=1, volcano={})
+    assert group_of(gang_job)["spec"]["minTaskMember"] == {"member": 4}
+    task = "volcano.sh/task-spec"
+    assert pod(gang_job)["metadata"]["annotations"][task] == "member"
+    assert spare(gang_job)["metadata"]["annotations"][task] == "spare"
+    member = Member(index=2, node="n1", schedule_cnt=2)
+    changes = objects.taken(member, Placement(4, (member,)), spec_of(gang_job))["metadata"]
+    assert changes["annotations"] == {task: "member"}
+    assert changes["labels"][objects.MEMBER] == "2"
+    plain = objects.taken(member, Placement(4, (member,)), spec_of(job()))["metadata"]
+    assert "annotations" not in plain
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_the_members_are_one_group_of_kueue(nodes):
+    section = {"queue": "research", "priority_class": "batch"}
+    document = pod(job("llm", nodes=nodes, slots_per_node=1, kueue=section, priority_class="high"))
+    labels = document["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "research"
+    assert labels["kueue.x-k8s.io/pod-group-name"] == "llm"
+    assert labels["kueue.x-k8s.io/priority-class"] == "batch"
+    count = document["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]
+    assert count == str(nodes)
+    assert document["spec"]["priorityClassName"] == "high"
+    assert "schedulingGates" not in document["spec"], "Kueue's webhook adds its own"
+    retriable = "kueue.x-k8s.io/retriable-in-group"
+    assert retriable not in document["metadata"]["annotations"], "a pod may be replaced"
+    assert objects.LAST_OF_GROUP["metadata"]["annotations"] == {retriable: "false"}
+
+
+def test_without_kueue_no_pod_has_its_labels():
+    text = str(pod(job()))
+    assert "kueue" not in text
+
+
+def test_a_group_of_kueue_has_no_warm_spares():
+    assert job(spares=2, kueue={"queue": "a"}).engine.num_warm_spares == 0
+    assert job(spares=2, warm_spares=0, kueue={"queue": "a"}).engine.num_warm_spares == 0
+    assert job(spares=2).engine.num_warm_spares == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"kueue": {"queue": "a"}, "volcano": {}}, "kueue and volcano both hold pods back"),
+        ({"kueue": {"queue": "a"}, "warm_spares": 1}, "warm_spares=1 must be 0 with kueue"),
+        ({"kueue": {}}, "kueue.queue: is missing"),
+        ({"kueue": {"queue": "No Queue"}}, "is no name"),
+        ({"volcano": {"network_topology": {"mode": "near"}}}, "network_topology.mode"),
+    ],
+)
+def test_settings_of_queues_that_contradict_each_other_are_refused(section, reason):
+    with pytest.raises(InputError, match=re.escape(reason)):
+        job(**section)

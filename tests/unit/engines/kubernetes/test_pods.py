@@ -68,11 +68,21 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "message": "by a pod 
         (pod(deleted=True), [], (FaultClass.CONTAINER_LOST, "POD_DELETED")),
         (EVICTED, [], (FaultClass.CONTAINER_LOST, "POD_EVICTED")),
         (pod(deleted=True, conditions=[{**DISRUPTED, "reason": "PreemptionByScheduler"}]), [],
-         (FaultClass.CONTAINER_LOST, "POD_PREEMPTED")),
+         (FaultClass.PREEMPTED, "POD_PREEMPTED")),
+        (pod(deleted=True, conditions=[{**DISRUPTED, "reason": "PreemptionByKubeScheduler"}]), [],
+         (FaultClass.PREEMPTED, "POD_PREEMPTED")),
+        (pod(deleted=True, conditions=[{**DISRUPTED, "type": "TerminationTarget",
+                                        "reason": "StoppedByKueue"}]), [],
+         (FaultClass.PREEMPTED, "POD_PREEMPTED")),
+        (pod(deleted=True, conditions=[{**DISRUPTED, "type": "TerminationTarget",
+                                        "reason": "WorkloadEvictedDueToPreempted"}]), [],
+         (FaultClass.PREEMPTED, "POD_PREEMPTED")),
+        (pod(deleted=True, conditions=[{**DISRUPTED, "reason": "DeletionByTaintManager"}]), [],
+         (FaultClass.CONTAINER_LOST, "POD_EVICTED")),
         (pod(deleted=True, conditions=[{**DISRUPTED, "reason": "EvictionByEvictionAPI"}]), [],
          (FaultClass.CONTAINER_LOST, "POD_EVICTED")),
         (pod(deleted=True), [event("Preempted", "by default/big on node n1")],
-         (FaultClass.CONTAINER_LOST, "POD_PREEMPTED")),
+         (FaultClass.PREEMPTED, "POD_PREEMPTED")),
         (pod(deleted=True), [event("Scheduled", "to n1"), event("Started", "agent")],
          (FaultClass.CONTAINER_LOST, "POD_DELETED")),
         (pod("Failed", state=ended(137, "OOMKilled")), [], (FaultClass.HOST_OOM, "OOMKilled")),
@@ -81,7 +91,8 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "message": "by a pod 
          (FaultClass.NODE_LOST, "NODE_LOST")),
     ],
     ids=["it runs", "deleted by a person", "evicted by its kubelet",
-         "preempted, as told from 1.26 on",
+         "preempted, as told from 1.26 on", "and later", "stopped by Kueue", "preempted by Kueue",
+         "its node has a taint",
          "drained, as told from 1.26 on", "preempted, as an event tells", "events of its start",
          "its agent used too much memory", "its agent was killed", "its node shuts down"],
 )  # fmt: skip
@@ -142,6 +153,9 @@ def waiting(reason: str, message: str | None = None) -> dict[str, Any]:
 
 UNPLACED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
 NOT_PLACED = pod("Pending", conditions=[{**UNPLACED, "message": UNSCHEDULABLE}], started=False)
+GATED = pod("Pending", conditions=[{**UNPLACED, "reason": "SchedulingGated"}], started=False) | {
+    "spec": {"schedulingGates": [{"name": "kueue.x-k8s.io/admission"}]}
+}
 NO_ROOM_LEFT = pod(
     "Failed", reason="OutOfhuawei.com/Ascend910", message="Node didn't have enough resource"
 )
@@ -151,6 +165,7 @@ NO_ROOM_LEFT = pod(
     ("document", "text", "is_room", "is_final"),
     [
         (NOT_PLACED, f"has no node: {UNSCHEDULABLE}", True, False),
+        (GATED, "no node: a queue holds it back (kueue.x-k8s.io/admission)", True, False),
         (waiting("ImagePullBackOff", 'Back-off pulling image "a:1"'),
          'on n1: ImagePullBackOff: Back-off pulling image "a:1"', False, False),
         (waiting("InvalidImageName", "couldn't parse image reference"),
@@ -166,8 +181,9 @@ NO_ROOM_LEFT = pod(
         (waiting("ContainerCreating"), "on n1: ContainerCreating", False, False),
         (pod(started=False), "its agent does not listen yet (phase Running)", False, False),
     ],
-    ids=["no node has room", "its image cannot be pulled", "its image has no valid name",
-         "a secret is missing", "its kubelet is late", "its node has no room after all",
+    ids=["no node has room", "its queue has none", "its image cannot be pulled",
+         "its image has no valid name", "a secret is missing", "its kubelet is late",
+         "its node has no room after all",
          "its agent fails", "it is being made", "its agent starts"],
 )  # fmt: skip
 def test_why_a_pod_is_not_up_is_in_the_words_of_scheduler_and_kubelet(
