@@ -77,7 +77,7 @@ class Diagnosis:
     offset: int = 0
 
 
-def _counts_as_failure(finding: Finding) -> bool:
+def counts_as_failure(finding: Finding) -> bool:
     """Whether a finding is a failure: not logged as harmless, not survived by training."""
     if finding.is_low_level:
         return False
@@ -100,7 +100,7 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         Candidate(source, finding)
         for source in sources
         for finding in source.findings
-        if _counts_as_failure(finding)
+        if counts_as_failure(finding)
     ]
     if has_failed and all(c.finding.role is Role.HINT for c in candidates):
         candidates += [
