@@ -19,7 +19,8 @@ from math import inf
 
 from perdure.training.diagnosis.lines import severity_of
 from perdure.training.diagnosis.msrun import relate_workers
-from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
+from perdure.training.diagnosis.exceptions import names_exception
+from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, FAMILY_RULE, Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
@@ -94,7 +95,7 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         has_failed: there was a failure for certain, so a fault that training seems to have
             survived counts where no other finding explains it.
     """
-    related = relate_workers([source.findings for source in sources])
+    related = [_doubt_users(f) for f in relate_workers([s.findings for s in sources])]
     sources = [replace(s, findings=f) for s, f in zip(sources, related, strict=True)]
     candidates = [
         Candidate(source, finding)
@@ -129,6 +130,45 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
     return sorted(candidates, key=key)
 
 
+def _doubt_users(findings: Sequence[Finding]) -> list[Finding]:
+    """Demote exceptions of the user's own lines that follow from evidence before them."""
+    return [
+        replace(f, role=max(f.role, Role.CASCADE)) if follows_evidence(f, findings) else f
+        for f in findings
+    ]
+
+
+def follows_evidence(finding: Finding, findings: Sequence[Finding]) -> bool:
+    """Whether a device or a peer had failed shortly before the user's own line raised an exception.
+
+    What a failed device returns is no longer what the program expects of it.
+
+    Args:
+        finding: an exception, or not.
+        findings: all of its source.
+    """
+    if finding.fault_class is not FaultClass.USER_CODE_ERROR or finding.role is not Role.ROOT:
+        return False
+    return names_exception(finding.line) and any(
+        other.fault_class in _DOUBTS
+        and other.role <= Role.SYMPTOM
+        and counts_as_failure(other)
+        and _is_shortly_before(other, finding)
+        for other in findings
+    )
+
+
+def _is_shortly_before(earlier: Finding, finding: Finding) -> bool:
+    if (
+        earlier.offset >= finding.offset
+        or len({earlier.origin.rank, finding.origin.rank} - {None}) > 1
+    ):
+        return False
+    if earlier.origin.at_s is None or finding.seen_s is None:
+        return finding.offset - earlier.offset < CONTEXT_SIZE_BYTES
+    return 0.0 <= finding.seen_s - earlier.origin.at_s <= _EVENT_SPAN_S
+
+
 def _demote_receipt(candidate: Candidate) -> Candidate:
     """Demote the line of a process that got a signal: another line shows who sent it."""
     finding = candidate.finding
@@ -145,6 +185,9 @@ DEVICE_FAULTS = frozenset(
     FaultClass.OPERATOR_ERROR,
     FaultClass.DEVICE_OOM,
 }
+
+
+_DOUBTS = DEVICE_FAULTS | {FaultClass.COLLECTIVE_TIMEOUT, FaultClass.STORAGE_ERROR}
 
 
 def _standing(candidate: Candidate, *, yields: bool) -> float:
@@ -210,6 +253,7 @@ _DETAILS: Sequence[tuple[_Detail, Callable[[Finding], object]]] = (
     (_Detail.NEAREST, lambda f: _PLOG.search(f.line)),
     (_Detail.GENERAL, lambda f: f.rule == EXCEPTION_RULE and _IS_VAGUE.search(f.line)),
     (_Detail.CODE, lambda f: f.rule.startswith(CODE_RULE) and not _CANN_CODE.search(f.line)),
+    (_Detail.GENERAL, lambda f: f.rule == FAMILY_RULE),
     (_Detail.CALLER, lambda f: _SUMMARY_OF_EXIT.search(f.line)),
     (_Detail.GENERAL, lambda f: _FRAME_OF_SUMMARY.search(f.line)),
     (_Detail.CALLER, lambda f: _ANNOUNCES.search(f.line)),

@@ -177,7 +177,9 @@ def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
 
 def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
     """Turn a scan into a source: add the faults that several lines show, place it by its name."""
-    finders = (find_jump, find_stall, find_wait, find_stacks, find_native_stack) if result.is_text else ()
+    finders = (
+        (find_jump, find_stall, find_wait, find_stacks, find_native_stack) if result.is_text else ()
+    )
     further = [find(result.tail, year=year) for find in finders]
     shift = max(0, result.size_bytes - len(result.tail))
     findings = [
