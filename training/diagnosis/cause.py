@@ -19,6 +19,7 @@ from math import inf
 
 from perdure.training.diagnosis.lines import severity_of
 from perdure.training.diagnosis.msrun import relate_workers
+from perdure.training.diagnosis.confidence import rate
 from perdure.training.diagnosis.exceptions import names_exception
 from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, FAMILY_RULE, Finding
 from perdure.training.diagnosis.rules import Role
@@ -70,12 +71,14 @@ class Diagnosis:
     Attributes:
         source: name of the file with the key line; None where no file was read.
         offset: rough begin of the line in the file.
+        has_rival: whether another cause would explain the evidence as well.
     """
 
     fault: Fault
     runners_up: tuple[Fault, ...] = ()
     source: str | None = None
     offset: int = 0
+    has_rival: bool = False
 
 
 def counts_as_failure(finding: Finding) -> bool:
@@ -337,8 +340,34 @@ def choose_cause(
             kinds.add(_kind(candidate))
             runners_up.append(build_fault(candidate, at_s=at_s, step=step))
     fault = build_fault(best, at_s=at_s, step=step)
+    has_rival = any(_is_rival(candidate, ranked[0]) for candidate in ranked[1:])
+    if has_rival:
+        fault = replace(
+            fault,
+            confidence=rate(best.finding, has_rival=True),
+            explanation=f"{fault.explanation} {_ORDER_UNKNOWN}",
+        )
     return Diagnosis(
-        fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name, best.finding.offset
+        fault,
+        tuple(runners_up[:MAX_RUNNERS_UP]),
+        best.source.name,
+        best.finding.offset,
+        has_rival,
+    )
+
+
+_ORDER_UNKNOWN = "The logs do not show whether this or another cause came first."
+
+
+def _is_rival(candidate: Candidate, best: Candidate) -> bool:
+    """Whether a cause of another kind, in another file, may have come before the best one."""
+    is_timed = candidate.at_s is not None and best.at_s is not None
+    return (
+        not is_timed
+        and candidate.source is not best.source
+        and candidate.finding.role is best.finding.role is Role.ROOT
+        and not candidate.finding.is_unnamed
+        and candidate.finding.fault_class is not best.finding.fault_class
     )
 
 
@@ -369,6 +398,7 @@ def build_fault(candidate: Candidate, *, at_s: float, step: int | None) -> Fault
         else _value_or(finding.user_fault, False),
         hardware_fault=_value_or(finding.hardware_fault, traits.hardware_fault),
         severity=severity_of(finding.line),
+        confidence=rate(finding),
     )
 
 

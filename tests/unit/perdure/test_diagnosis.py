@@ -26,6 +26,7 @@ KEYS = {
     "path", "fault_class", "key_line", "file", "node", "rank", "device", "code", "user_fault",
     "name", "name_zh", "title", "hardware_fault", "recoverable_by", "explanation", "action", "rung",
     "runners_up",
+    "confidence",
 }  # fmt: skip
 
 
