@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from perdure.training.diagnosis.cause import Diagnosis, LogSource, counts_as_failure
 from perdure.training.diagnosis.recognise import Finding
+from perdure.training.diagnosis.silence import SUSPECT_RULE
 
 MAX_FINDINGS = 40
 
@@ -43,6 +44,14 @@ def explain_choice(
     places = [(source, finding) for source in sources for finding in source.findings]
     root = next((place for place in places if _is_root(*place, diagnosis)), None)
     each = [_explain(source, finding, root, diagnosis) for source, finding in places]
+    if root is None and diagnosis is not None:
+        fault = diagnosis.fault
+        source = diagnosis.source or ""
+        each.append(
+            ExplainedFinding(
+                source, "hint", fault.fault_class, SUSPECT_RULE, fault.evidence, _CAUSE
+            )
+        )
     each.sort(key=lambda row: row.verdict != _CAUSE)
     return each[:MAX_FINDINGS]
 

@@ -4,8 +4,8 @@
 another rank's or process's end. A better role wins over a worse role at any place, so an echo that
 was printed first hides nothing.
 
-Of all rules that match a line, in any file, one for a family of messages (`general`) yields to one
-for a special message; among equals the first in the order of `FILES` wins.
+The files are read in the order of `FILES` and the first rule that matches a line names it, so
+special messages come before general ones.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class RuleSpec(Classification):
         context_example: such text, for a rule that has a context.
         unless_raised_in: files for whose exceptions the rule does not hold.
         any_level: whether the line counts even as information or a warning.
-        general: whether it takes a family of messages, of which other rules know some better.
         repeated: whether the program tries again after the line, so that the last such line counts.
         why: the meaning of the line, where the sentence of its class is too vague.
     """
@@ -92,7 +91,6 @@ class RuleSpec(Classification):
     prefilter: str | None = None
     code: str | None = None
     any_level: bool = False
-    general: bool = False
     repeated: bool = False
     yields_to_code: bool = False
     context: str | None = Field(None, alias="after")
@@ -143,25 +141,18 @@ def _compile_rule(row: dict[str, object]) -> Rule:
 def match_line(
     line: str, context: str = "", candidates: Iterable[Rule] | None = None
 ) -> tuple[Rule, re.Match[str]] | None:
-    """Find the most specific rule that recognises a line, with its match.
+    """Find the first rule that recognises a line, with its match.
 
     Args:
         line: one line of output.
         context: text shortly before the line, for rules that search it.
         candidates: rules to try, in order; None: all.
     """
-    family = None
     for rule in load_rules() if candidates is None else candidates:
-        if family is not None and rule.spec.general:
-            continue
         match = rule.pattern.search(line)
         if match and (rule.context is None or rule.context.search(context)):
-            if _is_raised_elsewhere(rule.spec, context):
-                return None
-            if not rule.spec.general:
-                return rule, match
-            family = rule, match
-    return family
+            return None if _is_raised_elsewhere(rule.spec, context) else (rule, match)
+    return None
 
 
 def _is_raised_elsewhere(spec: RuleSpec, context: str) -> bool:

@@ -57,7 +57,7 @@ _SHOWS_LOSS = re.compile(
     r"(?:\b(?:loss|ppl|perplexity|acc)|\u635f\u5931)\w*['\"]?\s?[:=\uff1a]?\s?\d"
 )
 _DONE = re.compile(
-    r"train_runtime|[Tt]raining (?:is )?(?:completed?|finished|done)\b(?! (?:or|with)\b)"
+    r"train_runtime|[Tt]raining (?:is )?(?:completed?|finished|done)\b"
     r"|[Ff]inished training|[Mm]odel (?:was )?saved\b"
 )
 # A platform or a launcher that states the end of all: what a script printed before it is void.

@@ -77,6 +77,8 @@ def find_suspect(text: str, *, year: int) -> Suspect | None:
         year: of times that have none.
     """
     lines = [line for line in text.splitlines()[-_MAX_LINES:] if _WORDS.search(line)]
+    if not text.endswith("\n") and any(line.startswith(lines[-1]) for line in lines[:-1]):
+        lines.pop()  # cut off in the middle: as usual as the lines that it is the beginning of
     shapes = Counter(_NUMBERS.sub("0", line) for line in lines)
     scored = [
         (_score(line, number, lines, shapes), number)

@@ -33,6 +33,7 @@ from perdure.training.diagnosis.scan import (
 )
 from perdure.training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
 from perdure.training.diagnosis.silence import Suspect, find_suspect, has_ended_well
+from perdure.training.diagnosis.zones import LogClock, read_clock, zone_shifts
 from perdure.training.errors import InputError
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
@@ -66,6 +67,7 @@ class ScannedLog:
 
     Attributes:
         steps: time of each printed step, for the comparison of clocks.
+        clock: its wall clock, for the comparison of time zones.
         has_ended_well: whether it shows that its program came to a good end.
         suspect: the most suspicious line, for a log that names no failure.
     """
@@ -74,6 +76,7 @@ class ScannedLog:
     steps: dict[int, float]
     size_bytes: int
     is_text: bool
+    clock: LogClock | None = None
     has_ended_well: bool = False
     suspect: Suspect | None = None
 
@@ -137,10 +140,11 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
             unreadable.append(error)
     if not readings:
         raise unreadable[0]
-    shifts = clock_offsets([reading.steps for reading in readings])
+    by_steps = clock_offsets([reading.steps for reading in readings])
+    by_zones = zone_shifts([reading.clock for reading in readings])
     merged = [
-        replace(reading.source, clock_offset_s=shift)
-        for reading, shift in zip(readings, shifts, strict=True)
+        replace(reading.source, clock_offset_s=by_step or by_zone)
+        for reading, by_step, by_zone in zip(readings, by_steps, by_zones, strict=True)
     ]
     skipped = [str(error) for error in unreadable]
     diagnosis = choose_cause(compare_sources(merged), at_s=at_s)
@@ -199,14 +203,15 @@ def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
         device=int(device[1]) if device else None,
     )
     steps = find_step_times(result.tail, year=year)
+    clock = read_clock(result.tail, year=year)
     if not result.is_text or any(counts_as_failure(finding) for finding in findings):
-        return ScannedLog(source, steps, result.size_bytes, result.is_text)
+        return ScannedLog(source, steps, result.size_bytes, result.is_text, clock)
     suspect = find_suspect(result.tail, year=year)
     if suspect is not None:
         placed = replace(suspect.finding, offset=suspect.finding.offset + shift)
         suspect = replace(suspect, finding=placed)
     return ScannedLog(
-        source, steps, result.size_bytes, is_text=True,
+        source, steps, result.size_bytes, is_text=True, clock=clock,
         has_ended_well=has_ended_well(result.tail), suspect=suspect,
     )  # fmt: skip
 
