@@ -42,7 +42,7 @@ _CODES = codes.load_codes()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A log with its label; several values where the label leaves it open, none where all is well."""
+    """A log with its label: several values where it leaves them open, none where all is well."""
 
     path: Path
     classes: Sequence[str]

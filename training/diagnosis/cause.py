@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
 
-from perdure.training.diagnosis.lines import severity_of
-from perdure.training.diagnosis.msrun import relate_workers
 from perdure.training.diagnosis.confidence import rate
 from perdure.training.diagnosis.exceptions import names_exception
+from perdure.training.diagnosis.lines import severity_of
+from perdure.training.diagnosis.msrun import relate_workers
 from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, FAMILY_RULE, Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES

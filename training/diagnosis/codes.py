@@ -186,6 +186,6 @@ def _worst_code(codes: str) -> str:
 def _find_spec(table: str, code: str, around: str) -> CodeSpec | None:
     meanings = load_codes()[table]
     shortest = len(code) if table in {"acl", "hccl"} else 0
-    known = (code[:length] for length in range(len(code), shortest - 1, -1))
-    specs = next((meanings[key] for key in known if key in meanings), ())
+    prefixes = (code[:length] for length in range(len(code), shortest - 1, -1))
+    specs = next((meanings[key] for key in prefixes if key in meanings), ())
     return next((s for s in specs if s.beside is None or re.search(s.beside, around)), None)

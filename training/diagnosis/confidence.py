@@ -1,7 +1,6 @@
 """How sure a diagnosis is: the share of diagnoses of its kind that name the right class and line.
 
-The shares are measured on labelled logs (docs/diagnosis.md); `python -m benchmarks.diagnose_quality`
-measures them again. What several causes explain equally is halved, which is below
+The shares are measured on labelled logs (docs/diagnosis.md), by `benchmarks.diagnose_quality`. What several causes explain equally is halved, which is below
 `recovery.faults.MIN_CONFIDENCE`: the ladder then treats the fault as unknown. Pure.
 """
 

@@ -31,7 +31,7 @@ _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _FAILURE_WORDS = re.compile(
     r"(?i)\b(?:err(?:or)?s?|fail\w*|abort\w*|kill\w*|fatal|panic|crash\w*|exception|refus\w+"
     r"|den(?:ied|y)|cannot|could not|can't|unable|lost|drop(?:ped)?|missing|invalid|corrupt\w*"
-    r"|time[ds]?[ -]?out|unreachable|unexpected\w*|giving up|stopp(?:ed|ing)|interrupted)\b"
+    r"|time[ds]?[ -]?out|unreachable|unexpected\w*|giving up|stopped|stopping|interrupted)\b"
 )
 _WORDS = re.compile(r"[^\W\d_]{2}")
 WHY = (

@@ -1,4 +1,4 @@
-"""The subsystem that speaks through a traceback, by the packages of its files (`subsystems.toml`)."""
+"""The subsystem that raised an exception, by the packages of its files (`subsystems.toml`)."""
 
 from __future__ import annotations
 

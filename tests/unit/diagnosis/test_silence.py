@@ -120,7 +120,7 @@ def test_numbered_lines_are_no_stack(text):
     "line",
     [
         r'detail="Traceback (most recent call last):\n  File \"/w/a.py\", line 9, in f\n    g()\nNameError: name \'q\' is not defined\n"',  # noqa: E501
-        r"msg='Traceback (most recent call last):\n  File \"/w/a.py\", line 9\nNameError: name q\n'",
+        r"msg='Traceback (most recent call last):\n  File \"/w/a.py\", line 9\nNameError: q\n'",
         r'{"text": "Traceback (most recent call last):\n  File \"/w/a.py\", line 9\nNameError: q"}',
     ],
 )
