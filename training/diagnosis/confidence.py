@@ -1,7 +1,8 @@
 """How sure a diagnosis is: the share of diagnoses of its kind that name the right class and line.
 
-The shares are measured on labelled logs (docs/diagnosis.md), by `benchmarks.diagnose_quality`. What several causes explain equally is halved, which is below
-`recovery.faults.MIN_CONFIDENCE`: the ladder then treats the fault as unknown. Pure.
+The shares are measured on labelled logs (docs/diagnosis.md), by `benchmarks.diagnose_quality`.
+Where several causes explain the evidence equally, the share is halved. It is then below
+`recovery.faults.MIN_CONFIDENCE`: the ladder treats the fault as unknown. Pure.
 """
 
 from __future__ import annotations
