@@ -51,6 +51,21 @@ def test_what_stands_far_from_a_code_does_not_decide_it():
     assert first_cause(f"{far}\n").fault_class is FaultClass.DEVICE_LOST
 
 
+@pytest.mark.parametrize(
+    ("code", "fault_class"),
+    [
+        ("507027", FaultClass.VERSION_MISMATCH),  # kernel look-up
+        ("507022", FaultClass.COLLECTIVE_TIMEOUT),  # IPC
+        ("207014", FaultClass.OPERATOR_ERROR),  # queue full
+        ("507021", FaultClass.LAUNCH_MISCONFIGURED),  # profiling
+        ("107021", FaultClass.LAUNCH_MISCONFIGURED),  # a system parameter that is not set
+    ],
+)
+def test_the_whole_range_of_the_runtimes_numbers_is_known(code, fault_class):
+    fact = not_none(look_up_code(f"call failed, error code is {code}"))
+    assert fact.spec.fault_class is fault_class
+
+
 # The words of these rules say more than the number that a call returns.
 _MORE_PRECISE = {"mindspore-getnext-starved", "hccl-function-refused", "npu-pinned-memory",
                  "npu-ez9903"}  # fmt: skip

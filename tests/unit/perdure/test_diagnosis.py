@@ -60,6 +60,16 @@ def test_json_is_a_list_with_one_object_per_path_in_the_order_given(logs):
     assert all(set(case) == KEYS for case in found)
 
 
+def test_an_explanation_names_the_cause_first_and_what_it_explains(logs):
+    (case,) = objects("--explain", logs / "attempt")
+    cause, *others = case["findings"]
+    assert (cause["line"], cause["explained_by"]) == (TYPE_ERROR, None)
+    assert {finding["explained_by"] for finding in others} <= {TYPE_ERROR, None}
+    text = diagnosis("--explain", logs / "attempt")
+    assert "what became of it" in text
+    assert "the cause" in text
+
+
 def test_json_shows_what_failed_where_and_what_can_be_done(logs):
     (case,) = objects(logs / "attempt")
     assert case == {
