@@ -142,7 +142,7 @@ def _doubt_users(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def follows_evidence(finding: Finding, findings: Sequence[Finding]) -> bool:
-    """Whether a device or a peer had failed shortly before the user's own line raised an exception.
+    """Whether a device had failed shortly before the user's own line raised an exception.
 
     What a failed device returns is no longer what the program expects of it.
 
@@ -153,7 +153,7 @@ def follows_evidence(finding: Finding, findings: Sequence[Finding]) -> bool:
     if finding.fault_class is not FaultClass.USER_CODE_ERROR or finding.role is not Role.ROOT:
         return False
     return names_exception(finding.line) and any(
-        other.fault_class in _DOUBTS
+        other.fault_class in DEVICE_FAULTS
         and other.role <= Role.SYMPTOM
         and counts_as_failure(other)
         and _is_shortly_before(other, finding)
@@ -188,9 +188,6 @@ DEVICE_FAULTS = frozenset(
     FaultClass.OPERATOR_ERROR,
     FaultClass.DEVICE_OOM,
 }
-
-
-_DOUBTS = DEVICE_FAULTS | {FaultClass.COLLECTIVE_TIMEOUT, FaultClass.STORAGE_ERROR}
 
 
 def _standing(candidate: Candidate, *, yields: bool) -> float:
