@@ -258,6 +258,7 @@ endif
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.diagnose
+	$(BIN)/python -m benchmarks.diagnose_quality $(BENCH_OPTIONS)
 	$(BIN)/python -m benchmarks.watching
 	$(BIN)/python -m benchmarks.consistency
 

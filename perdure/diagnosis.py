@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.console import EXIT_INPUT, AsJson, make_console, print_json, warn
+from perdure.training.diagnosis.explanation import ExplainedFinding, explain_choice
 from perdure.training.diagnosis.sources import (
     STANDARD_INPUT,
     PathDiagnosis,
@@ -40,6 +42,9 @@ def diagnose(
     ],
     *,
     as_json: AsJson = False,
+    is_explained: Annotated[
+        bool, typer.Option("--explain", help="show every finding and why the cause won")
+    ] = False,
     each: Annotated[
         bool, typer.Option("--each", help="diagnose every file of a folder by itself")
     ] = False,
@@ -52,9 +57,12 @@ def diagnose(
         for line in case.unreadable:
             warn(f"cannot read {line}")
         if as_json:
-            objects.append(_object(case))
+            findings = {"findings": list(map(asdict, _explain(case)))} if is_explained else {}
+            objects.append(_object(case) | findings)
         else:
             _show(console, case)
+            if is_explained:
+                console.print(_list_findings(case))
     if as_json:
         print_json(objects)
     if not is_whole:
@@ -89,6 +97,7 @@ def _object(case: PathDiagnosis) -> dict[str, Any]:
             "user_fault": False,
             "hardware_fault": False,
             "recoverable_by": None,
+            "confidence": None,
             "explanation": _nothing(case),
             "action": "",
             "rung": None,
@@ -110,6 +119,7 @@ def _object(case: PathDiagnosis) -> dict[str, Any]:
         "user_fault": fault.user_fault,
         "hardware_fault": fault.hardware_fault,
         "recoverable_by": fault.recoverable_by,
+        "confidence": fault.confidence,
         "explanation": fault.explanation,
         "action": fault.action,
         "rung": _first_decision(fault).rung,
@@ -160,6 +170,21 @@ def _show(console: Console, case: PathDiagnosis) -> None:
     console.print(panel)
 
 
+def _explain(case: PathDiagnosis) -> list[ExplainedFinding]:
+    return explain_choice([reading.source for reading in case.readings], case.diagnosis)
+
+
+def _list_findings(case: PathDiagnosis) -> Table:
+    """List every finding, what became of it, and by what it is explained."""
+    table = Table("file", "role", "class", "rule", "line", "what became of it", expand=True)
+    for row in _explain(case):
+        line = plain(row.line[:LINE_WIDTH])
+        by = f" <- {plain(row.explained_by[:80])}" if row.explained_by else ""
+        cells = (row.source, row.role, row.fault_class, row.rule, line, f"{row.verdict}{by}")
+        table.add_row(*map(Text, cells))
+    return table
+
+
 def _label(case: PathDiagnosis) -> str:
     source = case.diagnosis.source if case.diagnosis is not None else None
     name = Path(case.path).name
@@ -196,6 +221,7 @@ def _facts(fault: Fault) -> Table:
         ("device", "" if fault.device is None else str(fault.device)),
         ("cause lies in", " and ".join(blame)),
         ("recovered by", str(fault.recoverable_by)),
+        ("how sure", "" if fault.confidence is None else f"{fault.confidence:.0%}"),
         ("Perdure would", f"{decision.rung}: {decision.reason}"),
         ("you should", fault.action),
     ]

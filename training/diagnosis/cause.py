@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf
 
+from perdure.training.diagnosis.confidence import rate
+from perdure.training.diagnosis.exceptions import names_exception
 from perdure.training.diagnosis.lines import severity_of
 from perdure.training.diagnosis.msrun import relate_workers
-from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, Finding
+from perdure.training.diagnosis.recognise import CODE_RULE, EXCEPTION_RULE, FAMILY_RULE, Finding
 from perdure.training.diagnosis.rules import Role
 from perdure.training.diagnosis.scan import CONTEXT_SIZE_BYTES
 from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
@@ -69,15 +71,17 @@ class Diagnosis:
     Attributes:
         source: name of the file with the key line; None where no file was read.
         offset: rough begin of the line in the file.
+        has_rival: whether another cause would explain the evidence as well.
     """
 
     fault: Fault
     runners_up: tuple[Fault, ...] = ()
     source: str | None = None
     offset: int = 0
+    has_rival: bool = False
 
 
-def _counts_as_failure(finding: Finding) -> bool:
+def counts_as_failure(finding: Finding) -> bool:
     """Whether a finding is a failure: not logged as harmless, not survived by training."""
     if finding.is_low_level:
         return False
@@ -94,13 +98,13 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         has_failed: there was a failure for certain, so a fault that training seems to have
             survived counts where no other finding explains it.
     """
-    related = relate_workers([source.findings for source in sources])
+    related = [_doubt_users(f) for f in relate_workers([s.findings for s in sources])]
     sources = [replace(s, findings=f) for s, f in zip(sources, related, strict=True)]
     candidates = [
         Candidate(source, finding)
         for source in sources
         for finding in source.findings
-        if _counts_as_failure(finding)
+        if counts_as_failure(finding)
     ]
     if has_failed and all(c.finding.role is Role.HINT for c in candidates):
         candidates += [
@@ -127,6 +131,45 @@ def rank_candidates(sources: Sequence[LogSource], *, has_failed: bool = False) -
         return (standing, began_s, source.order, later, _detail(finding), place)
 
     return sorted(candidates, key=key)
+
+
+def _doubt_users(findings: Sequence[Finding]) -> list[Finding]:
+    """Demote exceptions of the user's own lines that follow from evidence before them."""
+    return [
+        replace(f, role=max(f.role, Role.CASCADE)) if follows_evidence(f, findings) else f
+        for f in findings
+    ]
+
+
+def follows_evidence(finding: Finding, findings: Sequence[Finding]) -> bool:
+    """Whether a device had failed shortly before the user's own line raised an exception.
+
+    What a failed device returns is no longer what the program expects of it.
+
+    Args:
+        finding: an exception, or not.
+        findings: all of its source.
+    """
+    if finding.fault_class is not FaultClass.USER_CODE_ERROR or finding.role is not Role.ROOT:
+        return False
+    return names_exception(finding.line) and any(
+        other.fault_class in DEVICE_FAULTS
+        and other.role <= Role.SYMPTOM
+        and counts_as_failure(other)
+        and _is_shortly_before(other, finding)
+        for other in findings
+    )
+
+
+def _is_shortly_before(earlier: Finding, finding: Finding) -> bool:
+    if (
+        earlier.offset >= finding.offset
+        or len({earlier.origin.rank, finding.origin.rank} - {None}) > 1
+    ):
+        return False
+    if earlier.origin.at_s is None or finding.seen_s is None:
+        return finding.offset - earlier.offset < CONTEXT_SIZE_BYTES
+    return 0.0 <= finding.seen_s - earlier.origin.at_s <= _EVENT_SPAN_S
 
 
 def _demote_receipt(candidate: Candidate) -> Candidate:
@@ -210,6 +253,7 @@ _DETAILS: Sequence[tuple[_Detail, Callable[[Finding], object]]] = (
     (_Detail.NEAREST, lambda f: _PLOG.search(f.line)),
     (_Detail.GENERAL, lambda f: f.rule == EXCEPTION_RULE and _IS_VAGUE.search(f.line)),
     (_Detail.CODE, lambda f: f.rule.startswith(CODE_RULE) and not _CANN_CODE.search(f.line)),
+    (_Detail.GENERAL, lambda f: f.rule == FAMILY_RULE),
     (_Detail.CALLER, lambda f: _SUMMARY_OF_EXIT.search(f.line)),
     (_Detail.GENERAL, lambda f: _FRAME_OF_SUMMARY.search(f.line)),
     (_Detail.CALLER, lambda f: _ANNOUNCES.search(f.line)),
@@ -293,8 +337,34 @@ def choose_cause(
             kinds.add(_kind(candidate))
             runners_up.append(build_fault(candidate, at_s=at_s, step=step))
     fault = build_fault(best, at_s=at_s, step=step)
+    has_rival = any(_is_rival(candidate, ranked[0]) for candidate in ranked[1:])
+    if has_rival:
+        fault = replace(
+            fault,
+            confidence=rate(best.finding, has_rival=True),
+            explanation=f"{fault.explanation} {_ORDER_UNKNOWN}",
+        )
     return Diagnosis(
-        fault, tuple(runners_up[:MAX_RUNNERS_UP]), best.source.name, best.finding.offset
+        fault,
+        tuple(runners_up[:MAX_RUNNERS_UP]),
+        best.source.name,
+        best.finding.offset,
+        has_rival,
+    )
+
+
+_ORDER_UNKNOWN = "The logs do not show whether this or another cause came first."
+
+
+def _is_rival(candidate: Candidate, best: Candidate) -> bool:
+    """Whether a cause of another kind, in another file, may have come before the best one."""
+    is_timed = candidate.at_s is not None and best.at_s is not None
+    return (
+        not is_timed
+        and candidate.source is not best.source
+        and candidate.finding.role is best.finding.role is Role.ROOT
+        and not candidate.finding.is_unnamed
+        and candidate.finding.fault_class is not best.finding.fault_class
     )
 
 
@@ -325,6 +395,7 @@ def build_fault(candidate: Candidate, *, at_s: float, step: int | None) -> Fault
         else _value_or(finding.user_fault, False),
         hardware_fault=_value_or(finding.hardware_fault, traits.hardware_fault),
         severity=severity_of(finding.line),
+        confidence=rate(finding),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -47,10 +47,16 @@ _COMPILED = {name: re.compile(pattern) for name, pattern in PATTERNS.items()}
 
 
 class CodeSpec(Classification):
-    """A row of `codes.toml`: codes, or the first characters of codes, with the same meaning."""
+    """A row of `codes.toml`: codes, or the first characters of codes, with the same meaning.
+
+    Attributes:
+        beside: searched in the lines around the code: a number that a stack returns for several
+            causes is decided by what stands beside it.
+    """
 
     codes: tuple[str, ...]
     means: str
+    beside: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +74,20 @@ class CodeFact:
 
 
 @cache
-def load_codes() -> Mapping[str, Mapping[str, CodeSpec]]:
-    """Load the tables: code (or its first characters) to meaning, by table name."""
+def load_codes() -> Mapping[str, Mapping[str, Sequence[CodeSpec]]]:
+    """Load the tables: code (or its first characters) to its meanings, by table name.
+
+    The meanings that need other lines beside the code come first.
+    """
     text = resources.files("perdure.training.diagnosis").joinpath("codes.toml").read_text("utf-8")
-    return {
-        table: {
-            code: spec
-            for row in rows
-            for spec in [CodeSpec.model_validate(row)]
-            for code in spec.codes
-        }
-        for table, rows in tomllib.loads(text).items()
-    }
+    tables: dict[str, dict[str, list[CodeSpec]]] = {}
+    for table, rows in tomllib.loads(text).items():
+        specs = sorted(map(CodeSpec.model_validate, rows), key=lambda spec: spec.beside is None)
+        meanings = tables.setdefault(table, {})
+        for spec in specs:
+            for code in spec.codes:
+                meanings.setdefault(code, []).append(spec)
+    return tables
 
 
 # Our answer to each level that MindCluster gives a chip fault code.
@@ -116,8 +124,13 @@ def _add_chip_fact(code: str, spec: CodeSpec) -> CodeSpec:
     return spec.model_copy(update=updates)
 
 
-def look_up_code(line: str) -> CodeFact | None:
-    """Look up the most precise code of a line; None when it has no known code."""
+def look_up_code(line: str, around: str = "") -> CodeFact | None:
+    """Look up the most precise code of a line; None when it has no known code.
+
+    Args:
+        line: one line of output.
+        around: the lines before and after it, with itself.
+    """
     if _HEADER.search(line):
         return None
     for table, pattern in _COMPILED.items():
@@ -127,7 +140,7 @@ def look_up_code(line: str) -> CodeFact | None:
                 code = _worst_code(code)
             if match.groupdict().get("errno"):
                 code = str(int(code, 16))
-            spec = _find_spec(table, code)
+            spec = _find_spec(table, code, around)
             if spec is not None and table == "chip":
                 spec = _add_chip_fact(code, spec) if chip_fact(code) is not None else None
             if spec is not None:
@@ -170,11 +183,9 @@ def _worst_code(codes: str) -> str:
     return max(rated, key=lambda pair: pair[0], default=(0, each[0]))[1]
 
 
-def _find_spec(table: str, code: str) -> CodeSpec | None:
-    specs = load_codes()[table]
-    if table in {"acl", "hccl"}:
-        return specs.get(code)
-    for length in range(len(code), -1, -1):
-        if code[:length] in specs:
-            return specs[code[:length]]
-    return None
+def _find_spec(table: str, code: str, around: str) -> CodeSpec | None:
+    meanings = load_codes()[table]
+    shortest = len(code) if table in {"acl", "hccl"} else 0
+    prefixes = (code[:length] for length in range(len(code), shortest - 1, -1))
+    specs = next((meanings[key] for key in prefixes if key in meanings), ())
+    return next((s for s in specs if s.beside is None or re.search(s.beside, around)), None)

@@ -15,6 +15,7 @@ from importlib import resources
 
 from perdure.training.diagnosis.lines import FRAME, frames_of
 from perdure.training.diagnosis.rules import Classification, Role
+from perdure.training.diagnosis.subsystems import Subsystem, find_raiser
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
 _NAMES = (
@@ -50,6 +51,7 @@ class ExceptionSpec(Classification):
     Attributes:
         frames: searched in the last files of the traceback.
         raised_in: searched in the last one, whose line raised the exception.
+        raised_by: subsystems to one of which that file belongs.
         message: searched in the exception's own line.
         said: searched in that line and in the line of source that raised it.
     """
@@ -57,6 +59,7 @@ class ExceptionSpec(Classification):
     types: tuple[str, ...]
     frames: str | None = None
     raised_in: str | None = None
+    raised_by: tuple[Subsystem, ...] = ()
     message: str | None = None
     said: str | None = None
 
@@ -130,6 +133,8 @@ def _applies(row: ExceptionSpec, name: str, frames: list[str], line: str, said: 
     if row.said is not None and not re.search(row.said, said):
         return False
     if row.message is not None and not re.search(row.message, line):
+        return False
+    if row.raised_by and find_raiser(frames) not in row.raised_by:
         return False
     if row.raised_in is not None and not (frames and re.search(row.raised_in, frames[-1])):
         return False

@@ -19,6 +19,7 @@ from perdure.training.recovery.faults import TRAITS, FaultClass, RecoverableBy
 
 CODE_RULE = "code-"
 _CHIP_RULE = f"{CODE_RULE}chip"
+FAMILY_RULE = f"{CODE_RULE}family"
 EXCEPTION_RULE = "exception"
 _LEVEL_RULE = "error-line"
 # An error that no rule, code or exception type explains is still worth showing.
@@ -28,6 +29,7 @@ UNEXPLAINED = (
 )
 _UNEXPLAINED = re.compile(UNEXPLAINED)
 _UNKNOWN = Classification.model_validate({"class": FaultClass.UNKNOWN, "role": "hint"})
+_AROUND_CHARS = 2048  # on each side of a code
 _PART_OF_TRACEBACK = re.compile(r'File "|\^\^\^|~~~|Trace[Bb]ack \(most recent')
 
 
@@ -92,31 +94,37 @@ class Finding:
         return self.role is Role.ROOT or (self.role is Role.SYMPTOM and is_named)
 
 
-def recognise(line: str, context: str, candidates: Iterable[Rule] | None = None) -> Finding | None:
+def recognise(
+    line: str, context: str, candidates: Iterable[Rule] | None = None, *, later: str = ""
+) -> Finding | None:
     """Recognise a line: by the first rule that matches, else by a code, else as an exception.
 
     Args:
         line: one line of output.
         context: text shortly before it.
         candidates: rules to try, in order; None: all.
+        later: text shortly after it.
     """
-    finding = _find_evidence(line, context, candidates)
+    finding = _find_evidence(line, context, candidates, later)
     if finding is None or severity_of(line) != Severity.HINT:
         return finding
     is_drivers = finding.rule == _CHIP_RULE or TRAITS[finding.fault_class].hardware_fault
     return replace(finding, is_low_level=finding.is_low_level or is_drivers)
 
 
-def _find_evidence(line: str, context: str, candidates: Iterable[Rule] | None) -> Finding | None:
+def _find_evidence(
+    line: str, context: str, candidates: Iterable[Rule] | None, later: str
+) -> Finding | None:
     if _is_quotation(line, context):
         return None
+    around = f"{context[-_AROUND_CHARS:]}\n{line}\n{later[:_AROUND_CHARS]}"
     if matched := match_line(line, context, candidates):
         rule, match = matched
         yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
-        coded = _find_code(line) if yields else None
-        is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code)
+        coded, is_decided = _find_code(line, around) if yields else (None, False)
+        is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code or is_decided)
         return coded if is_better else _add_chip_code(_apply_rule(rule, match, line), context)
-    return _find_code(line) or _find_exception(line, context) or _find_level(line)
+    return _find_code(line, around)[0] or _find_exception(line, context) or _find_level(line)
 
 
 # CANN's own guesses at causes, and the box that rich draws around a traceback.
@@ -189,12 +197,14 @@ def _add_chip_code(finding: Finding, context: str) -> Finding:
     )
 
 
-def _find_code(line: str) -> Finding | None:
-    fact = codes.look_up_code(line)
+def _find_code(line: str, around: str) -> tuple[Finding | None, bool]:
+    """Find what a code means, and whether the lines around it decided that."""
+    fact = codes.look_up_code(line, around)
     if fact is None:
-        return None
+        return None, False
     why = f"Code {fact.code}: {fact.spec.means}."
-    return replace(_build_finding(f"{CODE_RULE}{fact.table}", fact.spec, line, why), code=fact.code)
+    finding = _build_finding(f"{CODE_RULE}{fact.table}", fact.spec, line, why)
+    return replace(finding, code=fact.code), fact.spec.beside is not None
 
 
 def _find_exception(line: str, context: str) -> Finding | None:

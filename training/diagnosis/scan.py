@@ -47,6 +47,9 @@ MAX_LINE_SIZE_BYTES = 256 << 10
 
 _ANY_CLOCK = re.compile(rb":[0-5]\d:[0-5]\d")  # begins with a rare byte, so the search is fast
 _ANSI = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+# A line with several escaped newlines; no path of Windows, where small letters follow them all.
+_QUOTED_TEXT = re.compile(rb"^[^\n]*\\n[^\n]*\\n[^\n]*$", re.MULTILINE)
+_NEW_LINE = re.compile(rb"\\n[ \[{(A-Z]")
 _SAMPLE_SIZE_BYTES = 64 << 10
 # Classes whose first answer is to stop: either may stand for the other without loss.
 _STOPS = frozenset(
@@ -308,7 +311,8 @@ def _read_line(
         earlier = context[len(earlier) - CONTEXT_SIZE_BYTES :] + earlier
     context_text = earlier.decode("utf-8", "replace")
     named = [rules[i] for i in sorted(ids) if i < len(rules)]
-    finding = recognise(line, context_text, named)
+    later = region[stop : stop + CONTEXT_SIZE_BYTES // 4].decode("utf-8", "replace")
+    finding = recognise(line, context_text, named, later=later)
     if finding is None:
         return None
     origin = origin_of(line, year=year)
@@ -372,9 +376,17 @@ def _clean(region: bytes) -> bytes:
     if b"{" in region and (region.startswith(b'{"') or b'\n{"' in region):
         # A line of JSON: the newlines inside its texts, of the same length as they were.
         region = region.replace(b"\\n", b" \n")
+    if b"\\n" in region:  # text that was logged as a quoted string
+        region = _QUOTED_TEXT.sub(_unquote, region)
     if b"\r" in region:
         region = region.replace(b"\r\n", b" \n").replace(b"\r", b"\n")
     return _ANSI.sub(b"", region) if b"\x1b" in region else region
+
+
+def _unquote(match: re.Match[bytes]) -> bytes:
+    if _NEW_LINE.search(match[0]) is None:
+        return match[0]
+    return match[0].replace(b"\\n", b"\n").replace(b'\\"', b'"')
 
 
 def _is_text(region: bytes) -> bool:

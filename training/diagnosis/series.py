@@ -57,9 +57,16 @@ _SHOWS_LOSS = re.compile(
     r"(?:\b(?:loss|ppl|perplexity|acc)|\u635f\u5931)\w*['\"]?\s?[:=\uff1a]?\s?\d"
 )
 _DONE = re.compile(
-    r"train_runtime|[Tt]raining (?:is )?(?:completed?|finished|done)\b|[Ff]inished training"
-    r"|[Mm]odel (?:was )?saved\b"
+    r"train_runtime|[Tt]raining (?:is )?(?:completed?|finished|done)\b"
+    r"|[Ff]inished training|[Mm]odel (?:was )?saved\b"
 )
+# A platform or a launcher that states the end of all: what a script printed before it is void.
+_FAILED = re.compile(
+    r"(?i)\b(?:job|task|run|training|process|worker|pod|step|command|script|launch\w*)s?\b"
+    r"[^,;.]{0,30}?\b(?:has |have |had |was )?(?:failed|crashed|aborted|was killed)\b"
+    r"|\bexit(?:ed|s)?(?: with)?(?: (?:code|status))?\s?[:=]?\s?-?[1-9]\d{0,2}\b"
+)
+_NO_FAILURE = re.compile(r"(?i)\b(?:0|no|none|zero|without|not|if|when) [\w ]{0,20}fail")
 _NAMES_RANK = re.compile(r"\b[rR]ank[ =:]?\d+|\[rank\d+\]|\[default\d+\]")
 # py-spy: `Thread 1439102 (idle): "MainThread"` and `    wait (threading.py:306)`
 _PY_SPY_THREAD = re.compile(r'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?:idle|active)[^)]*\)(?:: "(.+)")?')
@@ -225,6 +232,16 @@ def _step_duration_s(line: str) -> float:
     return float(match[2]) / (1000.0 if match[1] else 1.0)
 
 
+def states_done(line: str) -> bool:
+    """Whether a line says that the training is done."""
+    return _DONE.search(line) is not None
+
+
+def states_failure(line: str) -> bool:
+    """Whether a line says that the job, or a process of it, has failed."""
+    return _FAILED.search(line) is not None and _NO_FAILURE.search(line) is None
+
+
 class StepCounts:
     """The steps and epochs that a source counts, in the order of its output.
 
@@ -243,6 +260,8 @@ class StepCounts:
         for line in text.split("\n"):
             if not line.lstrip().startswith(("wandb:", "swanlab:")):
                 counted = _read_count(line)
+                if "done" in self._offsets and states_failure(line):
+                    del self._offsets["done"], self._values["done"], self._highest["done"]
                 if counted is not None:
                     self._add(*counted, offset)
                 is_counted = counted is not None and counted[0] != "bar"

@@ -20,7 +20,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose_cause
+from perdure.training.diagnosis.cause import Diagnosis, LogSource, choose_cause, counts_as_failure
+from perdure.training.diagnosis.native_stacks import find_native_stack
 from perdure.training.diagnosis.peers import clock_offsets, compare_sources, find_step_times
 from perdure.training.diagnosis.recognise import Finding
 from perdure.training.diagnosis.scan import (
@@ -31,6 +32,8 @@ from perdure.training.diagnosis.scan import (
     scan_output,
 )
 from perdure.training.diagnosis.series import find_jump, find_stacks, find_stall, find_wait
+from perdure.training.diagnosis.silence import Suspect, find_suspect, has_ended_well
+from perdure.training.diagnosis.zones import LogClock, read_clock, zone_shifts
 from perdure.training.errors import InputError
 from perdure.training.recovery.faults import FaultClass, RecoverableBy
 
@@ -64,12 +67,18 @@ class ScannedLog:
 
     Attributes:
         steps: time of each printed step, for the comparison of clocks.
+        clock: its wall clock, for the comparison of time zones.
+        has_ended_well: whether it shows that its program came to a good end.
+        suspect: the most suspicious line, for a log that names no failure.
     """
 
     source: LogSource
     steps: dict[int, float]
     size_bytes: int
     is_text: bool
+    clock: LogClock | None = None
+    has_ended_well: bool = False
+    suspect: Suspect | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class PathDiagnosis:
     """The diagnosis of a path, with the files that were read.
 
     Attributes:
-        diagnosis: None when nothing failed.
+        diagnosis: None where the logs show that nothing failed, or show nothing at all.
         readings: the files in the order of reading.
         unreadable: files of a folder that could not be read, with the reason.
     """
@@ -131,13 +140,28 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
             unreadable.append(error)
     if not readings:
         raise unreadable[0]
-    shifts = clock_offsets([reading.steps for reading in readings])
+    by_steps = clock_offsets([reading.steps for reading in readings])
+    by_zones = zone_shifts([reading.clock for reading in readings])
     merged = [
-        replace(reading.source, clock_offset_s=shift)
-        for reading, shift in zip(readings, shifts, strict=True)
+        replace(reading.source, clock_offset_s=by_step or by_zone)
+        for reading, by_step, by_zone in zip(readings, by_steps, by_zones, strict=True)
     ]
     skipped = [str(error) for error in unreadable]
-    return PathDiagnosis(path, choose_cause(compare_sources(merged), at_s=at_s), readings, skipped)
+    diagnosis = choose_cause(compare_sources(merged), at_s=at_s)
+    if diagnosis is None:
+        diagnosis = _name_suspect(readings, at_s=at_s)
+    return PathDiagnosis(path, diagnosis, readings, skipped)
+
+
+def _name_suspect(readings: Sequence[ScannedLog], *, at_s: float) -> Diagnosis | None:
+    """Name the most suspicious line; None where a log shows a good end, or none has words."""
+    if any(reading.has_ended_well for reading in readings):
+        return None
+    suspects = [(r.suspect, r.source) for r in readings if r.suspect is not None]
+    if not suspects:
+        return None
+    suspect, source = max(suspects, key=lambda pair: pair[0].score)
+    return choose_cause([replace(source, findings=[suspect.finding])], at_s=at_s)
 
 
 def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
@@ -157,7 +181,9 @@ def _read_file(file: Path, *, base: Path, order: int, year: int) -> ScannedLog:
 
 def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
     """Turn a scan into a source: add the faults that several lines show, place it by its name."""
-    finders = (find_jump, find_stall, find_wait, find_stacks) if result.is_text else ()
+    finders = (
+        (find_jump, find_stall, find_wait, find_stacks, find_native_stack) if result.is_text else ()
+    )
     further = [find(result.tail, year=year) for find in finders]
     shift = max(0, result.size_bytes - len(result.tail))
     findings = [
@@ -176,9 +202,18 @@ def read_scan(name: str, result: Scan, *, order: int, year: int) -> ScannedLog:
         node=node[1] if node else None,
         device=int(device[1]) if device else None,
     )
+    steps = find_step_times(result.tail, year=year)
+    clock = read_clock(result.tail, year=year)
+    if not result.is_text or any(counts_as_failure(finding) for finding in findings):
+        return ScannedLog(source, steps, result.size_bytes, result.is_text, clock)
+    suspect = find_suspect(result.tail, year=year)
+    if suspect is not None:
+        placed = replace(suspect.finding, offset=suspect.finding.offset + shift)
+        suspect = replace(suspect, finding=placed)
     return ScannedLog(
-        source, find_step_times(result.tail, year=year), result.size_bytes, result.is_text
-    )
+        source, steps, result.size_bytes, is_text=True, clock=clock,
+        has_ended_well=has_ended_well(result.tail), suspect=suspect,
+    )  # fmt: skip
 
 
 def _judge_checkpoint(finding: Finding, text: str) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from perdure.training.diagnosis.cause import LogSource, rank_candidates
+from perdure.training.diagnosis.cause import LogSource, follows_evidence, rank_candidates
 from perdure.training.diagnosis.evidence import WorkerEnd
 from perdure.training.diagnosis.recognise import Finding, recognise
 from perdure.training.diagnosis.rules import Role
@@ -36,6 +36,8 @@ def _read_recorded_exception(end: WorkerEnd, log: LogSource) -> Finding | None:
     ]
     if printed and printed[-1].replaces and printed[-1].role > Role.SYMPTOM:
         return None  # a mistake in the handling of a fault, which the output names
+    if printed and follows_evidence(printed[-1], log.findings):
+        return None
     place = end.log.rfind(end.error)
     context = end.log[max(0, place - CONTEXT_SIZE_BYTES) : place] if place >= 0 else _TRACED
     return recognise(end.error, context if _TRACED in context else _TRACED)

@@ -205,6 +205,8 @@ TRAITS: Mapping[FaultClass, Traits] = {
 # (MindCluster faultCode.json, class User; ModelArts does not isolate the node for them).
 USER_CAUSED_CODES = frozenset({"80C98002", "80CB8002"})
 
+MIN_CONFIDENCE = 0.55  # a fault that is less likely what it seems to be is treated as unknown
+
 # Our own codes.
 STORE_FULL = "STORE_FULL"  # the run's store has no room left
 NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
@@ -236,6 +238,7 @@ class Fault:
         num_other_nodes: further nodes that showed the same in the same event.
         frame: of a hang that the program may cause: the functions of the program that its rank
             was in, such as "main (train.py) > evaluate (train.py)".
+        confidence: how likely its class is right, from 0 to 1; None: it is no inference.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -256,6 +259,7 @@ class Fault:
     severity: Annotated[int, Field(ge=0, le=3)] | None = None
     num_other_nodes: Annotated[int, Field(ge=0)] = 0
     frame: str | None = None
+    confidence: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
 
     def of_class(self, fault_class: FaultClass) -> Fault:
         """Return the fault as one of another class, with the meaning and advice of that class."""
@@ -268,6 +272,11 @@ class Fault:
             recoverable_by=traits.recoverable_by,
             user_fault=traits.user_fault,
         )
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its class is too uncertain to act on it."""
+        return self.confidence is not None and self.confidence < MIN_CONFIDENCE
 
     @property
     def chip_code(self) -> str | None:

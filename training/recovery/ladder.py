@@ -75,6 +75,8 @@ def decide(  # noqa: PLR0913 all that an answer may depend on
             rungs that would copy it are not tried.
         no_replica_of_node: why no other node has the state of one of its node's ranks.
     """
+    if fault.is_doubtful:
+        fault = fault.of_class(FaultClass.UNKNOWN)
     streak = _recoveries_since_progress(history)
     num_nodes = capacity.needed if capacity is not None else None
     case = LadderInput(

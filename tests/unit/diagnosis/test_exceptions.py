@@ -66,7 +66,7 @@ def test_the_last_row_takes_every_type_and_no_type_is_unreachable():
     general: set[str] = set()
     for row in rows:
         assert not general & set(row.types), row
-        narrowed = (row.frames, row.raised_in, row.message, row.said)
+        narrowed = (row.frames, row.raised_in, row.raised_by, row.message, row.said)
         general |= set(row.types) if not any(narrowed) else set()
 
 

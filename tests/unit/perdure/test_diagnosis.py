@@ -26,6 +26,7 @@ KEYS = {
     "path", "fault_class", "key_line", "file", "node", "rank", "device", "code", "user_fault",
     "name", "name_zh", "title", "hardware_fault", "recoverable_by", "explanation", "action", "rung",
     "runners_up",
+    "confidence",
 }  # fmt: skip
 
 
@@ -57,6 +58,16 @@ def test_json_is_a_list_with_one_object_per_path_in_the_order_given(logs):
     classes = [case["fault_class"] for case in found]
     assert classes == [None, "user_code_error", "collective_timeout", None]
     assert all(set(case) == KEYS for case in found)
+
+
+def test_an_explanation_names_the_cause_first_and_what_it_explains(logs):
+    (case,) = objects("--explain", logs / "attempt")
+    cause, *others = case["findings"]
+    assert (cause["line"], cause["explained_by"]) == (TYPE_ERROR, None)
+    assert {finding["explained_by"] for finding in others} <= {TYPE_ERROR, None}
+    text = diagnosis("--explain", logs / "attempt")
+    assert "what became of it" in text
+    assert "the cause" in text
 
 
 def test_json_shows_what_failed_where_and_what_can_be_done(logs):
