@@ -228,7 +228,7 @@ def _run(*command: str) -> str:
 
 class _Forward(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        port = self.server.server_address[1]
+        _, port = self.request.getsockname()
         with create_connection(("127.0.0.1", port)) as far:
             back = threading.Thread(target=_copy, args=(far, self.request), daemon=True)
             back.start()
