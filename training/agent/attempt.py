@@ -307,7 +307,10 @@ class NodeAttempt:
             self._shared_memory.remove_new(group.known_pids)
         if group.has_failed:
             tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
-            self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
+            order = self.order
+            self._obstacles = describe_obstacles(
+                tails, cwd=Path(order.cwd).resolve(), since_s=order.created_s
+            )
             self._container.note_refusal(None, group.output.log_folder)
 
     def make_room(self) -> None:
