@@ -299,7 +299,9 @@ class NodeAttempt:
     def check_last_words(self) -> None:
         """End workers that live on after an exception has ended their program."""
         if self.group is not None and self.state is AgentState.RUNNING:
-            self._last_words.check(self.group)
+            self._last_words.check(
+                self.group, shown_steps_limit_s=self._hang_check.shown_steps_limit_s
+            )
 
     def _clear_up(self, group: WorkerGroup) -> None:
         """Remove what the processes left in shared memory, and find out what was in their way."""
