@@ -105,7 +105,7 @@ def test_silence_after_the_death_of_a_thread_proves_nothing_where_no_steps_are_s
     group = new_group(*program(HELPERS["a thread"]), is_command=True)
     group.start(dict(os.environ), proc_start_cnt=1)
     check = LastWordsCheck(exit_time_s=0.0, idle_time_s=0.0, period_s=0.0)
-    log = group.output.path(0, "stderr")
+    log = group.output.path(group.ranks[0], "stderr")
     wait_for(lambda: log.exists() and WORDS in log.read_text())
     for _ in range(20):
         check.check(group, shown_steps_limit_s=None)
