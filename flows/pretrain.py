@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
-from prefect.exceptions import TerminationSignal
 from prefect.states import Cancelled, Completed, Failed
 from typing_extensions import override
 
@@ -94,13 +93,13 @@ def _pretrain(job: Job) -> State[Any]:
     supervision = Supervision(checked, get_run_logger())
     try:
         end = _supervise(supervision)
-    except (KeyboardInterrupt, TerminationSignal) as signalled:
+    except KeyboardInterrupt:
         if not supervision.has_cancelled:
-            raise  # the signal was for what serves the flow: the attempt goes on
-        how = "with Ctrl-C" if isinstance(signalled, KeyboardInterrupt) else "on request"
+            raise  # Ctrl-C was for what serves the flow: the attempt goes on
         run, ettr = supervision.run, supervision.story.ettr
-        # Prefect would call the flow run Crashed (3.8.8), and an automation would start it again.
-        return Cancelled(message=final_message(f"cancelled {how}", run.history, ettr=ettr))
+        # Prefect would call the flow run Crashed (3.8.8), but Ctrl-C has cancelled the run.
+        text = final_message("cancelled with Ctrl-C", run.history, ettr=ettr)
+        return Cancelled(message=text)
     if end.name == BY_PLATFORM:
         leave_with(end)
     return end

@@ -217,7 +217,6 @@ def test_a_cancelled_run_whose_process_gets_a_signal_is_not_started_again(bench,
     flow_run.set_state("CANCELLING")
     os.kill(running.history.supervisor.pid, signal.SIGTERM)
     assert flow_run.wait_for_end()["type"] == "CANCELLED"
-    assert "CRASHED" not in [name.upper() for name in flow_run.states]
     assert running.history.ended.outcome == "cancelled"
     running.leave_nothing()
     deployed.append(start_worker(bench))
