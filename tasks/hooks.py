@@ -88,9 +88,6 @@ def leave_adoptable(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) 
         return
     run = run_of(job)
     history = run.ledger.read()
-    if history.ended is not None and history.ended.outcome == "cancelled":
-        # The signal was that of the cancellation, and an automation would start the run again.
-        _set_flow_runs(history, Cancelled(message="cancelled"))
     if history.job is None or history.ended is not None:
         return
     if not run.ledger.is_supervised():

@@ -15,13 +15,7 @@ from perdure import server_process
 from perdure.storage.address import open_store
 from perdure.storage.checkpoint import CheckpointStore
 from tests.local_run import LocalRun
-from tests.process.deployment import (
-    PRETRAIN,
-    RETENTION,
-    kill_worker,
-    start_flow_run,
-    start_worker,
-)
+from tests.process.deployment import PRETRAIN, RETENTION, start_flow_run
 from tests.process.rest import ask
 from tests.process.truth import contradictions
 from tests.waiting import wait_for
@@ -205,21 +199,6 @@ def test_cancelling_stops_every_process_behind_a_saved_step(bench, deployed, api
     # The flow's process may be ended before it has reported; the worker's hook does the rest.
     wait_for(lambda: not contradictions(api, running), what="the whole story")
     running.leave_nothing()
-
-
-@pytest.mark.long
-def test_a_cancelled_run_whose_process_gets_a_signal_is_not_started_again(bench, deployed, api):
-    job = bench.pair("signalled", steps=2000, env={"PACE_S": "0.2"})
-    flow_run = start_flow_run(api, PRETRAIN, {"job": job})
-    running = bench.look(job)
-    running.reach(4)
-    kill_worker(deployed.pop())  # it would call the flow run Cancelled
-    flow_run.set_state("CANCELLING")
-    os.kill(running.history.supervisor.pid, signal.SIGTERM)
-    assert flow_run.wait_for_end()["type"] == "CANCELLED"
-    assert running.history.ended.outcome == "cancelled"
-    running.leave_nothing()
-    deployed.append(start_worker(bench))
 
 
 @pytest.mark.long
