@@ -23,6 +23,7 @@ POOL = "perdure"
 PRETRAIN = "pretrain/local"
 KEEP_SUPERVISED = "keep-supervised/local"
 RETENTION = "checkpoint-retention/local"
+BACKLOG_S = 600.0  # a process for each tick, all at once, and a training
 
 
 def start_worker(bench: Workbench) -> subprocess.Popen[bytes]:
@@ -205,5 +206,8 @@ def train_backlog(
         wait_for(lambda: len(due_ticks(api, schedule)) >= 6, what="a backlog")
         stop_schedule(api, PRETRAIN, schedule)
         workers.append(start_worker(bench))
-        wait_for(lambda: not open_ticks(api, schedule), what="the end of all ticks", period_s=0.5)
+        wait_for(
+            lambda: not open_ticks(api, schedule),
+            timeout_s=BACKLOG_S, what="the end of all ticks", period_s=0.5,
+        )  # fmt: skip
         return due_ticks(api, schedule)

@@ -43,7 +43,7 @@ from tests.waiting import wait_for
 
 DURATION_S = float(os.environ.get("PERDURE_OPERATOR_S", "150"))
 PACE_S = 0.3
-BACK_S = 200.0  # keep-supervised looks each minute, and a new flow process takes its time
+BACK_S = 400.0  # keep-supervised looks each minute, and a new flow process takes its time
 SHORT = "tick-{n}"
 DRILLS = frozenset({"flow", "worker", "node", "server", "disk", "backlog"})
 
@@ -73,7 +73,7 @@ def office(bench: Workbench) -> Iterator[DenyingProxy]:
 @pytest.fixture
 def small_disks(bench: Workbench) -> Iterator[Mapping[str, Path]]:
     """The scratch folders of the night's nodes, each on a small disk of its own."""
-    folders = {f"node-{n}": bench.home / "runs" / "night" / "nodes" / f"node-{n}" for n in range(3)}
+    folders = {f"node-{n}": bench.home / "runs" / "night" / "nodes" / f"node-{n}" for n in range(4)}
     with ExitStack() as stack:
         if not all(stack.enter_context(small_disk(f, size="64m")) for f in folders.values()):
             pytest.skip(NOT_HERE)
@@ -208,6 +208,8 @@ def test_whatever_is_broken_in_turn_the_server_shows_what_the_ledgers_say(
     steps = int((DURATION_S + 700) / PACE_S)
     job = bench.apart(
         "night", steps=steps, checkpoint={"every_steps": 20}, env={"PACE_S": str(PACE_S)},
+        # Two spares: on a busy machine an agent may be silent for long enough to count as lost.
+        engine={"nodes": 2, "slots_per_node": 1, "spares": 2, "grace_s": 10},
         restart={"pod_retries": 100, "max_restarts": 100, "spare_wait_s": 120},
     )  # fmt: skip
     start_flow_run(api, PRETRAIN, {"job": job})

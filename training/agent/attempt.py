@@ -299,7 +299,9 @@ class NodeAttempt:
     def check_last_words(self) -> None:
         """End workers that live on after an exception has ended their program."""
         if self.group is not None and self.state is AgentState.RUNNING:
-            self._last_words.check(self.group)
+            self._last_words.check(
+                self.group, shown_steps_limit_s=self._hang_check.shown_steps_limit_s
+            )
 
     def _clear_up(self, group: WorkerGroup) -> None:
         """Remove what the processes left in shared memory, and find out what was in their way."""
@@ -307,7 +309,10 @@ class NodeAttempt:
             self._shared_memory.remove_new(group.known_pids)
         if group.has_failed:
             tails = (log.text for log in group.output.tails(group.ranks, OBSTACLES_TAIL_BYTES))
-            self._obstacles = describe_obstacles(tails, since_s=self.order.created_s)
+            order = self.order
+            self._obstacles = describe_obstacles(
+                tails, cwd=Path(order.cwd).resolve(), since_s=order.created_s
+            )
             self._container.note_refusal(None, group.output.log_folder)
 
     def make_room(self) -> None:

@@ -99,6 +99,11 @@ class HangCheck:
         """How long a process may be stopped by a signal."""
         return self._beat_detector.stopped_limit_s
 
+    @property
+    def shown_steps_limit_s(self) -> float | None:
+        """A long time between two steps of a command's output; None: it shows none."""
+        return self._step_detector.learned_s
+
     def check(self, group: WorkerGroup, *, sample: NodeSample | None = None) -> HangReport | None:
         """Report the worst silence beyond its limit; None when all workers make progress."""
         beats = group.heartbeats()

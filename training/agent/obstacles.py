@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from perdure.training.diagnosis.obstacles import SHARED_MEMORY, find_obstacles
+from perdure.training.diagnosis.obstacles import SHARED_MEMORY, find_obstacles, is_in_use
 from perdure.training.wire.agent_status import Obstacle, ObstacleKind
 
 MAX_OBSTACLES = 4
@@ -36,20 +36,36 @@ _NUMBER = re.compile(r"\d+")
 _log = logging.getLogger("perdure.agent")
 
 
-def describe_obstacles(texts: Iterable[str], *, since_s: float) -> tuple[Obstacle, ...]:
+def describe_obstacles(texts: Iterable[str], *, cwd: Path, since_s: float) -> tuple[Obstacle, ...]:
     """Describe what the output of an attempt says to be taken, and who holds it now.
 
     Args:
         texts: the ends of the output of processes that failed.
+        cwd: folder of the program.
         since_s: when the run was created.
     """
-    things = dict.fromkeys(
-        (kind, name)
-        for text in texts
-        for kind, name in find_obstacles(text)
-        if kind is not ObstacleKind.FILE or os.path.lexists(name)
-    )
+    things: dict[tuple[ObstacleKind, str], None] = {}
+    for text in texts:
+        named = [
+            (kind, str(cwd / name) if kind is ObstacleKind.FILE else name)
+            for kind, name in find_obstacles(text)
+        ]
+        present = [o for o in named if o[0] is not ObstacleKind.FILE or os.path.lexists(o[1])]
+        if not present and is_in_use(text):
+            present = [(ObstacleKind.FILE, str(path)) for path in _dead_sockets(cwd, since_s)]
+        things.update(dict.fromkeys(present))
     return tuple(_describe(kind, name, since_s) for kind, name in [*things][:MAX_OBSTACLES])
+
+
+def _dead_sockets(folder: Path, since_s: float) -> list[Path]:
+    """List the sockets of a folder that processes of this run left behind.
+
+    The error of a Unix socket does not name its path.
+    """
+    with suppress(OSError):
+        sockets = [path for path in folder.glob("*.sock*") if path.is_socket()]
+        return [path for path in sockets if _why_not_the_runs(path, since_s) is None]
+    return []
 
 
 def remove_leftovers(paths: Iterable[str], *, since_s: float) -> None:

@@ -226,6 +226,7 @@ _SURVIVED = re.compile(
     r"|\bError waiting on exit barrier\b"
 )
 _OF_CHILD = re.compile(r"^Process \S+:$")  # multiprocessing
+_OF_HELPER = re.compile(rf"{_OF_CHILD.pattern}|^Exception in thread ")
 _AT_EXIT = re.compile(
     r"^(?:BrokenPipe|ConnectionReset|ConnectionRefused|EOF|FileNotFound)Error\b|^KeyboardInterrupt"
 )
@@ -408,10 +409,7 @@ def find_crash(outputs: Sequence[Output]) -> str | None:
 
 
 def find_last_traceback(text: str) -> str | None:
-    """Find the exception of the last traceback in some output, if no step follows it.
-
-    Whether the exception was caught, the output alone does not show.
-    """
+    """Find the exception of the last traceback, caught or not, if no step follows it."""
     if re.search(TRACEBACK, text) is None:
         return None
     lines = split_lines(text)
@@ -419,6 +417,17 @@ def find_last_traceback(text: str) -> str | None:
     if begin is None or _count_steps(lines).goes_on_after(begin):
         return None
     return _find_uncaught(lines, begin, limit=len(lines))
+
+
+def find_traceback_of_helper(text: str) -> str | None:
+    """Find the exception that ended a child or a thread of a program, if no step follows it."""
+    lines = split_lines(text)
+    begin = _last_traceback(lines)
+    if begin is None or _count_steps(lines).goes_on_after(begin):
+        return None
+    raised = lines[_end_of_traceback(lines, begin)]
+    is_helper = _OF_HELPER.search(_line_before_chain(lines, begin))
+    return raised if is_helper and not _AT_EXIT.search(raised) else None
 
 
 def _find_death(lines: Sequence[str]) -> str | None:
@@ -455,10 +464,8 @@ def _find_uncaught(lines: Sequence[str], begin: int, *, limit: int | None = None
         begin: index of the traceback's first line.
         limit: how many lines may follow; None: as many as are usual at the end of a process.
     """
-    inside = begin + 1
-    while inside < len(lines) and lines[inside][:1].isspace():
-        inside += 1
-    raised = lines[min(inside, len(lines) - 1)]
+    inside = _end_of_traceback(lines, begin)
+    raised = lines[inside]
     frames = _FRAME.findall("\n".join(lines[begin:inside]))
     # A bar is printed once more when it is closed.
     following = [
@@ -472,6 +479,14 @@ def _find_uncaught(lines: Sequence[str], begin: int, *, limit: int | None = None
     if frames and _AT_EXIT_FRAME.search(frames[-1]):
         return None
     return None if _OF_CHILD.search(heading) and _AT_EXIT.search(raised) else raised
+
+
+def _end_of_traceback(lines: Sequence[str], begin: int) -> int:
+    """Return the index of the line with the exception."""
+    inside = begin + 1
+    while inside < len(lines) and lines[inside][:1].isspace():
+        inside += 1
+    return min(inside, len(lines) - 1)
 
 
 def _line_before_chain(lines: Sequence[str], begin: int) -> str:

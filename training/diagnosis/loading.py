@@ -42,6 +42,10 @@ _DAMAGE = re.compile(
     re.MULTILINE,
 )
 _MAX_TEXT_CHARS = 8_000
+_POINTER_ACTION = (
+    "Let the program look for its newest whole checkpoint, or correct the name of it that it "
+    "keeps, for example in a file `latest`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Resumed:
         path: the checkpoint that Perdure gave it; None: none, or it is not known.
         step: step of that checkpoint.
         other_steps: steps with another checkpoint on record.
+        set_aside: paths of checkpoints before they were renamed.
     """
 
     has_trained: bool
@@ -61,6 +66,7 @@ class Resumed:
     path: str | None = None
     step: int | None = None
     other_steps: Collection[int] = ()
+    set_aside: Collection[str] = ()
 
     @property
     def step_before(self) -> int | None:
@@ -88,6 +94,9 @@ def judge_loading(fault: Fault, outputs: Collection[str], resumed: Resumed) -> F
     if not (is_corrupt or is_damage or (paths and resumed.has_trained)):
         return fault
     fault = _as_corrupt(fault, paths[0] if paths else None)
+    moved = [old for old in resumed.set_aside if any(_is_at(path, path, old) for path in paths)]
+    if moved:
+        return _blame_pointer(fault, moved[0], resumed)
     earlier_step = resumed.step_before
     is_chosen = resumed.path in paths or not (paths or any(map(_names_data, texts)))
     if resumed.path is None or earlier_step is None or not is_chosen:
@@ -102,6 +111,19 @@ def judge_loading(fault: Fault, outputs: Collection[str], resumed: Resumed) -> F
         explanation=f"{why} {fault.explanation}".strip(),
         recoverable_by=RecoverableBy.RETRY,
         user_fault=False,
+    )
+
+
+def _blame_pointer(fault: Fault, path: str, resumed: Resumed) -> Fault:
+    """Blame the name that a program keeps of a checkpoint which was set aside."""
+    whole = f" The newest whole one is {resumed.path}." if resumed.path is not None else ""
+    why = f"{path} was set aside because it is not whole, and the program still asks for it.{whole}"
+    return replace(
+        fault.of_class(FaultClass.CHECKPOINT_CORRUPT),
+        explanation=f"{why} {_POINTER_ACTION}",
+        action=_POINTER_ACTION,
+        recoverable_by=RecoverableBy.USER_FIX,
+        user_fault=True,
     )
 
 

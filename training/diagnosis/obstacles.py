@@ -20,15 +20,15 @@ _PATH = r"[^\s'\"<>|;,()\[\]]"
 # shm_open and Python's shared_memory name an object by a path of a single part.
 _FILES = re.compile(
     rf"{_EXISTS}[^\n]{{0,60}}?['\" (](?P<before>/dev/shm/{_PATH}+|/[^/\s'\"]+(?=['\"])"
-    rf"|/{_PATH}*{_LEFT_FILE}\b)"
-    rf"|(?P<after>/dev/shm/{_PATH}+|/{_PATH}*{_LEFT_FILE})\b[^\n]{{0,80}}?{_EXISTS}"
+    rf"|{_PATH}+{_LEFT_FILE}\b)"
+    rf"|(?P<after>/dev/shm/{_PATH}+|{_PATH}+{_LEFT_FILE})\b[^\n]{{0,80}}?(?:{_EXISTS}|exists:)"
 )
 _IN_USE = re.compile(r"EADDRINUSE|(?i:address already in use)|[Pp]ort .{0,20}(?:in use|allocated)")
 _PORT = re.compile(
     r"\bport[ :=]{1,3}(\d{2,5})\b|(?<=[\w\]*'\"])(?<!\.cpp)(?<!\.hpp)(?<!\.cc)(?<!\.py):(\d{4,5})\b"
     r"|\(['\"][^'\"]*['\"], ?([\d_]{2,6})\)"
 )
-_SOCKET = re.compile(rf"/{_PATH}*\.(?:sock|socket)\b")
+_SOCKET = re.compile(rf"{_PATH}+\.(?:sock|socket)\b")
 _DEVICE_BUSY = re.compile(
     r"[Dd]evice.{0,60}(?:busy|in use|occupied|unavailable)|(?:busy|in use|occupied).{0,60}[Dd]evice"
     r"|(?:[Oo]pen|[Ss]et|[Aa]cquire) ?[Dd]evice.{0,60}(?:fail|error)"
@@ -52,14 +52,14 @@ _BY_WORDS = frozenset(
 def find_obstacles(text: str) -> list[tuple[ObstacleKind, str]]:
     """Find what an output says to be taken: the paths of files, ports, devices.
 
-    A device without a path is its number.
+    A path may be relative to the folder of the program; a device without a path is its number.
     """
     things: list[tuple[ObstacleKind, str]] = []
     lines = text.splitlines()
     for index, line in enumerate(lines):
         near = lines[max(0, index - _CONTEXT_LINES) : index + 1]
         things += ((ObstacleKind.FILE, path) for path in find_files(line))
-        if _IN_USE.search(line):
+        if is_in_use(line):
             things += ((ObstacleKind.PORT, port) for port in _find_ports(near))
             things += ((ObstacleKind.FILE, m[0]) for m in _SOCKET.finditer("\n".join(near)))
         if _DEVICE_BUSY.search(line):
@@ -70,7 +70,12 @@ def find_obstacles(text: str) -> list[tuple[ObstacleKind, str]]:
 def find_files(line: str) -> list[str]:
     """Find the files that a line says to exist already, where a process left them behind."""
     paths = (match["before"] or match["after"] for match in _FILES.finditer(line))
-    return [f"{SHARED_MEMORY}{path}" if path.count("/") == 1 else path for path in paths]
+    return [f"{SHARED_MEMORY}{path}" if path.rfind("/") == 0 else path for path in paths]
+
+
+def is_in_use(text: str) -> bool:
+    """Whether a text says that an address, a port or a socket, is taken."""
+    return _IN_USE.search(text) is not None
 
 
 def _find_ports(lines: Sequence[str]) -> Iterator[str]:
@@ -110,9 +115,10 @@ def _concerns(obstacle: Obstacle, fault: Fault) -> bool:
         return True
     match obstacle.kind:
         case ObstacleKind.FILE:
-            is_socket = _IN_USE.search(fault.evidence) is not None
-            return is_socket or obstacle.name in find_files(fault.evidence)
+            files = find_files(fault.evidence)
+            is_named = any(f"/{obstacle.name}".endswith(f"/{path}") for path in files)
+            return is_named or is_in_use(fault.evidence)
         case ObstacleKind.PORT:
-            return _IN_USE.search(fault.evidence) is not None
+            return is_in_use(fault.evidence)
         case ObstacleKind.DEVICE:
             return _DEVICE_BUSY.search(fault.evidence) is not None

@@ -39,16 +39,23 @@ _SIGNAL = (
     r"(?i:sig(?:term|usr[12]|int|hup|xcpu)|signal (?:number )?\(?(?:1|2|10|12|15|24)"
     r"|signal (?:term|usr[12]))\b"
 )
+_MAX_TIME = r"max(?:imum)?[ _](?:run.?time|wall.?(?:time|clock)|training[ _]time|duration|time)\b"
 _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
     EndReason.SIGNAL: re.compile(
-        r"(?i:\b(?:received|receiving|caught|got|trapped|handling|(?:interrupted|stopped) by"
+        r"(?i:\b(?:received|receiving|caught|got|trapped|handling|(?:interrupted|stopped)(?: by)?"
         rf"|due to|because of))\W.{{0,40}}{_SIGNAL}"
         rf"|{_SIGNAL}\W{{0,3}}(?i:(?:was |has been )?(?:received|caught|detected|trapped)"
         r"|handler (?:was )?(?:called|invoked|triggered)"
-        r"|(?:saving|stopping|exiting|quitting|shutting|leaving))"
-        r"|(?i:\b(?:termination|preemption|shutdown|interrupt|eviction) (?:signal|notice|request) "
-        r"(?:was |has been )?(?:received|caught|detected))"
-        r"|(?i:\breceived (?:a |the )?(?:termination|preemption|shutdown|interrupt|eviction)\b)"
+        r"|(?:saving|stopping|exiting|quitting|shutting|leaving|checkpointing|requeue))"
+        r"|(?i:\b(?:termination|preemption|shutdown|interrupt|eviction) "
+        r"(?:(?:signal|notice|request) )?(?:was |has been )?(?:requested|received|caught|detected))"
+        r"|(?i:\b(?:received|reached) (?:a |the )?"
+        r"(?:termination|preemption|shutdown|interrupt|eviction|stop signal)\b)"
+        r"|(?i:\bauto-?requeue signal\b)"
+        r"|(?i:\b(?:KeyboardInterrupt|ctrl[-+]c)\b.{0,10}\b(?:caught|pressed|received|detected)\b)"
+        r"|(?i:\bnode (?:is|was) (?:being )?drain(?:ed|ing)\b)"
+        # Chinese: received, or caught, a signal
+        r"|\u6536\u5230.{0,10}(?:SIG[A-Z]{2}|\u4fe1\u53f7)|\u6355\u83b7.{0,10}\u4fe1\u53f7"
         r"|(?i:\b(?:was|has been|is being|got) (?:preempted|evicted)\b)"
         r"|(?i:\bpreempted\b.{0,40}\b(?:saving|checkpoint|exit|stop))"
     ),
@@ -56,13 +63,23 @@ _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
         r"\bsingle sample in your epoch_iterator"
         r"|(?i:\bno (?:more )?(?:samples?|data|batch(?:es)?|documents?)\b.{0,12}"
         r"\b(?:left|remain\w*|available|to (?:train|consume))\b)"
-        r"|(?i:\b(?:data ?(?:set|loader|iterator|stream)?|stream|iterator) (?:is|was|has been) "
-        r"(?:exhausted|empty|depleted)\b)"
+        r"|(?i:\bno more (?:samples?|data|batch(?:es)?|documents?|items)\W*$)"
+        r"|(?i:\b(?:data ?(?:set|loader|iterator|stream)?|stream|iterator) "
+        r"(?:(?:is|was) empty|(?:(?:is|was|has been) )?(?:fully )?"
+        r"(?:exhausted|depleted|consumed))\b)"
+        r"|(?i:\b(?:reached |hit )?(?:the )?end of (?:the )?data ?(?:set|stream)?(?: reached)?\W*$)"
+        r"|\u6570\u636e\u96c6?\u5df2?(?:\u7528\u5b8c|\u8017\u5c3d|\u8bfb\u5b8c)"  # data used up
         r"|(?i:\b(?:ran|running) out of (?:data|samples|batches|documents)\b)"
     ),
     EndReason.GOAL: re.compile(
         r"(?i:\bearly.?(?:stopping|stopped)\b)"
+        r"|(?i:\bearly.?stop (?:since|because|at|after|triggered)\b)"
         r"|(?i:\b(?:stopping|stopped) (?:the )?(?:training )?early\b)"
+        r"|(?i:\bplateau\w*\b.{0,60}\b(?:stop|end|exit)(?:s|ping|ing)\b)"
+        r"|(?i:\b(?:stopping|convergence) criteri(?:on|a) (?:is |was |has been )?"
+        r"(?:met|satisfied|reached)\b)"
+        r"|\bStopping training due to lr: |\bStopping\. Best iteration\b"  # fairseq, XGBoost
+        r"|(?:\u89e6\u53d1|\u6ee1\u8db3)\u65e9\u505c"  # early stopping was triggered
         r"|(?i:\bdid(?: not|n't) improve\b.{0,80}\b(?:last \d+|stop))"
         r"|(?i:\bno improvement (?:for|in|over) (?:the last )?\d+)"
         r"|(?i:\bpatience\b.{0,40}\b(?:exceeded|exhausted|reached|ran out)\b)"
@@ -77,6 +94,13 @@ _PATTERNS: Mapping[EndReason, re.Pattern[str]] = {
         r"\b(?:reached|exceeded|expired|hit)\b)"
         r"|(?i:\b(?:reached|exceeded|hit)\b.{0,20}\b(?:time|duration|wall.?clock|wall.?time) "
         r"(?:limit|budget)\b)"
+        r"|(?i:\b(?:time (?:limit|budget)|wall.?clock|wall.?time)\b.{0,20}"
+        r"\b(?:exhausted|used up)\b)"
+        r"|(?i:\bapproaching (?:the |its )?(?:\w+ )?(?:time|wall.?time|wall.?clock) ?limit\b)"
+        r"|(?i:\bnot enough (?:wall.?)?time (?:left|remaining)\b)"
+        rf"|(?i:\b{_MAX_TIME}.{{0,30}}\b(?:exceeded|reached|hit|expired)\b)"
+        rf"|(?i:\b(?:exceeded|reached|hit) (?:the )?{_MAX_TIME})"
+        r"|\bJob has timed out\b|\bstop_time_hours: "  # submitit, fairseq
         r"|`Trainer\.fit` stopped: `max_time=.{1,60}` reached"
     ),
 }

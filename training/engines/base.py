@@ -168,6 +168,12 @@ def terminated(node: str) -> NodeLoss:
     return NodeLoss(node, FaultClass.PREEMPTED, TERMINATED, "SIGTERM has ended its agent")
 
 
+_SILENT_WHY = (
+    "The container is still there, but its agent has been silent for too long: the node is frozen, "
+    "cut off, or has no processor to spare."
+)
+
+
 def losses_of(contacts: Collection[AgentEndpoint], lost: Collection[str]) -> list[NodeLoss]:
     """List the losses that the platform reports, and suspects of containers on lost nodes."""
     reported = [contact.loss for contact in contacts if contact.loss is not None]
@@ -186,6 +192,9 @@ def _suspected_loss(contact: AgentEndpoint) -> NodeLoss | None:
     if contact.unknown:
         text = f"its agent is silent, and the platform does not tell why: {contact.unknown}"
         return NodeLoss(node, FaultClass.CONTAINER_LOST, "LOSS_UNKNOWN", text)
+    if contact.address is not None:
+        text, why = "its agent does not answer", _SILENT_WHY
+        return NodeLoss(node, FaultClass.NODE_LOST, "NODE_LOST", text, why)
     return None
 
 

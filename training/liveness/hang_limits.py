@@ -122,9 +122,13 @@ class HangDetector:
         """Silence allowed within a step."""
         if self.limits.step_s is not None:
             return self.limits.step_s
-        if not self._steps_s:
-            return self.limits.start_s
-        return max(self.limits.floor_s, MEDIANS * median(self._steps_s))
+        learned_s = self.learned_s
+        return self.limits.start_s if learned_s is None else max(self.limits.floor_s, learned_s)
+
+    @property
+    def learned_s(self) -> float | None:
+        """The limit that follows from the steps alone; None before the second step."""
+        return MEDIANS * median(self._steps_s) if self._steps_s else None
 
     @property
     def stopped_limit_s(self) -> float:

@@ -390,6 +390,12 @@ class AttemptFinisher:
             path=resume.path if resume is not None else None,
             step=step,
             other_steps=[other for other in history.saved_steps if other != step],
+            set_aside=[
+                checkpoint.path
+                for earlier in history.attempts
+                if earlier.resume is not None
+                for checkpoint in earlier.resume.set_aside
+            ],
         )
 
     def _with_stacks(self, view: AttemptView, end: AttemptEnd, diagnosis: Diagnosis) -> Diagnosis:

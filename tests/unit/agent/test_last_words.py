@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -36,6 +37,21 @@ LINGERING = {
         f"context.Process(target=time.sleep, args=(9999,)).start()\n{RAISE}"
     ),
 }
+# The program waits inside itself for what has died.
+HELPERS = {
+    "a child": (
+        "import multiprocessing, queue\ndef work():\n    " + RAISE + "\n"
+        "multiprocessing.get_context('fork').Process(target=work).start()\nqueue.Queue().get()"
+    ),
+    "a thread": (
+        "import threading, queue\ndef work():\n    " + RAISE + "\n"
+        "threading.Thread(target=work).start()\nqueue.Queue().get()"
+    ),
+    "a thread of a pool of its own": (
+        "import threading\nis_done = threading.Event()\ndef work():\n    " + RAISE + "\n"
+        "thread = threading.Thread(target=work)\nthread.start()\nthread.join()\nis_done.wait()"
+    ),
+}
 GOING_ON = {
     "it sleeps": f"{HANDLED}\nimport time; time.sleep(9999)",
     "it computes in a function": (
@@ -54,10 +70,10 @@ def program(text: str) -> list[str]:
 
 def run_to_end(group: WorkerGroup) -> None:
     """Poll a group as its agent does, until no process of it is left."""
-    check = LastWordsCheck(exit_time_s=0.0, period_s=0.0)
+    check = LastWordsCheck(exit_time_s=0.0, idle_time_s=0.0, period_s=0.0)
 
     def is_over() -> bool:
-        check.check(group)
+        check.check(group, shown_steps_limit_s=0.0)
         return group.poll()
 
     wait_for(is_over)
@@ -71,6 +87,43 @@ def test_a_process_that_lives_on_after_an_exception_ends_as_that_exception(new_g
     (status,) = group.statuses()
     assert (status.exit_code, status.error) == (1, WORDS)
     assert not status.stopped_by_agent, "its end is a failure"
+
+
+@pytest.mark.parametrize("text", HELPERS.values(), ids=HELPERS)
+def test_a_process_that_waits_idle_for_what_an_exception_has_ended_ends_as_it(
+    new_group, monkeypatch, text
+):
+    monkeypatch.setattr("perdure.training.agent.last_words.IDLE_LOOK_S", 0.1)
+    group = new_group(*program(text), is_command=True)
+    group.start(dict(os.environ), proc_start_cnt=1)
+    run_to_end(group)
+    (status,) = group.statuses()
+    assert (status.exit_code, status.error) == (1, WORDS)
+
+
+def test_silence_after_the_death_of_a_thread_proves_nothing_where_no_steps_are_shown(new_group):
+    group = new_group(*program(HELPERS["a thread"]), is_command=True)
+    group.start(dict(os.environ), proc_start_cnt=1)
+    check = LastWordsCheck(exit_time_s=0.0, idle_time_s=0.0, period_s=0.0)
+    log = group.output.path(group.ranks[0], "stderr")
+    wait_for(lambda: log.exists() and WORDS in log.read_text())
+    for _ in range(20):
+        check.check(group, shown_steps_limit_s=None)
+        time.sleep(0.02)
+    assert not group.poll()
+
+
+def test_a_process_that_computes_after_the_death_of_its_thread_goes_on(new_group, monkeypatch):
+    monkeypatch.setattr("perdure.training.agent.last_words.IDLE_LOOK_S", 0.1)
+    text = HELPERS["a thread"].replace(
+        "queue.Queue().get()", "import time\nuntil = time.time() + 3"
+    )
+    computing = f"{text}\nwhile time.time() < until:\n    sum(range(1000))"
+    group = new_group(*program(computing), is_command=True)
+    group.start(dict(os.environ), proc_start_cnt=1)
+    run_to_end(group)
+    (status,) = group.statuses()
+    assert (status.exit_code, status.error) == (0, None)
 
 
 def test_ranks_below_a_launcher_are_looked_at_too(new_group):

@@ -22,7 +22,7 @@ from perdure.training.diagnosis.obstacles import SHARED_MEMORY
 def test_a_file_that_the_run_left_is_removed(tmp_path):
     lock = tmp_path / "train.lock"
     lock.write_text("4711")
-    (described,) = describe_obstacles([f"File exists: '{lock}'"], since_s=0.0)
+    (described,) = describe_obstacles([f"File exists: '{lock}'"], cwd=tmp_path, since_s=0.0)
     assert described.is_of_run
     assert "removed before the next start" in described.text
     remove_leftovers([str(lock)], since_s=0.0)
@@ -33,7 +33,7 @@ def test_a_file_that_was_there_before_the_run_stays_and_is_named(tmp_path):
     lock = tmp_path / "train.lock"
     lock.write_text("4711")
     after_s = time.time() + 100
-    (described,) = describe_obstacles([f"File exists: '{lock}'"], since_s=after_s)
+    (described,) = describe_obstacles([f"File exists: '{lock}'"], cwd=tmp_path, since_s=after_s)
     assert not described.is_of_run
     assert "before the run" in described.text
     remove_leftovers([str(lock)], since_s=after_s)
@@ -43,7 +43,7 @@ def test_a_file_that_was_there_before_the_run_stays_and_is_named(tmp_path):
 def test_a_file_that_a_living_process_holds_stays_and_its_holder_is_named(tmp_path):
     lock = tmp_path / "train.lock"
     with lock.open("w"):
-        (described,) = describe_obstacles([f"File exists: '{lock}'"], since_s=0.0)
+        (described,) = describe_obstacles([f"File exists: '{lock}'"], cwd=tmp_path, since_s=0.0)
         assert not described.is_of_run
         assert f"(pid {os.getpid()}, user " in described.text
         remove_leftovers([str(lock)], since_s=0.0)
@@ -68,16 +68,44 @@ def test_a_socket_without_its_server_is_removed_and_one_with_it_stays(tmp_path):
     assert not path.exists()
 
 
-def test_the_holder_of_a_port_is_named():
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("train.lock", "FileExistsError: [Errno 17] File exists: 'train.lock'"),
+        ("train.pid", "train.pid exists: another instance is already running (pid 4711)"),
+        ("out/run.lock", "the run out/run.lock is locked"),
+    ],
+)
+def test_a_file_that_is_named_from_the_folder_of_the_program_is_found(tmp_path, name, line):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("4711000")
+    (described,) = describe_obstacles([line], cwd=tmp_path, since_s=0.0)
+    assert (described.name, described.is_of_run) == (str(path), True)
+
+
+@pytest.mark.parametrize("call", ["server.bind('loader.sock')", "server.bind(path)"])
+def test_a_socket_of_a_killed_process_is_found_though_its_error_names_no_path(tmp_path, call):
+    text = f"    {call}\nOSError: [Errno 98] Address already in use\n"
+    path = tmp_path / "loader.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        described = describe_obstacles([text], cwd=tmp_path, since_s=0.0)
+        assert not any(obstacle.is_of_run for obstacle in described), "its server lives"
+    (described_later,) = describe_obstacles([text], cwd=tmp_path, since_s=0.0)
+    assert (described_later.name, described_later.is_of_run) == (str(path), True)
+
+
+def test_the_holder_of_a_port_is_named(tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
         line = f"failed to bind to 127.0.0.1:{port}: Address already in use"
-        (described,) = describe_obstacles([line], since_s=0.0)
+        (described,) = describe_obstacles([line], cwd=tmp_path, since_s=0.0)
         assert f"port {port} is held by" in described.text
         assert f"(pid {os.getpid()}, user " in described.text
-    (described,) = describe_obstacles([line], since_s=0.0)
+    (described,) = describe_obstacles([line], cwd=tmp_path, since_s=0.0)
     assert described.text == f"no process that can be seen holds port {port} now"
 
 

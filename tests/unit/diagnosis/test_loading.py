@@ -82,6 +82,21 @@ def test_a_torn_folder_that_the_program_finds_itself_is_no_wrong_setting():
     assert judged.recoverable_by is RecoverableBy.USER_FIX, "Perdure has not chosen it"
 
 
+@pytest.mark.parametrize("path", ["/out/step_40/model.pt", "out/step_40/rng", "step_40/model.pt"])
+def test_a_program_that_asks_for_what_was_set_aside_keeps_its_name_elsewhere(path):
+    message = f"FileNotFoundError: [Errno 2] No such file or directory: '{path}'"
+    resumed = Resumed(
+        has_trained=True, has_stepped=False, path="/out/step_30", step=30,
+        other_steps=frozenset({20}), set_aside=("/out/step_35", "/out/step_40"),
+    )  # fmt: skip
+    before = fault(FaultClass.LAUNCH_MISCONFIGURED, message)
+    judged = judge_loading(before, [traceback(message)], resumed)
+    assert (judged.fault_class, judged.user_fault) == (FaultClass.CHECKPOINT_CORRUPT, True)
+    assert judged.explanation.startswith("/out/step_40 was set aside")
+    assert "/out/step_30" in judged.explanation
+    assert "latest" in judged.action
+
+
 def test_a_launchers_traceback_behind_that_of_the_rank_hides_nothing():
     rank = traceback("EOFError: Ran out of input")
     prefixed = "".join(f"[rank0]: {line}\n" for line in rank.splitlines())

@@ -31,6 +31,8 @@ BIND = "OSError: [Errno 98] Address already in use"
         ("listen failed. port: 29500, code: -98, name: EADDRINUSE", [(PORT, "29500")]),
         ("RuntimeError: Initialize: open device 2 failed", [(DEVICE, "2")]),
         ("device busy: /dev/davinci3 is in use", [(DEVICE, "/dev/davinci3")]),
+        ("FileExistsError: [Errno 17] File exists: 'train.lock'", [(FILE, "train.lock")]),
+        ("train.pid exists: another instance is running", [(FILE, "train.pid")]),
         ("FileExistsError: [Errno 17] File exists: '/out/run-1'", []),
         ("step 40 loss 3.0 10:11:12", []),
     ],

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.training.engines.base import Placement, Snapshot, plan, plan_replacement
+from perdure.training.diagnosis.classify import diagnose
+from perdure.training.diagnosis.evidence import Evidence
+from perdure.training.engines.base import (
+    AgentEndpoint,
+    Placement,
+    Snapshot,
+    losses_of,
+    plan,
+    plan_replacement,
+)
 from perdure.training.errors import NoCapacity
 from perdure.training.journal.records import Member
 from perdure.training.wire.agent_status import AgentState, AgentStatus
@@ -176,3 +185,16 @@ def test_a_placement_never_uses_a_node_twice_nor_one_to_be_avoided(
         assert after.number == current.number + 1
         assert [member.index for member in after.members] == list(range(needed))
         current = after
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [(("127.0.0.1", 1), "its agent does not answer"), (None, "the agent of node-1 is gone")],
+)
+def test_a_container_whose_agent_is_only_silent_is_not_said_to_be_gone(address, words):
+    contacts = [AgentEndpoint("node-1", "token", address, "127.0.0.1")]
+    losses = losses_of(contacts, {"node-1"})
+    fault = diagnose(Evidence(1.0, 5, lost_nodes=["node-1"], losses=losses)).fault
+    assert (fault.code, fault.hardware_fault) == ("NODE_LOST", False)
+    assert words in fault.evidence
+    assert ("is still there" in fault.explanation) == (address is not None)
