@@ -24,7 +24,6 @@ from tests.kubernetes.webhook import DENIED, Webhook
 from tests.waiting import wait_for
 
 ALONE = {"node_replace": False, "pod_retries": 3}  # the lost pod is the answer
-FEW = 60
 REFUSED = "waiting for the platform"
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -51,7 +50,7 @@ def refused_by_webhook(runs: ClusterRuns, webhook: Webhook) -> list[Deed]:
 
 def test_a_refusal_by_the_api_server_is_waited_for_and_is_no_fault_of_a_node(runs, bind, webhook):
     deeds = [refused_rights(runs, bind), *refused_by_webhook(runs, webhook)]
-    played = play(runs, "refused", *deeds, steps=FEW, restart=ALONE)
+    played = play(runs, "refused", *deeds, steps=2 * STEPS, restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")] * 3
     assert played.history.isolated == ()
     assert [placed.placement for placed in played.history.placements] == [1, 2, 3, 4]

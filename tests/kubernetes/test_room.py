@@ -30,7 +30,6 @@ from tests.kubernetes.runs import (
 NO_ROOM = "waiting for a free node since"
 BOTH_OFF_S = 20.0
 ALONE = {"node_replace": False, "pod_retries": 1}  # the lost pod is the answer
-FEW = 60
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
 
@@ -136,7 +135,7 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
         finally:
             lab.restore()
 
-    played = play(runs, "both", Deed(lose), steps=FEW)
+    played = play(runs, "both", Deed(lose))
     assert faults_by_class(played.history)[FaultClass.NODE_LOST] == 2
     recoveries = [one for view in played.history.attempts for one in view.recoveries]
     assert all(one.ended is not None for one in recoveries)
@@ -144,7 +143,7 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
 
 @pytest.mark.long
 def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, without_image):
-    played = play(runs, "image", image_gone(runs, lab, without_image), steps=FEW, restart=ALONE)
+    played = play(runs, "image", image_gone(runs, lab, without_image), restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert not any(view.failed_rungs for view in played.history.attempts)
     assert played.history.isolated == ()
