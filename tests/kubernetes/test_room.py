@@ -102,7 +102,6 @@ def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
         runs,
         "quota",
         used_up_quota(runs, create),
-        steps=FEW,
         restart={**ALONE, "pod_retries": pod_retries},
     )
     assert played.answers == [("container_lost", rung)]
@@ -115,7 +114,6 @@ def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_
         runs,
         "pending",
         cordoned_nodes(runs, lab),
-        steps=FEW,
         engine={"warm_spares": 0},
         restart=ALONE,
     )
