@@ -31,7 +31,7 @@ NO_ROOM = "waiting for a free node since"
 BOTH_OFF_S = 20.0
 ALONE = {"node_replace": False, "pod_retries": 1}  # the lost pod is the answer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 def used_up_quota(runs: ClusterRuns, create: Create) -> Deed:
@@ -93,7 +93,7 @@ def assert_waited_once(played: Played) -> None:
 
 @pytest.mark.parametrize(
     ("pod_retries", "rung"),
-    [(1, "pod_reschedule"), pytest.param(0, "job_reschedule", marks=pytest.mark.long)],
+    [(1, "pod_reschedule"), (0, "job_reschedule")],
 )
 def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
     runs, create, pod_retries, rung
@@ -108,7 +108,6 @@ def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
     assert_waited_once(played)
 
 
-@pytest.mark.long
 def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_new_one(runs, lab):
     played = play(
         runs,
@@ -121,7 +120,6 @@ def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_
     assert_waited_once(played)
 
 
-@pytest.mark.long
 def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them(runs, lab):
     def lose(run: RunSupervisor) -> None:
         for node in [node_of(run, 0), node_of(run, 1)]:
@@ -139,7 +137,6 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
     assert all(one.ended is not None for one in recoveries)
 
 
-@pytest.mark.long
 def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, without_image):
     played = play(runs, "image", image_gone(runs, lab, without_image), restart=ALONE)
     assert played.answers == [("container_lost", "pod_reschedule")]
