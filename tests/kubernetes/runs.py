@@ -47,6 +47,7 @@ STEPS = 150
 START_S = 240.0
 CLI_S = 240.0
 WAITS_S = 10.0  # for several tries
+SLOW_S = 0.5  # a step, where one thing after the other is done to a run
 
 
 def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 from perdure.training.config.job import Job
 from tests.kubernetes.runs import (
     LIMIT_S,
+    SLOW_S,
     START_S,
     STEPS,
     ClusterRuns,
@@ -50,7 +51,7 @@ def refused_by_webhook(runs: ClusterRuns, webhook: Webhook) -> list[Deed]:
 
 def test_a_refusal_by_the_api_server_is_waited_for_and_is_no_fault_of_a_node(runs, bind, webhook):
     deeds = [refused_rights(runs, bind), *refused_by_webhook(runs, webhook)]
-    played = play(runs, "refused", *deeds, steps=2 * STEPS, restart=ALONE)
+    played = play(runs, "refused", *deeds, steps=2 * STEPS, restart=ALONE, pace_s=SLOW_S)
     assert played.answers == [("container_lost", "pod_reschedule")] * 3
     assert played.history.isolated == ()
     assert [placed.placement for placed in played.history.placements] == [1, 2, 3, 4]

@@ -16,6 +16,8 @@ from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.kubernetes.conftest import Create
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
+    SLOW_S,
+    STEPS,
     WAITS_S,
     ClusterRuns,
     Deed,
@@ -102,7 +104,9 @@ def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
         runs,
         "quota",
         used_up_quota(runs, create),
+        steps=STEPS // 2,
         restart={**ALONE, "pod_retries": pod_retries},
+        pace_s=SLOW_S,
     )
     assert played.answers == [("container_lost", rung)]
     assert_waited_once(played)
@@ -115,6 +119,7 @@ def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_
         cordoned_nodes(runs, lab),
         engine={"warm_spares": 0},
         restart=ALONE,
+        pace_s=SLOW_S,
     )
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert_waited_once(played)
@@ -131,14 +136,14 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
         finally:
             lab.restore()
 
-    played = play(runs, "both", Deed(lose))
+    played = play(runs, "both", Deed(lose), pace_s=SLOW_S)
     assert faults_by_class(played.history)[FaultClass.NODE_LOST] == 2
     recoveries = [one for view in played.history.attempts for one in view.recoveries]
     assert all(one.ended is not None for one in recoveries)
 
 
 def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, without_image):
-    played = play(runs, "image", image_gone(runs, lab, without_image), restart=ALONE)
+    played = play(runs, "image", image_gone(runs, lab, without_image), restart=ALONE, pace_s=SLOW_S)
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert not any(view.failed_rungs for view in played.history.attempts)
     assert played.history.isolated == ()
