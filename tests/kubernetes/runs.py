@@ -433,8 +433,8 @@ def assert_shown(runs: ClusterRuns, run: RunSupervisor, *words: str) -> None:
 def waits_out(
     runs: ClusterRuns,
     *words: str,
-    begin: Callable[[RunSupervisor], None],
-    end: Callable[[RunSupervisor], None],
+    begin: Callable[[RunSupervisor], object],
+    end: Callable[[RunSupervisor], object],
     look: Callable[[RunSupervisor], None] = lambda _run: None,
 ) -> Deed:
     """A pod is lost while something keeps the platform from starting another.

@@ -39,14 +39,15 @@ def refused_rights(runs: ClusterRuns, bind: Callable[[bool], None]) -> Deed:
 
 def refused_by_webhook(runs: ClusterRuns, webhook: Webhook) -> list[Deed]:
     """An admission webhook says no, or does not answer."""
-    by_words = {DENIED: webhook.deny, "failed calling webhook": webhook.fail}
-    return [
-        waits_out(
-            runs, REFUSED, words,
-            begin=lambda run, begin=begin: begin(run.job.run_id), end=lambda _run: webhook.end(),
-        )
-        for words, begin in by_words.items()
-    ]  # fmt: skip
+    denied = waits_out(
+        runs, REFUSED, DENIED,
+        begin=lambda run: webhook.deny(run.job.run_id), end=lambda _run: webhook.end(),
+    )  # fmt: skip
+    absent = waits_out(
+        runs, REFUSED, "failed calling webhook",
+        begin=lambda run: webhook.fail(run.job.run_id), end=lambda _run: webhook.end(),
+    )  # fmt: skip
+    return [denied, absent]
 
 
 def test_a_refusal_by_the_api_server_is_waited_for_and_is_no_fault_of_a_node(runs, bind, webhook):
@@ -78,7 +79,7 @@ def test_a_run_that_may_take_nothing_down_has_its_end_on_record_and_is_taken_dow
 
 def lose_secret(runs: ClusterRuns, name: str, folder: Path) -> tuple[Job, str]:
     """Have a run train whose second member has lost its Secret, and which has no supervisor."""
-    job = runs.job(name, steps=STEPS, restart=ALONE)
+    job = runs.job(name, steps=STEPS, restart=ALONE, pace_s=SLOW_S)
     first = runs.supervise(job, folder / "first")
     wait_for(lambda: runs.kept(job) >= 20, timeout_s=START_S, period_s=0.5, what="20 steps")
     secret = runs.pod(job, 1)
