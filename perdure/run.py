@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -58,6 +58,9 @@ from perdure.training.reporting.rows import loss_picture, num_kept, story_rows
 from perdure.training.supervisor.run_handle import RunHandle
 from perdure.training.supervisor.run_identity import REOPEN
 from perdure.training.wire.requests import is_pause_wanted
+
+if TYPE_CHECKING:
+    from prefect import State
 from perdure.training.wire.store_wait import Waiter, write_wait
 
 DEMO_KILLS = (
@@ -188,7 +191,7 @@ def _supervise_here(
 
         from perdure.flows.pretrain import pretrain  # noqa: PLC0415 imports Prefect
         from perdure.panel import LiveView  # noqa: PLC0415 imports Prefect
-        from perdure.tasks.entry import NOT_TRAINED, Left  # noqa: PLC0415 imports Prefect
+        from perdure.tasks.entry import Left  # noqa: PLC0415 imports Prefect
         from perdure.tasks.env_secrets import check_blocks  # noqa: PLC0415 imports Prefect
         from perdure.tasks.observe import Observation, observed_by  # noqa: PLC0415 imports Prefect
         from perdure.tasks.prefect_client import without_retries  # noqa: PLC0415 imports Prefect
@@ -220,6 +223,15 @@ def _supervise_here(
     if left_text:
         console.print(f"{job.run_id}: {left_text}", soft_wrap=True)
         return EXIT_BY_PLATFORM
+    return _conclude(console, job, state, ui_url=ui_url, resume_hint=resume_hint)
+
+
+def _conclude(
+    console: Console, job: Job, state: State[Any], *, ui_url: str, resume_hint: str
+) -> int:
+    """Print the end of a flow run; return the exit code."""
+    from perdure.tasks.entry import NOT_TRAINED  # noqa: PLC0415 imports Prefect
+
     if state.name in NOT_TRAINED:
         console.print(f"{state.name}: {state.message}", soft_wrap=True)
         console.print(f"'perdure status {job.run_id}' shows it", soft_wrap=True)

@@ -22,13 +22,17 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LAUNCH = (sys.executable, "-m", "torch.distributed.launch", "--use_env")
 ACCELERATE = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu")
 STEPS = 'for step in $(seq 300); do echo "step $step"; sleep 0.2; done'
-# As mpirun starts its ranks, once per node and of these alone.
-MPIRUN = f"""
-for i in 0 1; do
-  OMPI_COMM_WORLD_RANK=$i OMPI_COMM_WORLD_LOCAL_RANK=$i OMPI_COMM_WORLD_SIZE=2 sh -c '{STEPS}' &
-done
-wait
-"""
+# The variables of their ranks, by launchers that start them once per node and for it alone.
+VARIABLES = {
+    "mpirun": "OMPI_COMM_WORLD_RANK=$i OMPI_COMM_WORLD_LOCAL_RANK=$i OMPI_COMM_WORLD_SIZE=2",
+    "deepspeed": "RANK=$i LOCAL_RANK=$i WORLD_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1 LOCAL_SIZE=2",
+    "msrun": "MS_ROLE=MS_WORKER MS_NODE_ID=$i DEVICE_ID=$i MS_WORKER_NUM=2",
+}
+
+
+def as_by(launcher: str) -> tuple[str, ...]:
+    """A command whose ranks have the variables of a launcher."""
+    return "sh", "-c", f"for i in 0 1; do {VARIABLES[launcher]} sh -c '{STEPS}' & done; wait"
 
 
 def run_name(request: pytest.FixtureRequest) -> str:
@@ -81,9 +85,11 @@ def test_a_command_without_addresses_is_one_gang_of_all_nodes(home, command, req
             1,
             marks=pytest.mark.long,
         ),
-        (("sh", "-c", MPIRUN), 2),
+        (as_by("mpirun"), 2),
+        pytest.param(as_by("deepspeed"), 2, marks=pytest.mark.long),
+        pytest.param(as_by("msrun"), 2, marks=pytest.mark.long),
     ],
-    ids=["standalone", "nnodes", "accelerate", "mpirun"],
+    ids=["standalone", "nnodes", "accelerate", "mpirun", "deepspeed", "msrun"],
 )
 def test_nodes_that_train_separately_are_stopped_with_the_numbers(home, command, size, request):
     outcome = RunDriver(home).run(boot_job(home, run_name(request), *command, steps=100_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from perdure.training.drill.driver import RunDriver, RunOutcome
 from perdure.training.drill.evaluation import differences
 from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp, RecoveryBegan
 from perdure.training.recovery.rungs import Rung
 from tests.chip_tool import ill_chip
 from tests.process.harness import faulty_job
@@ -33,9 +35,26 @@ def with_chip(home, tmp_path, monkeypatch):
         )
         for key, value in chip.environment(code, home / f"marks-{name}").items():
             monkeypatch.setenv(key, value)
-        return RunDriver(home).run(job)
+        played = RunDriver(home).run(job)
+        print_times(code, played, home / f"marks-{name}")
+        return played
 
     return play
+
+
+def print_times(code: str, played: RunOutcome, marks: Path) -> None:
+    """Print how long after the chip's first report it is answered, and training goes on."""
+    reported_s = min((float(mark.read_text()) for mark in marks.glob("*-*-*")), default=None)
+    if reported_s is None or not answers(played):
+        return
+    first = played.history.attempts[0]
+    began = [event for event in first.events if isinstance(event, RecoveryBegan | AttemptGivenUp)]
+    rung = answers(played)[0][-1]
+    ended = [span.ended.at_s for span in first.recoveries if span.ended is not None]
+    later = [view.started.at_s for view in played.history.attempts[1:]]
+    answered_s, resumed_s = min(event.at_s for event in began), min([*ended, *later])
+    times = f"answered after {answered_s - reported_s:.1f} s, done {resumed_s - reported_s:.1f} s"
+    print(f"{code} is answered by {rung}: {times} after the report")
 
 
 def answers(played: RunOutcome) -> list[tuple[FaultClass, str | None, int | None, Rung]]:

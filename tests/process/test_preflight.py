@@ -117,6 +117,49 @@ def test_a_node_whose_check_dies_is_isolated(bench, undisturbed_pair):
     assert attempts_of(running, "node-1") == []
 
 
+HCCN_TOOL = f"""#!/bin/sh
+case "$(pwd -P)" in */nodes/$BAD_NODE/*) tls=1 ;; *) tls=0 ;; esac
+case "$*" in
+*-optical*) cat {SAMPLES}/hccn-optical.txt ;;
+*-ip*) echo ipaddr:10.1.1.9 ;;
+*-tls*) echo "dev_id:0, tls switch[$tls](0:disable, 1:enable), tls preconfigured[1]" ;;
+esac
+"""
+
+
+@pytest.mark.long
+def test_a_node_whose_devices_alone_have_tls_is_left_before_a_command_starts(
+    with_npu_smi, tmp_path
+):
+    bench = with_npu_smi("of no alarm")
+    tool = tmp_path / "hccn_tool"
+    tool.write_text(HCCN_TOOL)
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    bench = dataclasses.replace(bench, env={**bench.env, "BAD_NODE": "node-1"})
+    table = tmp_path / "npu-smi"
+    table.write_text(
+        NPU_SMI.replace("health=npu-smi-health-alarm.txt", "health=npu-smi-health.txt")
+    )
+    job = {
+        "run_id": "tls-differs",
+        "storage": {"address": f"file://{bench.home}/store"},
+        "worker": {"command": ["sleep", "1"]},
+        "preflight": CHECKS,
+        "engine": {"nodes": 3, "slots_per_node": 1, "spares": 1, "grace_s": 2},
+    }
+    running = bench.start(job)
+    assert running.finish() == 0, running.out
+    (refusal,) = running.history.refusals
+    assert (refusal.node, refusal.why) == (
+        "node-1",
+        "device_tls: TLS on; most nodes have TLS off",
+    )
+    (attempt,) = running.history.attempts
+    assert attempt.started.placement == 2
+    assert running.rungs() == []
+    running.leave_nothing()
+
+
 def preflight(bench, document, *options):
     path = bench.home / f"{document['run_id']}.yaml"
     path.write_text(yaml.safe_dump(document))

@@ -54,3 +54,26 @@ def test_with_rsc_alone_a_process_that_dies_costs_its_container_and_the_other_on
         "rank 0 is start 1", "rank 0 is start 2", "rank 1 is start 1", "rank 1 is start 1",
     ]  # fmt: skip
     running.leave_nothing()
+
+
+def test_with_rsc_a_container_is_next_once_the_processes_in_place_of_a_dead_one_have_failed(
+    bench, undisturbed_pair, api
+):
+    restart = {"from_platform": {"MS_ENABLE_TFT": "{ARF:1,RSC:1}"}}
+    worker = COUNTED | {"recipe": "paced:unlucky"}
+    running = bench.start(bench.apart("rsc-next", worker=worker, restart=restart))
+    running.reach(13)
+    assert len(running.local.kill_rank(1)) == 1
+    assert running.finish() == 0, running.out
+    *replaced, last = running.rungs()
+    assert set(replaced) == {"process_replace"}
+    assert last == "pod_reschedule"
+    history = running.history
+    assert not any(recovery.succeeded for recovery in history.attempts[0].recoveries)
+    assert history.isolated == (), "a crash says nothing about its node"
+    members = [(m.node, m.schedule_cnt) for m in not_none(history.placement).members]
+    assert members == [("node-0", 1), ("node-1", 2)]
+    assert running.curve() == undisturbed_pair
+    (task,) = [name for name in api.task_runs("rsc-next") if name.startswith("attempt 1.1 ")]
+    api.wait_for_tasks("rsc-next", {task: "ReschedulePod"})
+    running.leave_nothing()

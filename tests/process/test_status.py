@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
+from perdure.storage.address import open_store
+from perdure.training.journal.steps import read_kept_steps
+from tests.values import not_none
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -74,3 +79,18 @@ def test_every_second_of_a_run_that_is_restarted_in_place_has_an_owner(bench, un
     assert second.noticed_s - silent_s > 10
     assert spent["detection"] > 10
     running.leave_nothing()
+
+
+@pytest.mark.long
+def test_a_threshold_is_proposed_from_the_norms_that_the_run_had(bench):
+    running = bench.start(bench.pair("norms", steps=140, env={"PACE_S": "0"}))
+    assert running.finish() == 0, running.out
+    kept = read_kept_steps(open_store(running.job.storage), "norms")
+    norms = [not_none(record.grad_norm) for record in kept.values()]
+    proposal = json.loads(bench.perdure("status", "norms", "--norms", "--json"))
+    assert min(norms) <= proposal["quantile"] <= max(norms)
+    assert proposal["threshold"] > proposal["quantile"]
+    assert Path(proposal["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert f"abnormal_grad_norm: {proposal['threshold']:g}" in bench.perdure(
+        "status", "norms", "--norms"
+    )

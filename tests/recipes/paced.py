@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,13 @@ def main(job) -> None:
 def counted(job) -> None:
     print(f"rank {os.environ['RANK']} is start {os.environ['MA_PROC_START_CNT']}", flush=True)
     main(job)
+
+
+def unlucky(job) -> None:
+    """Rank 1 comes to life once in a container: each process in its place is killed at once."""
+    if os.environ["RANK"] == "1" and os.environ["MA_PROC_START_CNT"] != "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    counted(job)
 
 
 def lazy(job) -> None:

@@ -232,7 +232,7 @@ class NodeAttempt:
             left_running=group.leftovers.processes if group else (),
             former_ranks=group.former_ranks() if group else (),
             obstacles=self._obstacles,
-            mended_retries=group.mended_retries() if group else {},
+            mended_retries=group.output.mended_retries(group.ranks) if group else {},
             sample=container.sampler.newest,
             metrics_url=metrics_url(self._folder),
             coordinator_end=self._coordinator_end,

@@ -69,13 +69,13 @@ def read_evidence(group: WorkerGroup, tail_bytes: int) -> tuple[NodeLog, ...]:
         *read_device_health(devices),
         *read_reset_codes(len(devices)),
     )
-    return _without_secrets(texts, group.secrets)
+    return _without_secrets(texts, group.output.secrets)
 
 
 def read_worker_stacks(group: WorkerGroup) -> tuple[NodeLog, ...]:
     """Read the stacks of all threads of the workers; runs other programs."""
     # They show the command lines of the processes.
-    return _without_secrets(read_stacks(group.stacks_targets()), group.secrets)
+    return _without_secrets(read_stacks(group.stacks_targets()), group.output.secrets)
 
 
 def _without_secrets(texts: Iterable[NodeLog], secrets: Collection[str]) -> tuple[NodeLog, ...]:

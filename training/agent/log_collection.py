@@ -335,7 +335,7 @@ def secrets_of(
         tokens.add(started.coordinator.token)
     variables: Sequence[Mapping[str, str]] = (os.environ, started.variables, started.job.env)
     secrets = frozenset(tokens).union(*map(secret_values, variables))
-    return secrets | group.secrets if group is not None else secrets
+    return secrets | group.output.secrets if group is not None else secrets
 
 
 def pack(log: Log, secrets: frozenset[str], *, limit_bytes: int) -> Packed | None:

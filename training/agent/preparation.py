@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from perdure.training.commands.arguments import NNODES, NODE_RANK, read_script
-from perdure.training.config.job import Job
+from perdure.training.config.job import RESERVED_NAMES, Job
 from perdure.training.environment import interface_variables
+from perdure.training.masking import SECRETS_ENV
 from perdure.training.node_checks.runner import NodeProgram
 from perdure.training.platforms.forms import GRACE, NO_LIMIT
+from perdure.training.processes import RANK_VARIABLES
 from perdure.training.wire.agent import AgentConfig, CheckOrder, StartOrder
 from perdure.training.wire.node import Check, NodeTask
 
@@ -62,6 +65,19 @@ def platform_variables(
         "PERDURE_ATTEMPT": str(order.attempt),
         **({"PERDURE_REJOIN_S": f"{order.rejoin_s:g}"} if order.rejoin_s else {}),
     }
+
+
+def attempt_variables(
+    environment: Mapping[str, str], order: StartOrder, secret_variables: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what an attempt's processes inherit, and what the job sets for them.
+
+    The supervisor may itself run as a rank of another program: its rank is not theirs.
+    """
+    foreign = RESERVED_NAMES | RANK_VARIABLES
+    inherited = {name: value for name, value in environment.items() if name not in foreign}
+    secrets = {SECRETS_ENV: ",".join(secret_variables)} if secret_variables else {}
+    return {**inherited, **order.variables, **secret_variables, **secrets}
 
 
 def unmount_after_s(job: Job) -> int:

@@ -7,12 +7,13 @@ log. CANN writes a log of its own per process. Sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.training.agent.masked_output import MaskedOutput, scrub
 from perdure.training.commands.msrun import MsrunProcess
 from perdure.training.masking import mask_text, secret_values
+from perdure.training.telemetry.hccl_retries import RetryLogs
 from perdure.training.wire.agent import AgentConfig, StartOrder
 from perdure.training.wire.logs import WorkerLog
 
@@ -39,6 +40,7 @@ class WorkerOutput:
     msrun: Sequence[MsrunProcess] = ()
     _ascend_base: str | None = None
     _masked: MaskedOutput | None = None
+    _retries: RetryLogs = field(default_factory=RetryLogs)
 
     def open(self, environment: Mapping[str, str], *, is_masked: bool) -> None:
         """Prepare the output of processes that get these variables.
@@ -110,6 +112,11 @@ class WorkerOutput:
             for rank, path, title in paths
             if path.exists()
         )
+
+    def mended_retries(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Count how often HCCL sent again and succeeded, by rank."""
+        counts = {rank: self._retries.count_mended(self.device_folder(rank)) for rank in ranks}
+        return {rank: count for rank, count in counts.items() if count}
 
     def size_bytes(self, ranks: Iterable[int]) -> int:
         """Measure what the processes have printed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,9 @@ from pydantic_core import from_json
 
 from perdure.training.agent.fork_server import KILL_WAIT_S, ForkedProcess
 from perdure.training.agent.processors import waited_for_processor_s
-from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader
-from perdure.training.processes import process_state
+from perdure.training.commands.arguments import argument_variables, fill_in
+from perdure.training.liveness.heartbeat import Heartbeat, HeartbeatReader, stacks_file
+from perdure.training.processes import StacksTarget, process_state
 from perdure.training.wire.agent_status import Pulse, WorkerStatus
 
 
@@ -68,6 +69,11 @@ class Worker:
         """Read its newest heartbeat, ignoring those of the process that it replaces."""
         beat = self.heartbeat.read()
         return beat if beat is not None and beat.pid == self.process.pid else None
+
+    def stacks_target(self, folder: Path) -> StacksTarget:
+        """Describe the process for a reader of stacks; its heartbeats lie in `folder`."""
+        own_file = stacks_file(folder, self.local_rank)
+        return StacksTarget(self.rank, self.local_rank, self.process.pid, own_file=own_file)
 
     def to_status(
         self,
@@ -119,6 +125,28 @@ class Worker:
             cpu_s=activity.cpu_s,
             io_bytes=activity.io_bytes,
         )
+
+
+def start_command(
+    command: Sequence[str], cwd: str, variables: Mapping[str, str], *, stdout: Path, stderr: Path
+) -> subprocess.Popen[bytes]:
+    """Start a program in a session of its own; what cannot start exits with 127, as in a shell."""
+    with stdout.open("ab") as out, stderr.open("ab") as err:
+        try:
+            return subprocess.Popen(
+                fill_in(command, argument_variables(variables)),
+                cwd=cwd,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            err.write(f"perdure: cannot start {command[0]!r}: {why}\n".encode())
+            # A process that exits as a shell would keeps one path for failures.
+            return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
 
 
 def read_error(path: Path) -> dict[str, Any]:

@@ -23,36 +23,30 @@ from perdure.training.agent.coordinator_client import AgentCoordinatorClient, ad
 from perdure.training.agent.fork_server import Fork, ForkedProcess
 from perdure.training.agent.preparation import (
     PROC_START_CNT,
+    attempt_variables,
     platform_variables,
     rank_variables,
 )
 from perdure.training.agent.worker_output import ASCEND_PATH, STREAMS, WorkerOutput
-from perdure.training.agent.worker_process import SessionActivity, Worker, read_error
-from perdure.training.commands.arguments import (
-    argument_variables,
-    fill_in,
-    fill_in_variables,
-)
+from perdure.training.agent.worker_process import SessionActivity, Worker, read_error, start_command
+from perdure.training.commands.arguments import fill_in_variables
 from perdure.training.commands.checkpoint_watch import CommandCheckpointWatcher
 from perdure.training.commands.leftovers import Leftovers
 from perdure.training.commands.msrun import MsrunGang
 from perdure.training.commands.progress import StepFollower
 from perdure.training.commands.ranks import CommandRanks
-from perdure.training.config.job import RESERVED_NAMES
 from perdure.training.diagnosis.ending import explain_early_end
 from perdure.training.diagnosis.exits import was_killed
 from perdure.training.files import write_whole
-from perdure.training.liveness.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader, stacks_file
-from perdure.training.masking import SECRETS_ENV, mask_text
+from perdure.training.liveness.heartbeat import ANY_RANK, Heartbeat, HeartbeatReader
+from perdure.training.masking import mask_text
 from perdure.training.processes import (
-    RANK_VARIABLES,
     StacksTarget,
     container_processes,
     reap_adopted,
     signal_all,
 )
 from perdure.training.recovery.protocol import NotReplaced, WorkerEnded
-from perdure.training.telemetry.hccl_retries import RetryLogs
 from perdure.training.wire.agent import AgentConfig, StartOrder
 from perdure.training.wire.agent_status import FormerRank, RankStatus, WorkerStatus
 from perdure.training.wire.coordinator import CoordinatorAddress
@@ -102,7 +96,6 @@ class WorkerGroup:
     checkpoint_watcher: CommandCheckpointWatcher | None = None
     output: WorkerOutput = field(init=False)
     msrun: MsrunGang | None = None
-    _retries: RetryLogs = field(default_factory=RetryLogs)
     _environment: dict[str, str] = field(default_factory=dict)
     _command: CommandRanks | None = None
     _oom_kills_before: int = 0
@@ -111,7 +104,6 @@ class WorkerGroup:
     _first_failure_s: float | None = None
     _kill_at_s: float | None = None
     _is_swept: bool = False
-    _target_step: int = 0
     _started_pids: set[int] = field(default_factory=set)
 
     def __post_init__(self, log_folder: Path) -> None:
@@ -130,15 +122,8 @@ class WorkerGroup:
         """
         self.started_s = time.monotonic()
         self._oom_kills_before = self.oom_kills()
-        self._target_step = self.order.job.target_step or 0
-        # The supervisor may itself run as a rank of another program.
-        foreign = RESERVED_NAMES | RANK_VARIABLES
-        inherited = {k: v for k, v in environment.items() if k not in foreign}
         self._environment = {
-            **inherited,
-            **self.order.variables,
-            **self.secret_variables,
-            **({SECRETS_ENV: ",".join(self.secret_variables)} if self.secret_variables else {}),
+            **attempt_variables(environment, self.order, self.secret_variables),
             **platform_variables(self.config, self.order, self.folder, proc_start_cnt),
         }
         if self.order.rank_table is not None:
@@ -146,8 +131,8 @@ class WorkerGroup:
             write_whole(file, self.order.rank_table)
             self._environment["RANK_TABLE_FILE"] = str(file)
         self.output.open(self._environment, is_masked=bool(self.secret_variables))
-        streams = (self.output.path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks)
-        self.step_follower = StepFollower.of(self.order, self.folder, tuple(streams))
+        logs = [self.output.path(r, s) for s in reversed(STREAMS) for r in self.planned_ranks]
+        self.step_follower = StepFollower.of(self.order, self.folder, tuple(logs))
         self.checkpoint_watcher = self.checkpoint_watcher or CommandCheckpointWatcher.of(
             self.order, self.config.member, self._environment
         )
@@ -158,9 +143,7 @@ class WorkerGroup:
         if self.order.is_command:
             self._command = CommandRanks(list(self.pids().values()), self.folder)
         if self.order.is_launcher:
-            rank = self.planned_ranks[0]
-            outputs = [self.output.path(rank, stream) for stream in reversed(STREAMS)]
-            self.msrun = MsrunGang(self.marker, outputs)
+            self.msrun = MsrunGang(self.marker, logs)
 
     @property
     def proc_start_cnt(self) -> int:
@@ -176,14 +159,13 @@ class WorkerGroup:
     def _start(self, local_rank: int, **further: str) -> Worker:
         rank = self.planned_ranks[local_rank]
         error_file = self.folder / f"error-{local_rank}.json"
+        beating = ANY_RANK if self.order.is_command else local_rank
         variables = {
             **self._environment,
             ASCEND_PATH: str(self.output.device_folder(rank)),
             **rank_variables(self.config, self.order, rank, local_rank),
             "TORCHELASTIC_ERROR_FILE": str(error_file),
-            "PERDURE_HEARTBEAT": str(
-                self.folder / f"heartbeat-{ANY_RANK if self.order.is_command else local_rank}"
-            ),
+            "PERDURE_HEARTBEAT": str(self.folder / f"heartbeat-{beating}"),
             **further,
         }
         if self.order.is_command:
@@ -196,10 +178,8 @@ class WorkerGroup:
 
     def rejoin(self, address: CoordinatorAddress) -> None:
         """Let the workers, and those that replace them, find a coordinator elsewhere."""
-        self._environment |= {
-            "MASTER_ADDR": address.host,
-            "MASTER_PORT": str(address.store_port),
-        }
+        port = str(address.store_port)
+        self._environment |= {"MASTER_ADDR": address.host, "MASTER_PORT": port}
         write_whole(address_file(self.folder), address.model_dump_json(), private=True)
         for worker in self._workers:
             # The previous coordinator has not answered this end.
@@ -309,27 +289,8 @@ class WorkerGroup:
                     stderr=str(stderr),
                 )
             )
-        with stdout.open("ab") as out, stderr.open("ab") as err:
-            try:
-                return subprocess.Popen(
-                    fill_in(self.order.command, argument_variables(variables)),
-                    cwd=self.order.cwd,
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
-            except (OSError, ValueError) as error:
-                why = error.strerror if isinstance(error, OSError) else error
-                err.write(f"perdure: cannot start {self.order.command[0]!r}: {why}\n".encode())
-                # A process that exits as a shell would keeps one path for failures.
-                return subprocess.Popen(["/bin/sh", "-c", "exit 127"], stdout=out, stderr=err)
-
-    def mended_retries(self) -> dict[int, int]:
-        """Count how often HCCL sent again and succeeded, by rank."""
-        counts = {r: self._retries.count_mended(self.output.device_folder(r)) for r in self.ranks}
-        return {rank: count for rank, count in counts.items() if count}
+        order = self.order
+        return start_command(order.command, order.cwd, variables, stdout=stdout, stderr=stderr)
 
     @property
     def ranks(self) -> list[int]:
@@ -357,8 +318,9 @@ class WorkerGroup:
         if self._kill_at_s is None:
             settled = self._first_failure_s is not None and now_s - self._first_failure_s > SETTLE_S
             well = self._command if self._first_failure_s is None else None
+            left = (self.marker, self.spare, self.output.secrets)
             trains = self.msrun is not None and self.msrun.is_alive and well is not None
-            if settled or not (running or trains or self.leftovers.is_awaited(well, self)):
+            if settled or not (running or trains or self.leftovers.is_awaited(well, *left)):
                 self.stop(self.order.failover_grace_s if running else self.order.grace_s)
             return False
         remaining = container_processes(self.marker, spare=self.spare)
@@ -465,33 +427,19 @@ class WorkerGroup:
         """List the workers that run, or all processes of a command, whose stacks can be read."""
         if self._command is not None:
             return self._command.stacks_targets()
-        return [
-            StacksTarget(
-                rank=worker.rank,
-                device=worker.local_rank,
-                pid=worker.process.pid,
-                own_file=stacks_file(self.folder, worker.local_rank),
-            )
-            for worker in self.running_workers
-        ]
+        return [worker.stacks_target(self.folder) for worker in self.running_workers]
 
     @property
     def known_pids(self) -> frozenset[int]:
         """Pids of all processes that the attempt is known to have had."""
-        return frozenset(
-            self._started_pids | (self._command.known_pids if self._command else set())
-        )
+        below = self._command.known_pids if self._command is not None else set()
+        return frozenset(self._started_pids | below)
 
     @property
     def has_failed(self) -> bool:
         """Whether a process has ended other than well, without being asked to."""
         ends = ((w.process.poll(), w.stopped_by_agent) for w in self._workers)
         return any(code not in (None, 0) and not stopped for code, stopped in ends)
-
-    @property
-    def secrets(self) -> frozenset[str]:
-        """Values of the workers' variables that must not leave the node."""
-        return self.output.secrets
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """Return the status of each worker."""
@@ -525,7 +473,8 @@ class WorkerGroup:
         if self.order.is_command or worker.process.returncode != 0:
             return None
         beat = worker.beat()
-        return explain_early_end(beat.step if beat is not None else 0, self._target_step)
+        target_step = self.order.job.target_step or 0
+        return explain_early_end(beat.step if beat is not None else 0, target_step)
 
     def _error_of(self, worker: Worker) -> dict[str, Any]:
         """Return what a program recorded about its end, with secrets masked."""
@@ -534,7 +483,7 @@ class WorkerGroup:
         if early is not None:
             error["message"] = early
         if error.get("message"):
-            error["message"] = mask_text(error["message"], self.secrets)
+            error["message"] = mask_text(error["message"], self.output.secrets)
         return error
 
     def _status(self, worker: Worker) -> WorkerStatus:

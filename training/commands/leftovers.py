@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -32,22 +31,6 @@ POLL_S = 0.5  # a poll reads /proc of the whole node
 MAX_NAME_CHARS = 160
 
 
-class AttemptProcesses(Protocol):
-    """The processes of an attempt on this node.
-
-    Attributes:
-        marker: mark of all processes of the container.
-        spare: pids of the container that do not belong to the attempt.
-    """
-
-    marker: str
-    spare: frozenset[int]
-
-    @property
-    def secrets(self) -> frozenset[str]:
-        """Values that must not be shown with a command line."""
-
-
 @dataclass(slots=True)
 class Leftovers:
     """Processes that the command of a node has left running, once it has waited for them.
@@ -60,12 +43,20 @@ class Leftovers:
     _since_s: float | None = None
     _polled_s: float = float("-inf")
 
-    def is_awaited(self, command: CommandRanks | None, group: AttemptProcesses) -> bool:
+    def is_awaited(
+        self,
+        command: CommandRanks | None,
+        marker: str,
+        spare: frozenset[int],
+        secrets: frozenset[str],
+    ) -> bool:
         """Whether a process remains that may still end by itself; ask until none does.
 
         Args:
             command: command that has exited with 0; None: there is nothing to wait for.
-            group: processes of its attempt.
+            marker: mark of all processes of the container.
+            spare: pids of the container that do not belong to the attempt.
+            secrets: values that must not be shown with a command line.
         """
         if command is None:
             return False
@@ -74,14 +65,14 @@ class Leftovers:
         if now_s - self._polled_s < POLL_S:
             return True
         self._polled_s = now_s
-        remaining = list(_command_processes(group.marker, group.spare))
+        remaining = list(_command_processes(marker, spare))
         if remaining and now_s - self._since_s < WAIT_S:
             return True
         beating = command.heartbeats().keys()
         self.processes = tuple(
             LeftProcess(
                 pid=process.pid,
-                name=mask_text(_name(process), group.secrets)[:MAX_NAME_CHARS],
+                name=mask_text(_name(process), secrets)[:MAX_NAME_CHARS],
                 trains=process.pid in beating or _trains(process, command.helpers),
             )
             for process in remaining

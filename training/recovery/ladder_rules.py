@@ -36,6 +36,11 @@ RULES: Mapping[str, LadderRule] = {
         "`max_restarts`.",
         _MODELARTS,
     ),
+    "without_a_maximum_restart_count_the_job_is_never_rescheduled": LadderRule(
+        "Without job-retry-num (`max_restarts: 0`), no `pod_reschedule`, "
+        "`job_reschedule_isolated` or `job_reschedule` answers, whatever else is on.",
+        _MODELARTS,
+    ),
     "a_hint_needs_no_recovery_by_itself": LadderRule(
         "An event of severity hint needs no recovery. If it ended the attempt all the same, its "
         "class decides.",
@@ -44,6 +49,11 @@ RULES: Mapping[str, LadderRule] = {
     "minor_and_major_chip_faults_are_healed_in_place": LadderRule(
         "Faults of severity minor and major heal by themselves: recovery in place comes first, "
         "for every class.",
+        _MODELARTS,
+    ),
+    "a_restart_in_place_answers_only_where_the_policy_has_it": LadderRule(
+        "`in_place_restart` answers only with `in_place` on, at most `in_place_retries` times "
+        "in a row.",
         _MODELARTS,
     ),
     "a_critical_chip_fault_never_heals_in_place": LadderRule(
@@ -60,6 +70,11 @@ RULES: Mapping[str, LadderRule] = {
         "If the fault is still there, the restart has failed: `pod_reschedule` answers if it is "
         "enabled, else `job_reschedule_isolated`. A code that a chip reported allows this for "
         "every class.",
+        _MODELARTS,
+    ),
+    "only_what_moves_isolates_and_only_the_node_of_the_fault": LadderRule(
+        "A decision isolates the node of its fault or none, and only with `node_replace`, "
+        "`pod_reschedule` or `job_reschedule_isolated`.",
         _MODELARTS,
     ),
     "what_software_did_isolates_no_node": LadderRule(
@@ -120,8 +135,26 @@ RULES: Mapping[str, LadderRule] = {
         "recovery inside the processes does not.",
         _MODELARTS,
     ),
+    "a_hang_is_restarted_only_where_the_policy_has_it": LadderRule(
+        "`hang_restart` answers only with `hang` (hang-retry) on.",
+        _MODELARTS,
+    ),
+    "a_hang_alone_moves_nothing": LadderRule(
+        "A hang without a chip or node at fault is answered in its containers, or the run "
+        "stops: no rescheduling.",
+        _MODELARTS,
+    ),
     "a_pod_reschedule_that_fails_becomes_a_job_reschedule": LadderRule(
         "The node is isolated already, so no second isolation is requested.",
+        _MODELARTS,
+    ),
+    "a_pod_is_rescheduled_as_often_as_the_policy_says": LadderRule(
+        "`pod_reschedule` answers `pod_retries` (pod-retry-num) times at most.",
+        _MODELARTS,
+    ),
+    "a_pod_comes_before_the_job_where_pods_may_be_rescheduled": LadderRule(
+        "`job_reschedule_isolated` answers only where `pod_reschedule` may not, and the "
+        "decision says why.",
         _MODELARTS,
     ),
     "a_rung_that_failed_for_one_node_is_open_for_another": LadderRule(
@@ -144,6 +177,20 @@ RULES: Mapping[str, LadderRule] = {
         "job restarts in place.",
         _MINDSPORE,
     ),
+    "a_memory_error_repeats_its_step_only_where_the_policy_has_it": LadderRule(
+        "UCE: `step_retry` answers `device_memory_error` only with `memory_retry` on.",
+        _MINDSPORE,
+    ),
+    "a_failed_collective_repeats_its_step_only_where_the_policy_has_it": LadderRule(
+        "HCCE: `step_retry` answers `collective_timeout` and `link_down` only with "
+        "`collective_retry` on.",
+        _MINDSPORE,
+    ),
+    "a_process_is_replaced_only_where_the_policy_has_it_and_a_rank_is_to_blame": LadderRule(
+        "ARF: `process_replace` answers only with `process_replace` on, and only for the rank "
+        "of the fault.",
+        _MINDSPORE,
+    ),
     "a_pod_is_replaced_before_a_restart_in_place_where_the_policy_has_it": LadderRule(
         "With `pod_before_in_place` (RSC), `pod_reschedule` comes before `in_place_restart`, also "
         "for a process that ended on a single node. The other containers stay; the node is "
@@ -159,6 +206,16 @@ RULES: Mapping[str, LadderRule] = {
         "`node_replace` answers when a node is gone, cut off, or evacuated for a chip that "
         "never heals. The node's member moves to a spare and gets its state from replicas. A "
         "node whose fault may heal in place stays.",
+        _MINDCLUSTER,
+    ),
+    "a_node_or_container_that_is_gone_gets_no_new_process": LadderRule(
+        "Faults of the classes `node_lost` and `container_lost` skip every rung that starts "
+        "processes in the same container.",
+        _MINDCLUSTER,
+    ),
+    "a_device_that_is_gone_is_trained_on_again_only_where_its_code_allows_it": LadderRule(
+        "`device_lost` skips every rung that stays on the chip, unless its code, its severity "
+        "or the evidence shows that the chip may serve new processes.",
         _MINDCLUSTER,
     ),
     "survivors_save_before_processes_are_lost": LadderRule(
@@ -197,6 +254,10 @@ RULES: Mapping[str, LadderRule] = {
     ),
     "a_job_recovered_by_operator_retry_is_sub_healthy_and_goes_on": LadderRule(
         "`operator_retry` marks the job as sub-healthy and changes nothing else.",
+        _MODELARTS,
+    ),
+    "an_operator_retry_answers_broken_links_alone_and_where_it_is_enabled": LadderRule(
+        "`operator_retry` answers `link_down` alone, and only with hccl_op_retry on.",
         _MODELARTS,
     ),
     "a_recovery_followed_by_progress_is_free": LadderRule(
@@ -238,8 +299,18 @@ RULES: Mapping[str, LadderRule] = {
         "the run stops: its user may start it again.",
         _OURS,
     ),
+    "a_job_that_was_preempted_is_rescheduled_or_stops": LadderRule(
+        "A job that its scheduler took away is not restarted where it was: `job_reschedule` "
+        "answers, else `stop`.",
+        _OURS,
+    ),
     "an_unsupported_rung_is_skipped_and_the_decision_names_it": LadderRule(
         "The decision lists the rungs that the engine or the run's depth cannot do.",
+        _OURS,
+    ),
+    "every_rung_that_was_passed_over_has_its_reason": LadderRule(
+        "Each cheaper rung of the class's ladder is in `skipped` once, with the reason why it "
+        "does not answer.",
         _OURS,
     ),
     "a_rung_that_copies_a_state_is_not_tried_without_a_replica": LadderRule(
@@ -257,6 +328,11 @@ RULES: Mapping[str, LadderRule] = {
     "the_climb_never_goes_down_without_progress": LadderRule(
         "After a costlier rung has answered a fault, no cheaper rung answers it without "
         "progress in between.",
+        _OURS,
+    ),
+    "a_stop_isolates_and_accepts_nothing": LadderRule(
+        "With `stop` no node is isolated and no abnormal step accepted: what ends a run leaves "
+        "its nodes as they are.",
         _OURS,
     ),
 }

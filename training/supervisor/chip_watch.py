@@ -15,8 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from perdure.training.config.watch import ChipEventAction
-from perdure.training.diagnosis.classify import diagnose
-from perdure.training.diagnosis.evidence import Evidence, NodeOutput
+from perdure.training.diagnosis.chip_reports import fault_of_report
 from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.recovery.chip_events import (
@@ -89,14 +88,16 @@ class ChipWatch:
         self._unanswered = [
             fault
             for fault in (*self._unanswered, *faults)
-            if fault.node in nodes and not any(_answers(other, fault) for other in answered)
+            if not any(_answers(other, fault) for other in answered)
         ]
-        if not self._unanswered or progress.has_given_up:
+        # The chip of a node that misses a poll is still to be answered.
+        due = [fault for fault in self._unanswered if fault.node in nodes]
+        if not due or progress.has_given_up:
             return None
         if self.starter.job.worker.is_command:
-            return WatchResult(culprit=self._unanswered[0])
+            return WatchResult(culprit=due[0])
         if not progress.open_recoveries and time.monotonic() - self._sent_s > ANSWER_S:
-            self._send(self._unanswered[0])
+            self._send(due[0])
         return None
 
     def _answered(self, progress: Progress) -> Sequence[Fault]:
@@ -106,15 +107,9 @@ class ChipWatch:
         return [recovery.fault for recovery in began]
 
     def _fault_of(self, event: ChipEvent, progress: Progress) -> Fault:
-        report = event.report
-        level = f", level {report.level}" if report.level is not None else ""
-        text = f"device {report.device}: fault_code: {report.code}{level}"
-        output = NodeOutput(report.node, report.reporter, text, device=report.device)
         step = progress.last.step if progress.last is not None else None
-        fault = diagnose(Evidence(event.since_s, step, outputs=(output,))).fault
-        rank = _rank_on(report, progress.snapshot.agents.values())
-        evidence = f"{report.reporter} reports {text}"
-        return replace(fault, evidence=evidence, device=report.device, rank=rank, code=report.code)
+        fault = fault_of_report(event.report, at_s=event.since_s, step=step)
+        return replace(fault, rank=_rank_on(event.report, progress.snapshot.agents.values()))
 
     def _send(self, fault: Fault) -> None:
         """Report a fault to the coordinator, again while it is starting or busy."""

@@ -25,6 +25,12 @@ def placement_of(history: RunHistory) -> Placement | None:
     return Placement(placed.placement, placed.members) if placed is not None else None
 
 
+def staying_members(history: RunHistory, placement: Placement) -> set[int]:
+    """List the indices of members whose container was there in the placement before."""
+    previous = history.placements[-2].members if len(history.placements) > 1 else ()
+    return {member.index for member in placement.members if member in previous}
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptSnapshot:
     """The state of an attempt by its own report.

@@ -1,9 +1,6 @@
-"""The placement of the next attempt, on the containers that are there or on new ones; its checks.
+"""The placement of the next attempt, on the containers that are there or on new ones.
 
-The next supervisor finishes any action in which a supervisor died. Nodes that fail their checks are
-on record as refused before anything is done about it; the next placement avoids them. A check that
-fails everywhere is no node's fault: before the first attempt of a run it ends the run, with its
-message; later the attempt starts all the same, and the ladder answers its fault.
+The next supervisor finishes any action in which a supervisor died.
 
 Times are seconds since the epoch.
 """
@@ -12,27 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from perdure.training.engines.base import ANY_NODE, ClockProbe, Placement, plan, plan_replacement
-from perdure.training.environment import variables_of
+from perdure.training.engines.base import ANY_NODE, Placement, plan, plan_replacement
 from perdure.training.errors import AgentUnreachable, EngineError, NoCapacity, StopRequested
 from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeRefused, PlacementCreated
 from perdure.training.journal.waits import Wait, WaitKind
-from perdure.training.node_checks.verdict import CheckVerdict, verdict_of
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.supervisor.finishing import Healer, fault_of
-from perdure.training.supervisor.observing import placement_of
+from perdure.training.supervisor.observing import placement_of, staying_members
 from perdure.training.supervisor.room import GO_BACK_AFTER_S, LONGEST_POLL_S, RoomWait
 from perdure.training.supervisor.sub_health import sub_healthy_nodes
-from perdure.training.trainer.size import state_bytes
-from perdure.training.wire.agent import CheckOrder
-from perdure.training.wire.node import Check, CheckOutcome
 
 SPARE_POLL_S = 1.0
 LONGEST_PAUSE_S = 60.0  # between two requests that the platform has refused
@@ -41,7 +33,7 @@ _log = logging.getLogger("perdure.supervisor")
 
 
 class Placer:
-    """Makes and checks the placements of one run.
+    """Makes the placements of one run.
 
     Attributes:
         on_wait: called with what the run waits for, and with None when that is over.
@@ -188,7 +180,7 @@ class Placer:
             False when it cannot be as recorded: members that were to stay are gone.
         """
         members = {member.index for member in current.members}
-        stay = _kept_members(history, current)
+        stay = staying_members(history, current)
         alive = self._fleet.adopt(current)
         if alive == members:
             self._bind(current)
@@ -424,73 +416,6 @@ class Placer:
             home=str(self._home),
             waited_s=waited_s,
         )
-
-    def check(self, placement: Placement) -> CheckVerdict:
-        """Check the nodes that are new, and the gang of all.
-
-        Raises:
-            EngineError: before the first attempt, something is wrong that no node is to blame for.
-        """
-        greetings = self._fleet.greet()
-        orders = self._check_orders(placement, self._writer.refresh(), greetings)
-        checks = [*self._fleet.check(orders), *self._check_clocks(greetings)]
-        verdict = verdict_of(checks)
-        for node, why in verdict.refused.items():
-            self._writer.ledger.append(NodeRefused, placement=placement.number, node=node, why=why)
-        history = self._writer.refresh()
-        if verdict.common and not verdict.refused and not history.attempts:
-            raise EngineError(f"checks before the first step failed: {'; '.join(verdict.common)}")
-        return verdict
-
-    def _check_orders(
-        self, placement: Placement, history: RunHistory, greetings: Mapping[int, ClockProbe]
-    ) -> dict[int, CheckOrder]:
-        staying = _kept_members(history, placement)
-        first = greetings.get(0) if self._job.preflight.gang else None
-        order = self.check_order()
-        if first is not None:
-            order = order.model_copy(update={"gang_host": first.host, "gang_port": first.port})
-        was_checked = self._fleet.spare_containers.was_checked
-        return {
-            i: order.model_copy(
-                update={"is_new": i not in staying and not (i > 0 and was_checked(i))}
-            )
-            for i in (member.index for member in placement.members)
-        }
-
-    def check_order(self) -> CheckOrder:
-        """Build the order to check a node by itself."""
-        return CheckOrder(
-            job=self._job,
-            num_nodes=self._job.engine.nodes,
-            slots_per_node=self._job.engine.slots_per_node,
-            state_bytes=state_bytes(self._job),
-            is_new=True,
-            gang_host=None,
-            variables=variables_of(self._job),
-            timeout_s=self._job.preflight.limit_s,
-        )
-
-    def _check_clocks(self, greetings: Mapping[int, ClockProbe]) -> Iterator[Check]:
-        """Compare clocks with the supervisor's: they order the logs of several nodes."""
-        limit_s = self._job.preflight.clock_skew_s
-        for greeting in greetings.values():
-            # A slow answer makes the offset doubtful, not the clock wrong.
-            is_off = abs(greeting.clock_s) > limit_s + greeting.doubt_s
-            yield Check(
-                name="clock",
-                node=greeting.node,
-                outcome=CheckOutcome.WARNING if is_off else CheckOutcome.OK,
-                seen=f"{greeting.clock_s:+.3f} s, known to {greeting.doubt_s:.3f} s",
-                allowed=f"{limit_s:g} s",
-                figures={"clock_s": greeting.clock_s},
-            )
-
-
-def _kept_members(history: RunHistory, current: Placement) -> set[int]:
-    """List the indices of members whose container was there in the previous placement."""
-    previous = history.placements[-2].members if len(history.placements) > 1 else ()
-    return {member.index for member in current.members if member in previous}
 
 
 def _refusals(history: RunHistory) -> list[str]:

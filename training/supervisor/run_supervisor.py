@@ -47,6 +47,7 @@ from perdure.training.supervisor.job_registry import job_path, remember_job
 from perdure.training.supervisor.ledger_writer import LedgerWriter
 from perdure.training.supervisor.node_replacing import NodeReplacer, SlowNodeCheck
 from perdure.training.supervisor.observing import placement_of
+from perdure.training.supervisor.placement_checks import PlacementChecks
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.preparing import Preparer
 from perdure.training.supervisor.run_handle import RunHandle
@@ -232,7 +233,7 @@ class RunSupervisor(RunHandle):
         Raises:
             EngineError: before the first attempt, something is wrong that no node is to blame for.
         """
-        return self._placer.check(placement)
+        return PlacementChecks(self.job, self.fleet, self._writer).run(placement)
 
     def preparer(self, placement: Placement) -> Preparer:
         """Build what has data prepared on the nodes of a placement, by the job's command."""

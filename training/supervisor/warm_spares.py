@@ -20,6 +20,7 @@ from perdure.training.errors import AgentUnreachable, EngineError
 from perdure.training.journal.history import RunHistory
 from perdure.training.node_checks.verdict import verdict_of
 from perdure.training.supervisor.observing import placement_of
+from perdure.training.supervisor.placement_checks import check_order
 from perdure.training.supervisor.placing import Placer
 from perdure.training.supervisor.sub_health import sub_healthy_nodes
 from perdure.training.wire.agent import CheckOrder, Order, StatusQuery
@@ -82,6 +83,7 @@ class WarmSpares:
         # On this machine the node of a spare trains, too, and its devices are in use.
         self._checks = job.preflight.nodes and not job.engine.on_this_machine
         self._is_command = job.worker.is_command  # then there is nothing to import
+        self._job = job
         self._fleet, self._spare_containers = fleet, fleet.spare_containers
         self._placer = placer
         self._history = history
@@ -187,7 +189,7 @@ class WarmSpares:
         order: Order = StatusQuery()
         timeout_s = ASK_S
         if spare.is_warm and not self._is_ready(spare, now_s):
-            order = self._placer.check_order()
+            order = check_order(self._job)
             timeout_s = order.timeout_s + CHECK_MARGIN_S
         spare.asked_s = now_s
         spare.request = order, self._spare_containers.ask(name, order, timeout_s=timeout_s)

@@ -238,6 +238,7 @@ def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_a
     job_file.write_text(job.model_dump_json())
     checkpoint_server = CheckpointServerProcess(tmp_path)
     assert not checkpoint_server.revive(now_s=time.monotonic()), "there was none"
+    before_s = time.monotonic()
     name = checkpoint_server.ensure(job, job_file, None, first_container=1)
     client = CheckpointClient(name)
     assert client.shares() == ()
@@ -246,7 +247,7 @@ def test_a_checkpoint_server_that_dies_is_started_again_under_its_name_but_not_a
     (first,) = checkpoint_server.pids
     os.kill(first, signal.SIGKILL)
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
-    assert not checkpoint_server.revive(now_s=time.monotonic())
+    assert not checkpoint_server.revive(now_s=before_s)
     assert checkpoint_server.revive(now_s=later_s)
     try:
         with pytest.raises(TimedOut, match="the checkpoint server of this node does not answer"):

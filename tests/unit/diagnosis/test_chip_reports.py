@@ -6,9 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from perdure.training.diagnosis import scan
+from perdure.training.diagnosis.chip_reports import fault_of_report
 from perdure.training.diagnosis.classify import diagnose
 from perdure.training.diagnosis.evidence import Evidence, NodeOutput, SilentRank, WorkerEnd
+from perdure.training.recovery.chip_events import ChipReport
+from perdure.training.recovery.chips import ChipLevel, _facts
 from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.protocol import AttemptGivenUp
 
 MEMORY = FaultClass.DEVICE_MEMORY_ERROR
 ENDED_S, SILENT_S = 1000.0, 120.0
@@ -65,3 +70,44 @@ def test_an_end_for_a_chip_is_the_chips():
     stopped = WorkerEnd(0, "node-0", 0, -15, ENDED_S, stopped=True)
     evidence = Evidence(ENDED_S, 30, workers=(stopped,), chip=CHIP, chips=(CHIP,))
     assert diagnose(evidence).fault == CHIP
+
+
+@pytest.mark.parametrize("code", ["80E01801", "80E18404", "80E18402", "8C084E00"])
+@pytest.mark.parametrize("rank", [0, 3, None])
+def test_an_end_that_the_coordinator_ordered_for_a_chip_keeps_its_rank_and_its_time(code, rank):
+    """The code is still there when the driver's tool is asked once more."""
+    chip = replace(CHIP, code=code, rank=rank, evidence=f"npu-smi reports {code}")
+    given_up = AttemptGivenUp(at_s=ENDED_S - 1, number=1, fault=chip, why="in_place_restart")
+    stopped = WorkerEnd(3, "node-1", 1, -15, ENDED_S, stopped=True)
+    evidence = Evidence(
+        ENDED_S,
+        30,
+        workers=(stopped,),
+        chips=(chip,),
+        given_up=given_up,
+        outputs=(at_end(code),),
+    )
+    assert diagnose(evidence).fault == chip
+
+
+REPORTS = [ChipReport("node-1", 1, fact.code) for fact in _facts().values()]
+ACTING = [report for report in REPORTS if report.acts_at_once and len(report.code) == 8]
+
+
+def test_a_report_shows_what_the_same_line_in_a_log_would():
+    assert len(ACTING) > 200
+    for report in ACTING:
+        line = f"device 1: fault_code: {report.code}"
+        output = NodeOutput("node-1", "npu-smi", line, device=1)
+        fault = diagnose(Evidence(ENDED_S, 30, outputs=(output,))).fault
+        evidence = f"npu-smi reports {line}"
+        assert fault_of_report(report, at_s=ENDED_S, step=30) == replace(fault, evidence=evidence)
+
+
+@pytest.mark.parametrize("code", ["80E18402", "80E18404", "DEADBEEF"])
+def test_a_report_waits_for_no_compiled_pattern(code, monkeypatch):
+    monkeypatch.delattr(scan, "wait_for_database")
+    report = ChipReport("node-1", 1, code, ChipLevel.SEPARATE, "MindCluster")
+    fault = fault_of_report(report, at_s=ENDED_S, step=30)
+    assert (fault.node, fault.device, fault.code, fault.step) == ("node-1", 1, code, 30)
+    assert fault.evidence == f"MindCluster reports device 1: fault_code: {code}, level separate"

@@ -616,3 +616,102 @@ def the_climb_never_goes_down_without_progress(asked: Asked) -> bool:
     before = [p for p in asked.row if place(p.fault) == place(asked.fault)]
     floor = max((ORDER.index(p.rung) for p in before), default=0)
     return ORDER.index(asked.decision.rung) >= floor or asked.decision.accept_abnormal
+
+
+def without_a_maximum_restart_count_the_job_is_never_rescheduled(asked: Asked) -> bool:
+    return asked.policy.max_restarts > 0 or asked.decision.rung not in RESCHEDULING
+
+
+def a_restart_in_place_answers_only_where_the_policy_has_it(asked: Asked) -> bool:
+    used = sum(p.rung is Rung.IN_PLACE_RESTART for p in asked.row)
+    may = asked.policy.in_place and used < asked.policy.in_place_retries
+    return may or asked.decision.rung is not Rung.IN_PLACE_RESTART
+
+
+def only_what_moves_isolates_and_only_the_node_of_the_fault(asked: Asked) -> bool:
+    isolated = asked.decision.isolate
+    return isolated is None or (isolated == asked.fault.node and asked.decision.rung in ISOLATING)
+
+
+def a_hang_is_restarted_only_where_the_policy_has_it(asked: Asked) -> bool:
+    return asked.policy.hang or asked.decision.rung is not Rung.HANG_RESTART
+
+
+def a_hang_alone_moves_nothing(asked: Asked) -> bool:
+    met = asked.fault
+    bare = met.fault_class == "hang" and not is_chip_code(met.code) and not may_isolate(asked)
+    return not bare or asked.decision.rung in (Rung.HANG_RESTART, Rung.STOP)
+
+
+def a_pod_is_rescheduled_as_often_as_the_policy_says(asked: Asked) -> bool:
+    pods = sum(p.rung is Rung.POD_RESCHEDULE for p in counted(asked))
+    return asked.decision.rung is not Rung.POD_RESCHEDULE or pods < asked.policy.pod_retries
+
+
+def a_pod_comes_before_the_job_where_pods_may_be_rescheduled(asked: Asked) -> bool:
+    passed = any(text.startswith("pod_reschedule: ") for text in asked.decision.skipped)
+    return asked.decision.rung is not Rung.JOB_RESCHEDULE_ISOLATED or passed
+
+
+def a_memory_error_repeats_its_step_only_where_the_policy_has_it(asked: Asked) -> bool:
+    memory = asked.fault.fault_class == "device_memory_error"
+    in_step = memory and asked.decision.rung is Rung.STEP_RETRY
+    return not in_step or asked.policy.memory_retry
+
+
+def a_failed_collective_repeats_its_step_only_where_the_policy_has_it(asked: Asked) -> bool:
+    of_peers = asked.fault.fault_class in ("collective_timeout", "link_down")
+    in_step = of_peers and asked.decision.rung is Rung.STEP_RETRY
+    return not in_step or asked.policy.collective_retry
+
+
+def a_process_is_replaced_only_where_the_policy_has_it_and_a_rank_is_to_blame(asked: Asked) -> bool:
+    replaced = asked.decision.rung is Rung.PROCESS_REPLACE
+    return not replaced or (asked.policy.process_replace and asked.fault.rank is not None)
+
+
+def a_node_or_container_that_is_gone_gets_no_new_process(asked: Asked) -> bool:
+    gone = asked.fault.fault_class in ("node_lost", "container_lost")
+    return not gone or asked.decision.rung not in ON_CHIP
+
+
+def a_device_that_is_gone_is_trained_on_again_only_where_its_code_allows_it(asked: Asked) -> bool:
+    met = asked.fault
+    lost = met.fault_class == "device_lost" and met.severity is None and not is_chip_code(met.code)
+    bare = lost and met.hardware_fault is not False
+    return not bare or asked.decision.rung not in ON_CHIP
+
+
+def an_operator_retry_answers_broken_links_alone_and_where_it_is_enabled(asked: Asked) -> bool:
+    is_link = asked.fault.fault_class is FaultClass.LINK_DOWN and asked.policy.operator_retry
+    return is_link or asked.decision.rung is not Rung.OPERATOR_RETRY
+
+
+def a_job_that_was_preempted_is_rescheduled_or_stops(asked: Asked) -> bool:
+    met = asked.fault
+    taken = met.fault_class is FaultClass.PREEMPTED and not may_isolate(asked)
+    bare = taken and not is_chip_code(met.code)
+    return not bare or asked.decision.rung in (Rung.JOB_RESCHEDULE, Rung.STOP)
+
+
+def every_rung_that_was_passed_over_has_its_reason(asked: Asked) -> bool:
+    met, decision = asked.fault, asked.decision
+    reasons = dict(text.split(": ", 1) for text in decision.skipped)
+    if len(reasons) != len(decision.skipped) or not all(reasons.values()):
+        return False
+    if decision.rung is Rung.STOP or decision.accept_abnormal:
+        return True  # what ends the run at once asks no rung
+    passed = LADDER[met.fault_class][: _place_on(LADDER[met.fault_class], decision.rung)]
+    is_in_order = not asked.policy.pod_before_in_place  # else a pod may come before what is cheaper
+    return not is_in_order or {r for r in passed if r not in ISOLATING} <= set(reasons)
+
+
+def a_stop_isolates_and_accepts_nothing(asked: Asked) -> bool:
+    decision = asked.decision
+    left = (decision.isolate, decision.accept_abnormal, decision.sub_healthy)
+    return decision.rung is not Rung.STOP or left == (None, False, False)
+
+
+def _place_on(ladder: tuple[Rung, ...], rung: Rung) -> int:
+    """How many rungs of a ladder are cheaper."""
+    return sum(ORDER.index(other) < ORDER.index(rung) for other in ladder)

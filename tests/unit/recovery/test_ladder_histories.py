@@ -73,7 +73,7 @@ FAULTS = st.builds(
 # Of these one that failed shows that there is no other node.
 MOVING = frozenset(ISOLATING) - {Rung.NODE_REPLACE}
 POLICY_FIELDS: dict[str, st.SearchStrategy[Any]] = {
-    "max_restarts": st.integers(1, 6),
+    "max_restarts": st.integers(0, 6),
     "count": st.sampled_from(RestartCount),
     "in_place": st.booleans(),
     "in_place_retries": st.integers(1, 4),

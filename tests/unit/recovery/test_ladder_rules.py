@@ -22,6 +22,7 @@ from perdure.training.recovery.node_suspicion import ROWS, Threshold, chance_of
 from perdure.training.recovery.protocol import WorkerFaultKind
 from perdure.training.recovery.rungs import (
     IN_PROCESS,
+    LADDER,
     RESTARTS_IN_PLACE,
     Capacity,
     Decision,
@@ -247,12 +248,6 @@ def test_chance_alone_isolates_a_healthy_node_in_fewer_than_one_of_a_hundred_cas
     for row in ROWS:
         assert chance_of(row) < 0.01
         assert chance_of(Threshold(row.nodes, row.times - 1, row.of)) >= 0.01, "fewer would not do"
-
-
-def test_pod_reschedule_comes_before_the_job_level_when_it_is_enabled():
-    assert choose(NODE, pod_retries=1).rung is Rung.POD_RESCHEDULE
-    assert choose(NODE, pod_retries=1).isolate == "node-1"
-    assert choose(NODE).rung is Rung.JOB_RESCHEDULE_ISOLATED
 
 
 @pytest.mark.parametrize("survivors", [False, True])
@@ -725,11 +720,6 @@ def test_rungs_inside_the_processes_that_are_not_there_stay_out_of_the_reason():
     assert decision.reason == "device_memory_error at rank 2 on node-0: in_place_restart"
 
 
-def test_a_restart_in_place_that_is_switched_off_is_not_chosen():
-    assert choose(CRASH, in_place=False).rung is Rung.JOB_RESCHEDULE
-    assert choose(CHIP, in_place=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
-
-
 def test_rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row():
     assert choose(CRASH, survivors=True).rung is Rung.PROCESS_REPLACE
     ended = choose(CRASH)
@@ -738,12 +728,6 @@ def test_rungs_inside_the_processes_need_survivors_and_come_three_times_in_a_row
     others = [after(replace(CRASH, node=name), Rung.PROCESS_REPLACE)[0] for name in "abc"]
     assert choose(CRASH, *others[:2], survivors=True).rung is Rung.PROCESS_REPLACE
     assert choose(CRASH, *others, survivors=True).rung is Rung.IN_PLACE_RESTART
-
-
-def test_a_process_is_replaced_only_where_a_rank_is_to_blame():
-    decision = choose(replace(CRASH, rank=None), survivors=True)
-    assert decision.rung is Rung.IN_PLACE_RESTART
-    assert "process_replace: no rank is to blame" in decision.skipped
 
 
 def test_the_climb_never_goes_down_without_progress():
@@ -755,3 +739,133 @@ def test_the_climb_never_goes_down_without_progress():
     assert choose(other, *answered).rung is Rung.IN_PLACE_RESTART
     progressed = after(CHIP, Rung.JOB_RESCHEDULE_ISOLATED, progressed=True)
     assert choose(CHIP, *progressed).rung is Rung.IN_PLACE_RESTART
+
+
+def test_without_a_maximum_restart_count_the_job_is_never_rescheduled():
+    for met in (NODE, CHIP, CRASH, UNKNOWN):
+        rungs = climbed(met, max_restarts=0, pod_retries=3)
+        assert set(rungs) <= {Rung.IN_PLACE_RESTART, Rung.STOP}
+        assert rungs[-1] is Rung.STOP
+
+
+def test_a_restart_in_place_answers_only_where_the_policy_has_it():
+    assert choose(CRASH, in_place=False).rung is Rung.JOB_RESCHEDULE
+    assert choose(CHIP, in_place=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    once = after(CRASH, Rung.IN_PLACE_RESTART)
+    assert choose(CRASH, *once, in_place_retries=2).rung is Rung.IN_PLACE_RESTART
+    assert choose(CRASH, *once, in_place_retries=1).rung is Rung.JOB_RESCHEDULE
+
+
+def test_only_what_moves_isolates_and_only_the_node_of_the_fault():
+    assert choose(NODE).isolate == NODE.node
+    assert choose(NODE, survivors=True).isolate == NODE.node
+    spent = (failing(NODE, Rung.JOB_RESCHEDULE_ISOLATED),)
+    back = choose(NODE, *spent)
+    assert (back.rung, back.isolate) == (Rung.JOB_RESCHEDULE, None)
+    nowhere = choose(replace(NODE, node=None))
+    assert (nowhere.rung, nowhere.isolate) == (Rung.JOB_RESCHEDULE, None)
+
+
+def test_a_hang_is_restarted_only_where_the_policy_has_it():
+    assert choose(HANG).rung is Rung.HANG_RESTART
+    off = choose(HANG, hang=False)
+    assert off.rung is Rung.STOP
+    assert "hang_restart: switched off" in off.skipped
+
+
+def test_a_hang_alone_moves_nothing():
+    assert climbed(HANG, pod_retries=5) == [*[Rung.HANG_RESTART] * 3, Rung.STOP]
+    for history in (after(CRASH, Rung.JOB_RESCHEDULE), (failing(NODE, Rung.POD_RESCHEDULE),)):
+        assert choose(HANG, *history).rung is Rung.HANG_RESTART
+    chips = replace(HANG, code=CHIP_CODE, device=2)
+    assert choose(chips, hang=False).rung is Rung.JOB_RESCHEDULE_ISOLATED
+
+
+def test_a_pod_is_rescheduled_as_often_as_the_policy_says():
+    assert choose(NODE, pod_retries=0).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    spent = after(lost_node("node-7"), *[Rung.POD_RESCHEDULE] * 2)
+    assert choose(NODE, *spent, pod_retries=3).rung is Rung.POD_RESCHEDULE
+    last = choose(NODE, *spent, pod_retries=2)
+    assert last.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert "pod_reschedule: used 2 of 2 in a row" in last.skipped
+
+
+def test_a_pod_comes_before_the_job_where_pods_may_be_rescheduled():
+    assert choose(NODE, pod_retries=1).rung is Rung.POD_RESCHEDULE
+    assert choose(NODE, pod_retries=1).isolate == "node-1"
+    job = choose(NODE)
+    assert job.rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert "pod_reschedule: switched off" in job.skipped
+
+
+def test_a_memory_error_repeats_its_step_only_where_the_policy_has_it():
+    assert choose(UCE, survivors=True).rung is Rung.STEP_RETRY
+    assert choose(UCE, survivors=True, collective_retry=False).rung is Rung.STEP_RETRY
+    off = choose(UCE, survivors=True, memory_retry=False)
+    assert off.rung is Rung.PROCESS_REPLACE
+    assert "step_retry: switched off" in off.skipped
+
+
+def test_a_failed_collective_repeats_its_step_only_where_the_policy_has_it():
+    for kind in (WorkerFaultKind.COLLECTIVE, WorkerFaultKind.LINK):
+        met = reported(kind)
+        assert choose(met, survivors=True, memory_retry=False).rung is Rung.STEP_RETRY
+        assert choose(met, survivors=True, collective_retry=False).rung is not Rung.STEP_RETRY
+
+
+def test_a_process_is_replaced_only_where_the_policy_has_it_and_a_rank_is_to_blame():
+    assert choose(CRASH, survivors=True).rung is Rung.PROCESS_REPLACE
+    assert choose(CRASH, survivors=True, process_replace=False).rung is Rung.IN_PLACE_RESTART
+    nobody = choose(replace(CRASH, rank=None), survivors=True)
+    assert nobody.rung is Rung.IN_PLACE_RESTART
+    assert "process_replace: no rank is to blame" in nobody.skipped
+
+
+def test_a_node_or_container_that_is_gone_gets_no_new_process():
+    taken = Fault(FaultClass.CONTAINER_LOST, 0.0, "evicted", node="node-0", code="POD_EVICTED")
+    for met in (NODE, taken):
+        for living in (False, True):
+            rungs = climbed(met, survivors=living, pod_retries=2)
+            assert set(rungs).isdisjoint({Rung.PROCESS_REPLACE, Rung.IN_PLACE_RESTART})
+
+
+def test_a_device_that_is_gone_is_trained_on_again_only_where_its_code_allows_it():
+    bare = of_log("RuntimeError: Device disconnected", node="node-1")
+    assert bare.fault_class is FaultClass.DEVICE_LOST
+    assert choose(bare).rung is Rung.JOB_RESCHEDULE_ISOLATED
+    assert choose(replace(bare, hardware_fault=False)).rung is Rung.IN_PLACE_RESTART
+    heals = replace(bare, device=0, severity=Severity.MINOR)
+    assert choose(heals).rung is Rung.IN_PLACE_RESTART
+
+
+def test_an_operator_retry_answers_broken_links_alone_and_where_it_is_enabled():
+    assert choose(LINK, survivors=True).rung is Rung.STEP_RETRY
+    assert choose(LINK, survivors=True, operator_retry=True).rung is Rung.OPERATOR_RETRY
+    for met in (UCE, CRASH, reported(WorkerFaultKind.COLLECTIVE)):
+        assert choose(met, survivors=True, operator_retry=True).rung is not Rung.OPERATOR_RETRY
+
+
+def test_a_job_that_was_preempted_is_rescheduled_or_stops():
+    met = of_log(example_of(FaultClass.PREEMPTED))
+    assert met.fault_class is FaultClass.PREEMPTED
+    assert choose(met, survivors=True).rung is Rung.JOB_RESCHEDULE
+    assert choose(met, unconditional=False).rung is Rung.STOP
+
+
+def test_every_rung_that_was_passed_over_has_its_reason():
+    decision = choose(CRASH, *after(CRASH, *[Rung.IN_PLACE_RESTART] * 3))
+    assert decision.rung is Rung.JOB_RESCHEDULE
+    assert decision.skipped == (
+        "process_replace: the processes have ended",
+        "in_place_restart: used 3 of 3 in a row",
+    )
+    memory = choose(UCE, in_place=False)
+    passed = LADDER[FaultClass.DEVICE_MEMORY_ERROR][:5]
+    assert [text.split(": ")[0] for text in memory.skipped] == list(passed)
+
+
+def test_a_stop_isolates_and_accepts_nothing():
+    for met in (NODE, CHIP, CRASH, UCE, ABNORMAL, HANG):
+        decision = choose(met, supported=frozenset(), survivors=True, numeric_retry=True)
+        assert decision.rung is Rung.STOP
+        assert (decision.isolate, decision.accept_abnormal) == (None, False)

@@ -122,12 +122,6 @@ class Spares:
         return self.containers.nodes
 
     # What it asks of the placer.
-    def check_order(self) -> CheckOrder:
-        return CheckOrder(
-            job=small_job(), num_nodes=2, slots_per_node=1, state_bytes=None, is_new=True,
-            gang_host=None, variables={}, timeout_s=60.0,
-        )  # fmt: skip
-
     def refuse(self, node: str, why: str) -> None:
         self.containers.refused[node] = why
 
