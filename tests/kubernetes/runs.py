@@ -426,7 +426,7 @@ def await_wait(run: RunSupervisor, *words: str) -> None:
 def assert_shown(runs: ClusterRuns, run: RunSupervisor, *words: str) -> None:
     """On another machine `perdure status` has these words."""
     run.ledger.renew()  # as the thread does that no driver of a drill has
-    status = perdure(runs, file_of(runs, run.job), "status")
+    status = " ".join(perdure(runs, file_of(runs, run.job), "status").split())
     assert all(word in status for word in words), status
 
 
