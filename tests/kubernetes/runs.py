@@ -47,6 +47,7 @@ STEPS = 150
 START_S = 240.0
 CLI_S = 240.0
 WAITS_S = 10.0  # for several tries
+SLOW_S = 0.5  # a step, where one thing after the other is done to a run
 
 
 def engine_section(cluster: Cluster, namespace: str, **changes: Any) -> dict[str, Any]:
@@ -425,15 +426,15 @@ def await_wait(run: RunSupervisor, *words: str) -> None:
 def assert_shown(runs: ClusterRuns, run: RunSupervisor, *words: str) -> None:
     """On another machine `perdure status` has these words."""
     run.ledger.renew()  # as the thread does that no driver of a drill has
-    status = perdure(runs, file_of(runs, run.job), "status")
+    status = " ".join(perdure(runs, file_of(runs, run.job), "status").split())
     assert all(word in status for word in words), status
 
 
 def waits_out(
     runs: ClusterRuns,
     *words: str,
-    begin: Callable[[RunSupervisor], None],
-    end: Callable[[RunSupervisor], None],
+    begin: Callable[[RunSupervisor], object],
+    end: Callable[[RunSupervisor], object],
     look: Callable[[RunSupervisor], None] = lambda _run: None,
 ) -> Deed:
     """A pod is lost while something keeps the platform from starting another.

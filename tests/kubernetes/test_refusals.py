@@ -10,6 +10,7 @@ import pytest
 from perdure.training.config.job import Job
 from tests.kubernetes.runs import (
     LIMIT_S,
+    SLOW_S,
     START_S,
     STEPS,
     ClusterRuns,
@@ -24,7 +25,6 @@ from tests.kubernetes.webhook import DENIED, Webhook
 from tests.waiting import wait_for
 
 ALONE = {"node_replace": False, "pod_retries": 3}  # the lost pod is the answer
-FEW = 60
 REFUSED = "waiting for the platform"
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -39,19 +39,20 @@ def refused_rights(runs: ClusterRuns, bind: Callable[[bool], None]) -> Deed:
 
 def refused_by_webhook(runs: ClusterRuns, webhook: Webhook) -> list[Deed]:
     """An admission webhook says no, or does not answer."""
-    by_words = {DENIED: webhook.deny, "failed calling webhook": webhook.fail}
-    return [
-        waits_out(
-            runs, REFUSED, words,
-            begin=lambda run, begin=begin: begin(run.job.run_id), end=lambda _run: webhook.end(),
-        )
-        for words, begin in by_words.items()
-    ]  # fmt: skip
+    denied = waits_out(
+        runs, REFUSED, DENIED,
+        begin=lambda run: webhook.deny(run.job.run_id), end=lambda _run: webhook.end(),
+    )  # fmt: skip
+    absent = waits_out(
+        runs, REFUSED, "failed calling webhook",
+        begin=lambda run: webhook.fail(run.job.run_id), end=lambda _run: webhook.end(),
+    )  # fmt: skip
+    return [denied, absent]
 
 
 def test_a_refusal_by_the_api_server_is_waited_for_and_is_no_fault_of_a_node(runs, bind, webhook):
     deeds = [refused_rights(runs, bind), *refused_by_webhook(runs, webhook)]
-    played = play(runs, "refused", *deeds, steps=FEW, restart=ALONE)
+    played = play(runs, "refused", *deeds, steps=2 * STEPS, restart=ALONE, pace_s=SLOW_S)
     assert played.answers == [("container_lost", "pod_reschedule")] * 3
     assert played.history.isolated == ()
     assert [placed.placement for placed in played.history.placements] == [1, 2, 3, 4]
@@ -78,7 +79,7 @@ def test_a_run_that_may_take_nothing_down_has_its_end_on_record_and_is_taken_dow
 
 def lose_secret(runs: ClusterRuns, name: str, folder: Path) -> tuple[Job, str]:
     """Have a run train whose second member has lost its Secret, and which has no supervisor."""
-    job = runs.job(name, steps=STEPS, restart=ALONE)
+    job = runs.job(name, steps=STEPS, restart=ALONE, pace_s=SLOW_S)
     first = runs.supervise(job, folder / "first")
     wait_for(lambda: runs.kept(job) >= 20, timeout_s=START_S, period_s=0.5, what="20 steps")
     secret = runs.pod(job, 1)

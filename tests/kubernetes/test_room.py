@@ -16,6 +16,8 @@ from perdure.training.supervisor.run_supervisor import RunSupervisor
 from tests.kubernetes.conftest import Create
 from tests.kubernetes.lab.cluster import Lab
 from tests.kubernetes.runs import (
+    SLOW_S,
+    STEPS,
     WAITS_S,
     ClusterRuns,
     Deed,
@@ -30,9 +32,8 @@ from tests.kubernetes.runs import (
 NO_ROOM = "waiting for a free node since"
 BOTH_OFF_S = 20.0
 ALONE = {"node_replace": False, "pod_retries": 1}  # the lost pod is the answer
-FEW = 60
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
 def used_up_quota(runs: ClusterRuns, create: Create) -> Deed:
@@ -94,7 +95,7 @@ def assert_waited_once(played: Played) -> None:
 
 @pytest.mark.parametrize(
     ("pod_retries", "rung"),
-    [(1, "pod_reschedule"), pytest.param(0, "job_reschedule", marks=pytest.mark.long)],
+    [(1, "pod_reschedule"), (0, "job_reschedule")],
 )
 def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
     runs, create, pod_retries, rung
@@ -103,28 +104,27 @@ def test_a_used_up_quota_is_waited_for_and_the_healthy_member_keeps_its_pod(
         runs,
         "quota",
         used_up_quota(runs, create),
-        steps=FEW,
+        steps=STEPS // 2,
         restart={**ALONE, "pod_retries": pod_retries},
+        pace_s=SLOW_S,
     )
     assert played.answers == [("container_lost", rung)]
     assert_waited_once(played)
 
 
-@pytest.mark.long
 def test_a_pod_that_no_node_takes_waits_in_the_queue_and_its_secret_is_the_only_new_one(runs, lab):
     played = play(
         runs,
         "pending",
         cordoned_nodes(runs, lab),
-        steps=FEW,
         engine={"warm_spares": 0},
         restart=ALONE,
+        pace_s=SLOW_S,
     )
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert_waited_once(played)
 
 
-@pytest.mark.long
 def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them(runs, lab):
     def lose(run: RunSupervisor) -> None:
         for node in [node_of(run, 0), node_of(run, 1)]:
@@ -136,15 +136,14 @@ def test_two_nodes_lost_at_once_are_two_faults_and_the_run_waits_for_one_of_them
         finally:
             lab.restore()
 
-    played = play(runs, "both", Deed(lose), steps=FEW)
+    played = play(runs, "both", Deed(lose), pace_s=SLOW_S)
     assert faults_by_class(played.history)[FaultClass.NODE_LOST] == 2
     recoveries = [one for view in played.history.attempts for one in view.recoveries]
     assert all(one.ended is not None for one in recoveries)
 
 
-@pytest.mark.long
 def test_a_pod_whose_node_cannot_pull_the_image_gets_another_node(runs, lab, without_image):
-    played = play(runs, "image", image_gone(runs, lab, without_image), steps=FEW, restart=ALONE)
+    played = play(runs, "image", image_gone(runs, lab, without_image), restart=ALONE, pace_s=SLOW_S)
     assert played.answers == [("container_lost", "pod_reschedule")]
     assert not any(view.failed_rungs for view in played.history.attempts)
     assert played.history.isolated == ()

@@ -33,6 +33,9 @@ class Denial(BaseHTTPRequestHandler):
         kind = {name: asked[name] for name in ("apiVersion", "kind")}
         self.wfile.write(json.dumps({**kind, "response": answer}).encode())
 
+    def log_message(self, *_arguments: object) -> None:
+        """Print nothing."""
+
 
 @dataclass(frozen=True)
 class Webhook:
