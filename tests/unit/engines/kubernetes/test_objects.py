@@ -14,6 +14,7 @@ from perdure.training.engines.kubernetes import objects
 from perdure.training.engines.kubernetes.objects import Owner, PodPlan
 from perdure.training.errors import InputError
 from perdure.training.journal.records import Member
+from perdure.training.wire.agent import NO_MEMBER
 from tests.jobs import small_job
 from tests.values import not_none
 
@@ -163,7 +164,7 @@ def terms(document: dict[str, Any], kind: str) -> list[tuple[str, int]]:
 
 
 def spare(spec_job: Job) -> dict[str, Any]:
-    member = Member(index=objects.NO_MEMBER, node="", schedule_cnt=0)
+    member = Member(index=NO_MEMBER, node="", schedule_cnt=0)
     plan = PodPlan(member, "perdure-a-standby-abcde", Placement(2, ()))
     return objects.pod(spec_job, spec_of(spec_job), OWNER, plan, store_secret=None)
 
