@@ -122,7 +122,8 @@ def _find_evidence(
         rule, match = matched
         yields = rule.role is not Role.ROOT or rule.spec.yields_to_code
         coded, is_decided = _find_code(line, around) if yields else (None, False)
-        is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code or is_decided)
+        decides = is_decided and coded is not None and coded.fault_class is not rule.fault_class
+        is_better = coded and (coded.role is Role.ROOT or rule.spec.yields_to_code or decides)
         return coded if is_better else _add_chip_code(_apply_rule(rule, match, line), context)
     return _find_code(line, around)[0] or _find_exception(line, context) or _find_level(line)
 

@@ -90,6 +90,7 @@ def test_json_shows_what_failed_where_and_what_can_be_done(logs):
         "explanation": case["explanation"],
         "action": case["action"],
         "rung": Rung.STOP,
+        "confidence": 0.98,
         "runners_up": [{"fault_class": FaultClass.COLLECTIVE_TIMEOUT, "key_line": WAITED.strip()}],
     }
     assert case["explanation"]

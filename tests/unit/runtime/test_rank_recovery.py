@@ -131,13 +131,14 @@ def test_a_last_save_takes_the_record_of_a_step_that_was_applied_in_the_recovery
 ):
     calls: list[str] = []
 
-    def add(step: int, vote: Vote, _training: object, *, step_s: float) -> None:
+    def add(step: int, vote: Vote, _loader: object, *, step_s: float) -> None:
         assert step_s > 0
         calls.append(f"record {step}: {vote.loss}")
 
     own: Any = recovery(announced=2)
     own.groups.client.close = lambda: None
     own.context.job = SimpleNamespace(engine=SimpleNamespace(grace_s=30.0))
+    own.training = SimpleNamespace(loader=None)
     own.records = SimpleNamespace(add=add, surviving=dict)
     own.checkpointer = SimpleNamespace(
         last_save=lambda step, _savers, **_: calls.append(f"save {step}")
