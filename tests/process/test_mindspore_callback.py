@@ -84,9 +84,11 @@ def test_ranks_that_are_killed_and_stopped_go_on_from_memory(home, undisturbed):
     assert steps_saved(outcome) == [10, 20, 30]
 
 
-def test_an_exception_in_a_rank_names_it_and_its_line(home, undisturbed):
+def test_an_exception_in_a_rank_stops_the_run_and_names_it_until_it_is_started_again(
+    home, undisturbed
+):
     job = job_of(home, "callback-raises", drill={"faults": [fault("exception", 1, 8)]})
-    outcome = RunDriver(home, limit_s=LIMIT_S).run(job)
+    outcome = RunDriver(home, limit_s=LIMIT_S).run(job, starts=2)
     assert_whole(home, job, outcome, undisturbed)
     (raised,) = faults_of(outcome)
     assert (raised.rank, raised.evidence) == (1, "ValueError: a drill's error of the program")
