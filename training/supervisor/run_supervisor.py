@@ -153,11 +153,10 @@ class RunSupervisor(RunHandle):
         """List healthy nodes that the run does not use now; None: not known here."""
         if self._fleet is None:
             return None
-        try:
+        with suppress(EngineError):
             nodes = self._fleet.nodes()
-        except EngineError:
-            return None
-        return spares_of(nodes, self.history) if nodes is not None else None
+            return spares_of(nodes, self.history) if nodes is not None else None
+        return None
 
     @property
     def warm_spares(self) -> Sequence[str]:
@@ -203,8 +202,8 @@ class RunSupervisor(RunHandle):
         view = self.refresh().unclosed_attempt
         if view is None or view.ended is None:
             return None
-        ended = view.ended
-        return AttemptResult(EndKind(ended.outcome), *view.key, ended.to_step, notes=ended.notes)
+        end = view.ended
+        return AttemptResult(EndKind(end.outcome), *view.key, end.to_step, notes=end.notes)
 
     def place(self, *, stop_wanted: Callable[[], bool] = lambda: False) -> Placement:
         """Find the placement of the next attempt: the living placement, or a new one.
@@ -404,6 +403,7 @@ class RunSupervisor(RunHandle):
             RunConflict: another supervisor has taken the run; nothing was done.
         """
         self.ledger.renew()  # fails where another has the run, before its containers are touched
+        self.termination = Termination()  # a signal leaves the run to another process: it ends here
         self._end_open_attempt()
         leftovers = self._take_down()
         view = self.refresh().open_attempt

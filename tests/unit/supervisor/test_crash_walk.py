@@ -7,6 +7,7 @@ containers do; ledger and checkpoints are real, in a folder.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -197,7 +198,23 @@ def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
     assert run.history.ended.outcome == "cancelled"
 
 
-def die(_progress: Progress) -> None:
+def test_a_run_that_is_cancelled_after_a_signal_does_not_leave_its_processes(
+    job, tmp_path, without_waits
+):
+    run = WalkedRun(job, home=tmp_path)
+    run.cluster, run.tick = Cluster(["crash"]), lambda _action: None
+    run.take()
+    placement = run.place()
+    with pytest.raises(Killed):
+        run.attempt(placement, data_manifest_key=None, stop_wanted=lambda: False, on_progress=die)
+    run.termination.since_s, run.termination.leave = time.monotonic() - 60, lambda: die(None)
+    run.end("cancelled", "cancelled")
+    assert run.refresh().open_attempt is None
+    assert run.history.ended is not None
+    assert run.history.ended.outcome == "cancelled"
+
+
+def die(_progress: Progress | None) -> None:
     raise Killed
 
 
