@@ -15,7 +15,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -60,7 +60,7 @@ class LastWordsCheck:
     _num_bytes: int = -1
     _printed_s: float = 0.0
     _words: dict[int, tuple[str, float]] = field(default_factory=dict)
-    _helpers: dict[int, str] = field(default_factory=dict)  # last words of a child or thread
+    _helpers: dict[int, tuple[str, float]] = field(default_factory=dict)  # of a child or thread
     _proof: _Proof | None = None
     _suspect: Worker | None = None  # a look at a process that runs may miss frames
 
@@ -96,19 +96,16 @@ class LastWordsCheck:
             return
         self._num_bytes, self._printed_s = num_bytes, now_s
         lines: dict[int, str] = {}
-        self._helpers = {}
+        helper_lines: dict[int, str] = {}
         for log in group.output.tails(group.ranks, TAIL_BYTES):
             line = find_last_traceback(log.text)
             if line is not None:
                 lines[log.rank] = line
             line = find_traceback_of_helper(log.text)
             if line is not None:
-                self._helpers[log.rank] = line
-        earlier = self._words
-        self._words = {
-            rank: earlier[rank] if earlier.get(rank, ("",))[0] == line else (line, now_s)
-            for rank, line in lines.items()
-        }
+                helper_lines[log.rank] = line
+        self._words = _since(lines, self._words, now_s)
+        self._helpers = _since(helper_lines, self._helpers, now_s)
 
     def _next_proof(
         self, group: WorkerGroup, now_s: float, steps_limit_s: float | None
@@ -117,7 +114,11 @@ class LastWordsCheck:
         idle: list[int] = []
         if steps_limit_s is not None:
             is_silent = now_s - self._printed_s > max(self.idle_time_s, steps_limit_s)
-            idle = list(self._helpers) if is_silent else []
+            # The training has outlived a child or thread after whose end it printed for longer.
+            ended = [
+                r for r, (_, s) in self._helpers.items() if self._printed_s - s <= steps_limit_s
+            ]
+            idle = ended if is_silent else []
         running = {worker.rank: worker for worker in group.running_workers}
         for rank in (*idle, *due):
             if rank in running:
@@ -125,8 +126,18 @@ class LastWordsCheck:
         return None
 
     def _line_of(self, worker: Worker) -> str | None:
-        words = self._words.get(worker.rank)
-        return words[0] if words is not None else self._helpers.get(worker.rank)
+        words = self._words.get(worker.rank) or self._helpers.get(worker.rank)
+        return words[0] if words is not None else None
+
+
+def _since(
+    lines: Mapping[int, str], earlier: Mapping[int, tuple[str, float]], now_s: float
+) -> dict[int, tuple[str, float]]:
+    """Add to each line when it was first the last of its rank."""
+    return {
+        rank: earlier[rank] if earlier.get(rank, ("",))[0] == line else (line, now_s)
+        for rank, line in lines.items()
+    }
 
 
 @dataclass(slots=True)

@@ -357,7 +357,10 @@ _ORDER_UNKNOWN = "The logs do not show whether this or another cause came first.
 
 
 def _is_rival(candidate: Candidate, best: Candidate) -> bool:
-    """Whether a cause of another kind, in another file, may have come before the best one."""
+    """Whether a cause of another kind, in another file, may have come before the best one.
+
+    A program's own error does not break a device.
+    """
     is_timed = candidate.at_s is not None and best.at_s is not None
     return (
         not is_timed
@@ -365,6 +368,10 @@ def _is_rival(candidate: Candidate, best: Candidate) -> bool:
         and candidate.finding.role is best.finding.role is Role.ROOT
         and not candidate.finding.is_unnamed
         and candidate.finding.fault_class is not best.finding.fault_class
+        and not (
+            TRAITS[best.finding.fault_class].hardware_fault
+            and TRAITS[candidate.finding.fault_class].user_fault
+        )
     )
 
 

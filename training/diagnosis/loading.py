@@ -94,7 +94,9 @@ def judge_loading(fault: Fault, outputs: Collection[str], resumed: Resumed) -> F
     if not (is_corrupt or is_damage or (paths and resumed.has_trained)):
         return fault
     fault = _as_corrupt(fault, paths[0] if paths else None)
-    moved = [old for old in resumed.set_aside if any(_is_at(path, path, old) for path in paths)]
+    # The run may have written the chosen checkpoint again, under a name that was set aside once.
+    aside = [old for old in resumed.set_aside if old != resumed.path]
+    moved = [old for old in aside if any(_is_at(path, path, old) for path in paths)]
     if moved:
         return _blame_pointer(fault, moved[0], resumed)
     earlier_step = resumed.step_before

@@ -16,7 +16,9 @@ from perdure.training.recovery.faults import FaultClass
 
 _DECORATION = r"^[\s>|*`]{0,8}(?:\S+ ){0,4}?"
 _FRAME = re.compile(
-    _DECORATION + r"(?:#\d+\s+(?:0x[0-9a-f]+ in )?\S.*(?: \(|\bfrom /)"  # gdb
+    r"^(?!.*\bNCCL (?:INFO|WARN|TRACE)\b)"  # it has rank and address of a communicator, too
+    + _DECORATION[1:]
+    + r"(?:#\d+\s+(?:0x[0-9a-f]+ in )?\S.*(?: \(|\bfrom /)"  # gdb
     r"|\[\s?\d+\]:? .*\(?0x[0-9a-f]{6,}\)?"  # glibc, c10
     r"|@\s+0x[0-9a-f]{6,}\s)"  # glog
 )

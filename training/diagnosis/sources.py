@@ -140,11 +140,12 @@ def diagnose_files(path: str, files: Sequence[Path], *, at_s: float, year: int) 
             unreadable.append(error)
     if not readings:
         raise unreadable[0]
-    by_steps = clock_offsets([reading.steps for reading in readings])
-    by_zones = zone_shifts([reading.clock for reading in readings])
+    offsets = clock_offsets([reading.steps for reading in readings])
+    if not any(offsets):  # steps show a difference of zones, too
+        offsets = zone_shifts([reading.clock for reading in readings])
     merged = [
-        replace(reading.source, clock_offset_s=by_step or by_zone)
-        for reading, by_step, by_zone in zip(readings, by_steps, by_zones, strict=True)
+        replace(reading.source, clock_offset_s=offset_s)
+        for reading, offset_s in zip(readings, offsets, strict=True)
     ]
     skipped = [str(error) for error in unreadable]
     diagnosis = choose_cause(compare_sources(merged), at_s=at_s)

@@ -12,6 +12,7 @@ from importlib import resources
 from perdure.storage.frozen_model import FrozenModel
 
 _LIB = r"/(?:(?:site|dist)-packages|lib)/"
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 # The language itself, and code without a file: the caller speaks through them.
 _LANGUAGE = re.compile(r"/python3\.\d+/(?!(?:site|dist)-packages/)|^<")
 
@@ -26,6 +27,7 @@ class Subsystem(StrEnum):
     DEVICE = "device"
     FRAMEWORK = "framework"
     PYTHON = "python"
+    LIBRARY = "library"
     USER = "user"
 
 
@@ -49,7 +51,8 @@ def _load_patterns() -> tuple[tuple[Subsystem, re.Pattern[str]], ...]:
 def find_subsystem(path: str) -> Subsystem:
     """Find the subsystem to which a file belongs."""
     plain = f"/{path}".replace("\\", "/").replace("//", "/")
-    return next((name for name, paths in _load_patterns() if paths.search(plain)), Subsystem.USER)
+    rest = Subsystem.LIBRARY if _INSTALLED.search(plain) else Subsystem.USER
+    return next((name for name, paths in _load_patterns() if paths.search(plain)), rest)
 
 
 def find_raiser(frames: Sequence[str]) -> Subsystem | None:

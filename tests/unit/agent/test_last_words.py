@@ -113,6 +113,32 @@ def test_silence_after_the_death_of_a_thread_proves_nothing_where_no_steps_are_s
     assert not group.poll()
 
 
+def test_silence_long_after_the_death_of_a_thread_that_training_has_outlived_proves_nothing(
+    new_group, monkeypatch
+):
+    monkeypatch.setattr("perdure.training.agent.last_words.IDLE_LOOK_S", 0.1)
+    outlived = "import time\ntime.sleep(1.5)\nprint('step 2/9 loss 1.0')\ntime.sleep(9999)"
+    text = HELPERS["a thread"].replace("queue.Queue().get()", outlived)
+    group = new_group(*program(text), is_command=True)
+    group.start(dict(os.environ), proc_start_cnt=1)
+    check = LastWordsCheck(exit_time_s=0.0, idle_time_s=2.5, period_s=0.0)
+    logs = [group.output.path(group.ranks[0], stream) for stream in ("stderr", "stdout")]
+
+    def shows(index: int, words: str) -> bool:
+        check.check(group, shown_steps_limit_s=0.5)
+        return logs[index].exists() and words in logs[index].read_text()
+
+    wait_for(lambda: shows(0, WORDS))
+    wait_for(lambda: shows(1, "step 2/9"))
+    until_s = time.monotonic() + 4
+    while time.monotonic() < until_s:
+        check.check(group, shown_steps_limit_s=0.5)
+        time.sleep(0.02)
+    group.poll()
+    (status,) = group.statuses()
+    assert status.exit_code is None
+
+
 def test_a_process_that_computes_after_the_death_of_its_thread_goes_on(new_group, monkeypatch):
     monkeypatch.setattr("perdure.training.agent.last_words.IDLE_LOOK_S", 0.1)
     text = HELPERS["a thread"].replace(

@@ -119,6 +119,27 @@ def test_the_first_cause_across_time_zones_is_the_first_in_time(tmp_path):
     assert not_none(case.diagnosis).fault.evidence == first.strip()
 
 
+def test_steps_that_both_logs_show_decide_alone_about_their_clocks(tmp_path):
+    def log(hour: int, zone: str, num_steps: int, end: str) -> str:
+        at = f"2026-01-05T{hour:02d}:"
+        times = [f"{at}{step // 60:02d}:{step % 60:02d}{zone}" for step in range(num_steps)]
+        steps = (f"{time} iteration {step}/ 500 loss 1.0" for step, time in enumerate(times))
+        return "\n".join((*steps, f"{at}{end}{zone} ERROR"))
+
+    first = log(2, "Z", 100, "01:40") + f" {TYPE_ERROR}\n"
+    later = log(10, "+08:00", 90, "01:50") + f" {ECC}\n"
+    for names in ("ab", "ba"):
+        case = diagnose(tmp_path, **dict(zip(names, (first, later), strict=True)))
+        assert TYPE_ERROR in not_none(case.diagnosis).fault.evidence
+
+
+def test_an_error_of_the_program_is_no_rival_of_a_broken_device(tmp_path):
+    case = diagnose(tmp_path, a=f"{ECC}\n", b=f"{TYPE_ERROR}\n")
+    diagnosis = not_none(case.diagnosis)
+    assert diagnosis.fault.evidence == ECC
+    assert not diagnosis.has_rival
+
+
 def test_causes_whose_order_no_clock_shows_are_rivals_and_the_ladder_takes_them_as_unknown(
     tmp_path,
 ):

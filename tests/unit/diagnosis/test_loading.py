@@ -97,6 +97,18 @@ def test_a_program_that_asks_for_what_was_set_aside_keeps_its_name_elsewhere(pat
     assert "latest" in judged.action
 
 
+def test_a_checkpoint_that_was_written_again_under_a_name_set_aside_is_ruled_out_like_any_other():
+    message = "FileNotFoundError: [Errno 2] No such file or directory: '/out/step_40/model.pt'"
+    resumed = Resumed(
+        has_trained=True, has_stepped=False, path="/out/step_40", step=40,
+        other_steps=frozenset({20}), set_aside=("/out/step_40",),
+    )  # fmt: skip
+    before = fault(FaultClass.LAUNCH_MISCONFIGURED, message)
+    judged = judge_loading(before, [traceback(message)], resumed)
+    assert (judged.recoverable_by, judged.user_fault) == (RecoverableBy.RETRY, False)
+    assert "goes on from step 20" in judged.explanation
+
+
 def test_a_launchers_traceback_behind_that_of_the_rank_hides_nothing():
     rank = traceback("EOFError: Ran out of input")
     prefixed = "".join(f"[rank0]: {line}\n" for line in rank.splitlines())

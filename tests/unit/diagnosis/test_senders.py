@@ -76,6 +76,18 @@ def test_who_sent_the_signal_beats_who_received_it_in_any_order(sender, code, an
         assert answer in (None, fault.recoverable_by)
 
 
+@pytest.mark.parametrize("unit", ["apt-daily.service", "rsyslog.service", "session-4.scope"])
+def test_a_unit_of_the_system_that_is_stopped_is_no_sender(unit):
+    stopping = f"n1 systemd[1]: Stopping {unit} - Housekeeping..."
+    assert of_log(stopping, STEP, RECEIVED, ELASTIC).code == "SIGTERM"
+
+
+def test_a_service_that_is_stopped_hides_no_fault_of_the_node():
+    stopping = "n1 systemd[1]: Stopping metrics.service - Exporter..."
+    killed = "n1 kernel: Out of memory: Killed process 4711 (python) total-vm:1kB, anon-rss:1kB"
+    assert of_log(stopping, STEP, killed).fault_class is FaultClass.HOST_OOM
+
+
 def test_a_receiver_speaks_where_nobody_names_the_sender():
     assert of_log(STEP, ELASTIC).code == "SIGTERM"
 

@@ -111,7 +111,14 @@ def test_a_native_stack_shows_a_crash_or_where_a_process_waits(text, fault_class
     assert finding.is_after_steps
 
 
-@pytest.mark.parametrize("text", [STEPS, "#0 of 8 done\n#1 of 8 done\n", "[0] a\n[1] b\n"])
+COMMUNICATOR = "n1:7:9 [0] NCCL INFO comm 0x55d0a1b2c3d4 rank 0 nranks 2 - Destroy COMPLETE\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [STEPS, "#0 of 8 done\n#1 of 8 done\n", "[0] a\n[1] b\n", 3 * COMMUNICATOR,
+     3 * COMMUNICATOR.removeprefix("n1:7:9 ")],
+)  # fmt: skip
 def test_numbered_lines_are_no_stack(text):
     assert find_native_stack(text, year=2026) is None
 
