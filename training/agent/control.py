@@ -19,7 +19,7 @@ from typing import Self
 import psutil
 from pydantic import SecretStr, ValidationError
 
-from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.errors import AgentUnreachable, EngineError, OtherRelease
 from perdure.training.files import write_whole
 from perdure.training.wire.agent import (
     REQUEST,
@@ -198,7 +198,8 @@ class AgentClient:
         Raises:
             AgentUnreachable: it is no reply, or empty: the connection ended. Or the token is that
                 of no agent there: nobody can speak to the one that was meant.
-            EngineError: the agent refused the request, or is of another release.
+            EngineError: the agent refused the request.
+            OtherRelease: it is of another release.
         """
         try:
             reply = AgentReply.model_validate_json(line)
@@ -215,8 +216,8 @@ class AgentClient:
             raise EngineError(f"{at} refused {order.op}: {reply.error}")
         return reply
 
-    def _other_version(self, version: str) -> EngineError:
-        return EngineError(
+    def _other_version(self, version: str) -> OtherRelease:
+        return OtherRelease(
             f"agent at {self.host}:{self.port} is {version}, and this supervisor "
             f"{PERDURE_VERSION}: supervise the run with the image that it began with"
         )
