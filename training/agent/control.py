@@ -210,7 +210,7 @@ class AgentClient:
         if reply.error == WRONG_TOKEN:
             raise self.unreachable(EngineError(WRONG_TOKEN))
         if reply.status is not None and not is_of_this_release(reply.status.version):
-            raise self._other_version(reply.status.version)
+            raise self._other_version(reply.status.version or "of a release that names no version")
         if reply.error is not None:
             at = f"agent at {self.host}:{self.port}"
             raise EngineError(f"{at} refused {order.op}: {reply.error}")
