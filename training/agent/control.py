@@ -36,6 +36,7 @@ ADDRESS_FILE = "address.json"
 TERMINATED_FILE = "terminated"  # an agent that SIGTERM ended leaves it in its container's folder
 CALL_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
+NOT_A_REQUEST = "not a request of this version"  # an answer
 WRONG_TOKEN = "wrong token"  # noqa: S105 an answer
 
 
@@ -118,7 +119,7 @@ class ControlServer:
             try:
                 request = REQUEST.validate_json(line)
             except ValidationError as error:
-                return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
+                return AgentReply(error=f"{NOT_A_REQUEST}: {_first_problem(error)}")
             if not is_authentic(request.token, token):
                 return AgentReply(error=WRONG_TOKEN)
             return handler(request)
@@ -213,7 +214,8 @@ class AgentClient:
             raise self._other_version(reply.status.version or "of a release that names no version")
         if reply.error is not None:
             at = f"agent at {self.host}:{self.port}"
-            raise EngineError(f"{at} refused {order.op}: {reply.error}")
+            error_class = OtherRelease if reply.error.startswith(NOT_A_REQUEST) else EngineError
+            raise error_class(f"{at} refused {order.op}: {reply.error}")
         return reply
 
     def _other_version(self, version: str) -> OtherRelease:

@@ -234,6 +234,16 @@ def test_an_agent_of_another_release_is_refused_on_one_line_and_is_not_lost(chan
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("error", "is_other"),
+    [("not a request of this version: order: no such field", True), ("already stopped", False)],
+)
+def test_an_agent_that_cannot_read_a_request_is_of_another_release(error, is_other):
+    with pytest.raises(EngineError, match=f"refused status: {error}") as refused:
+        client(7).reply(StatusQuery(), AgentReply(error=error).model_dump_json().encode())
+    assert isinstance(refused.value, OtherRelease) is is_other
+
+
 @pytest.mark.parametrize("line", [b"", b"{", b"HTTP/1.1 400 Bad Request", b'{"status": '])
 def test_an_answer_that_was_cut_short_or_is_of_a_stranger_is_no_answer(line):
     with pytest.raises(AgentUnreachable):
