@@ -10,7 +10,7 @@ until it is whole everywhere. Pure; sizes are bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,6 +26,12 @@ class CopyState(StrEnum):
     COPYING = "copying"
     COPIED = "copied"
     FAILED = "failed"
+
+
+def gives_all_partners(domains: Mapping[str, str], nodes: Collection[str]) -> bool:
+    """Whether every node can have a partner in another domain: none has more than half of them."""
+    sizes = Counter(domains[node] for node in nodes if node in domains)
+    return 2 * max(sizes.values(), default=0) <= len(nodes)
 
 
 def partners_of(

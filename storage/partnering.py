@@ -7,14 +7,13 @@ process group; no checkpoint server needs to know the others before there is som
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perdure.storage.checkpoint_server.client import CheckpointClient
 from perdure.storage.checkpoint_server.protocol import Message, PeerAddress
 from perdure.storage.errors import StorageError
-from perdure.storage.partner_copies import partners_of
+from perdure.storage.partner_copies import gives_all_partners, partners_of
 from perdure.storage.plans import Plans
 
 _log = logging.getLogger("perdure.storage")
@@ -99,7 +98,7 @@ def super_pod_domains(places: Sequence[RankPlace]) -> dict[str, str]:
     """
     nodes = {place.node for place in places}
     pods = {place.node: place.super_pod for place in places if place.super_pod is not None}
-    if 2 * max(Counter(pods.values()).values(), default=0) > len(nodes):
+    if not gives_all_partners(pods, nodes):
         return {}
     return {node: f"super pod {pod}" for node, pod in pods.items()}
 

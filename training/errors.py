@@ -7,6 +7,7 @@ PerdureError
   + EngineError         the engine could not do what was asked
       - NoCapacity      fewer healthy nodes than the job needs
       - ImageUnavailable   the image of a container cannot be pulled at the moment
+      - OtherRelease      an agent is of another release of Perdure
   + AgentUnreachable    the agent of a node does not answer
 """
 
@@ -62,6 +63,10 @@ class EngineError(PerdureError):
     def is_refusal(self) -> bool:
         """Whether the platform refuses, or does not answer: no node is at fault, and it passes."""
         return False
+
+
+class OtherRelease(EngineError):  # noqa: N818 a state of affairs, named as it is shown
+    """An agent is of another release of Perdure."""
 
 
 class StopRequested(EngineError):  # noqa: N818 a state of affairs, named as it is shown

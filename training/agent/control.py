@@ -19,7 +19,7 @@ from typing import Self
 import psutil
 from pydantic import SecretStr, ValidationError
 
-from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.errors import AgentUnreachable, EngineError, OtherRelease
 from perdure.training.files import write_whole
 from perdure.training.wire.agent import (
     REQUEST,
@@ -36,6 +36,7 @@ ADDRESS_FILE = "address.json"
 TERMINATED_FILE = "terminated"  # an agent that SIGTERM ended leaves it in its container's folder
 CALL_TIMEOUT_S = 10.0
 LOOPBACK = "127.0.0.1"
+NOT_A_REQUEST = "not a request of this version"  # an answer
 WRONG_TOKEN = "wrong token"  # noqa: S105 an answer
 
 
@@ -118,7 +119,7 @@ class ControlServer:
             try:
                 request = REQUEST.validate_json(line)
             except ValidationError as error:
-                return AgentReply(error=f"not a request of this version: {_first_problem(error)}")
+                return AgentReply(error=f"{NOT_A_REQUEST}: {_first_problem(error)}")
             if not is_authentic(request.token, token):
                 return AgentReply(error=WRONG_TOKEN)
             return handler(request)
@@ -198,7 +199,8 @@ class AgentClient:
         Raises:
             AgentUnreachable: it is no reply, or empty: the connection ended. Or the token is that
                 of no agent there: nobody can speak to the one that was meant.
-            EngineError: the agent refused the request, or is of another release.
+            EngineError: the agent refused the request.
+            OtherRelease: it is of another release.
         """
         try:
             reply = AgentReply.model_validate_json(line)
@@ -209,14 +211,15 @@ class AgentClient:
         if reply.error == WRONG_TOKEN:
             raise self.unreachable(EngineError(WRONG_TOKEN))
         if reply.status is not None and not is_of_this_release(reply.status.version):
-            raise self._other_version(reply.status.version)
+            raise self._other_version(reply.status.version or "of a release that names no version")
         if reply.error is not None:
             at = f"agent at {self.host}:{self.port}"
-            raise EngineError(f"{at} refused {order.op}: {reply.error}")
+            error_class = OtherRelease if reply.error.startswith(NOT_A_REQUEST) else EngineError
+            raise error_class(f"{at} refused {order.op}: {reply.error}")
         return reply
 
-    def _other_version(self, version: str) -> EngineError:
-        return EngineError(
+    def _other_version(self, version: str) -> OtherRelease:
+        return OtherRelease(
             f"agent at {self.host}:{self.port} is {version}, and this supervisor "
             f"{PERDURE_VERSION}: supervise the run with the image that it began with"
         )

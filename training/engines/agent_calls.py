@@ -11,13 +11,16 @@ import concurrent.futures
 import time
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TypeVar
 
 from perdure.training.agent.control import CALL_TIMEOUT_S, AgentClient
 from perdure.training.config.recovery import RankTableForm
+from perdure.training.diagnosis.evidence import NodeLoss
 from perdure.training.engines.base import AgentEndpoint, Engine, Snapshot
-from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.errors import AgentUnreachable, EngineError, OtherRelease
 from perdure.training.node_checks.device_network import ping_targets
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.wire.agent import AgentReply, CheckOrder, Order, StatusQuery
 from perdure.training.wire.agent_status import AgentStatus
 from perdure.training.wire.node import VISIBLE, DevicesQuery
@@ -26,6 +29,8 @@ from perdure.training.wire.transport import FanOut, TimedLine
 SILENT_AGENT_S = 15.0  # an agent that lives but does not answer for this long is lost
 POLL_TIMEOUT_S = 2.0  # for all members together; a later answer counts in the next poll
 MAX_UNASKED_S = 5.0  # between two polls: a supervisor that was busy for longer has asked nobody
+
+OTHER_RELEASE = "OTHER_RELEASE"  # of an agent that this supervisor cannot speak to
 
 K = TypeVar("K")
 Answer = AgentReply | AgentUnreachable | EngineError
@@ -113,11 +118,14 @@ class MemberAgents:
         self._silence_s: dict[int, float] = {}  # since the newest answer, by member
         self._polled_s = time.monotonic()
         self._silent: set[int] = set()  # members that count as lost
+        self._others: dict[int, OtherRelease] = {}  # members that cannot be spoken to
+        self._has_spoken = False  # with any member
 
     def restart_silence(self, members: Collection[int]) -> None:
         """Count the silence of these members from now on, since their containers are new."""
         self.forget_polls()
         self._silent.difference_update(members)
+        self._others = {i: why for i, why in self._others.items() if i not in members}
         self._silence_s.update(dict.fromkeys(members, 0.0))
 
     def restart_all_silence(self) -> None:
@@ -141,6 +149,7 @@ class MemberAgents:
 
         Raises:
             EngineError: an agent obeys another supervisor.
+            OtherRelease: nobody has answered yet but agents of another release.
         """
         contacts = dict(sorted(self._engine.contacts().items()))
         living = {c.address: c for c in contacts.values() if c.address is not None}
@@ -163,6 +172,9 @@ class MemberAgents:
         since_s, self._polled_s = self._polled_s, time.monotonic()
         unheard_s = min(self._polled_s - since_s, MAX_UNASKED_S)
         statuses = {index: self._status(index, contact) for index, contact in contacts.items()}
+        self._has_spoken |= any(statuses.values())
+        if self._others and not self._has_spoken:
+            raise next(iter(self._others.values()))
         if not any(statuses.values()):
             self._look_for_way(contacts, unheard_s)
         for index, contact in contacts.items():
@@ -170,12 +182,31 @@ class MemberAgents:
             if status is not None:
                 agents[index] = status
                 self._silent.discard(index)
-            elif contact.address is None or self._is_silent(index, unheard_s):
+                self._others.pop(index, None)
+            elif (
+                contact.address is None
+                or index in self._others
+                or self._is_silent(index, unheard_s)
+            ):
                 lost.append(contact.node)
                 self._silent.add(index)
             else:
                 unanswered.append(contact.node)
         return Snapshot(agents, tuple(lost), tuple(unanswered))
+
+    def with_losses(self, contacts: Mapping[int, AgentEndpoint]) -> list[AgentEndpoint]:
+        """Add the loss of lost members whose agent is of another release."""
+        return [
+            replace(
+                contact,
+                loss=NodeLoss(
+                    contact.node, FaultClass.CONTAINER_LOST, OTHER_RELEASE, str(self._others[index])
+                ),
+            )
+            if contact.loss is None and index in self._others
+            else contact
+            for index, contact in contacts.items()
+        ]
 
     def _look_for_way(self, contacts: Mapping[int, AgentEndpoint], unheard_s: float) -> None:
         """Where all agents fall silent at once, ask whether only the way to them is cut.
@@ -198,6 +229,9 @@ class MemberAgents:
             poll = self._polls.pop(contact.address)
             reply = self._calls.receive(contact, StatusQuery(), poll)
         except AgentUnreachable:
+            return None
+        except OtherRelease as error:
+            self._others[index] = error
             return None
         self._silence_s[index] = 0.0
         return reply.status

@@ -152,7 +152,7 @@ class Fleet:
         Args:
             lost: nodes whose agent is lost.
         """
-        return losses_of(self._engine.contacts().values(), lost)
+        return losses_of(self._agents.with_losses(self._engine.contacts()), lost)
 
     def submit(self, placement: Placement) -> None:
         """End the containers that the run has, and start one for every member."""

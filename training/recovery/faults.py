@@ -210,6 +210,7 @@ MIN_CONFIDENCE = 0.55  # a fault that is less likely what it seems to be is trea
 # Our own codes.
 STORE_FULL = "STORE_FULL"  # the run's store has no room left
 NODE_UNWRITABLE = "NODE_UNWRITABLE"  # a node's scratch folder takes no files
+POD_PREEMPTED = "POD_PREEMPTED"  # for others: what the run still holds is wanted, too
 SLOW_START = "SLOW_START"  # the time before the first step of new processes was over
 IDLE_START = "IDLE_START"  # the same, and they did not compute
 LATE_STARTS = frozenset({SLOW_START, IDLE_START})

@@ -24,6 +24,7 @@ from perdure.training.recovery.chips import (
     chip_fact,
 )
 from perdure.training.recovery.faults import (
+    POD_PREEMPTED,
     USER_CAUSED_CODES,
     Fault,
     FaultClass,
@@ -339,7 +340,8 @@ def _job_refusal(_rung: Rung, case: LadderInput) -> str | None:
         past.failed and past.rung is Rung.POD_RESCHEDULE and same_fault(past.fault, case.fault)
         for past in case.streak
     )
-    if not (case.policy.unconditional or follows_pod or case.is_user_caused):
+    is_excused = case.is_user_caused or case.fault.code == POD_PREEMPTED
+    if not (case.policy.unconditional or follows_pod or is_excused):
         return "unconditional restart is off"
     # After a failed pod_reschedule the node is isolated: the job may be placed once without it.
     no_spare = case.failed(Rung.JOB_RESCHEDULE_ISOLATED) or (

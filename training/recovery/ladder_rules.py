@@ -122,7 +122,8 @@ RULES: Mapping[str, LadderRule] = {
     ),
     "any_non_zero_exit_reschedules_when_unconditional_restart_is_on": LadderRule(
         "With `unconditional` on, `job_reschedule` answers any exit. With `unconditional` off, "
-        "it only follows a `pod_reschedule` that failed, or a code that the program caused.",
+        "it only follows a `pod_reschedule` that failed, a code that the program caused, or a "
+        "pod that the cluster preempted.",
         _MODELARTS,
     ),
     "the_fourth_time_the_same_problem_comes_the_program_is_at_fault": LadderRule(

@@ -19,7 +19,7 @@ from perdure.training.journal.history import RunHistory
 from perdure.training.journal.ledger import Identity
 from perdure.training.journal.records import NodeRefused, PlacementCreated
 from perdure.training.journal.waits import Wait, WaitKind
-from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.faults import POD_PREEMPTED
 from perdure.training.recovery.rungs import RESTARTS_IN_PLACE, Rung
 from perdure.training.reporting.action_items import spares_of
 from perdure.training.supervisor.finishing import Healer, fault_of
@@ -303,11 +303,12 @@ class Placer:
             former: the placement before it.
         """
         done, staying = frozenset[int](), frozenset[int]()
-        if former is not None and self._fleet.nodes() is None and not self._is_preempted:
-            stay = {member.index for member in placement.members if member.node != ANY_NODE}
-            stay &= {m.index for m in former.members if m.node in placement.nodes}
+        if former is not None and self._fleet.nodes() is None:
             done = self._fleet.adopt(placement)  # by an earlier try
-            staying = (self._fleet.adopt(former) & stay) - done
+            if not self._is_preempted:
+                stay = {member.index for member in placement.members if member.node != ANY_NODE}
+                stay &= {m.index for m in former.members if m.node in placement.nodes}
+                staying = (self._fleet.adopt(former) & stay) - done
         missing = {member.index for member in placement.members} - done - staying
         if not done and not (staying and missing):
             self._fleet.submit(replace(placement, on_pending=self._room.note_pending))
@@ -322,7 +323,7 @@ class Placer:
         """Whether the platform has taken a container of the newest attempt for somebody else."""
         attempts = self._writer.history.attempts
         fault = attempts[-1].fault if attempts else None
-        return fault is not None and fault.fault_class is FaultClass.PREEMPTED
+        return fault is not None and fault.code == POD_PREEMPTED
 
     def members_on(self, node: str) -> frozenset[int]:
         """List the indices of the members of the placement that are on a node."""

@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from perdure.storage.errors import StorageError
 from perdure.storage.file_sets import read_set
 from perdure.storage.objects import ObjectStore
+from perdure.storage.partner_copies import gives_all_partners
 from perdure.training.commands.checkpoint_store import (
     Save,
     Stored,
@@ -172,7 +173,10 @@ class AttemptStarter:
         if checkpoint.mtbf_s is not None:
             facts["mtbf_s"] = self.writer.history.mtbf_s(checkpoint.mtbf_s)
         if checkpoint.partner_copies and not checkpoint.failure_domains:
-            facts["failure_domains"] = dict(self.fleet.failure_domains())
+            domains = self.fleet.failure_domains()
+            # Otherwise the super pods are the domains, or a partner in the same rack is accepted.
+            if gives_all_partners(domains, self.placement.nodes):
+                facts["failure_domains"] = dict(domains)
         if not facts:
             return job
         return job.model_copy(update={"checkpoint": checkpoint.model_copy(update=facts)})

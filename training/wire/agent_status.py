@@ -303,7 +303,7 @@ class AgentStatus(FrozenModel):
         )
 
     is_terminated: bool = Field(False, description="whether SIGTERM, and no order, ends the agent")
-    version: str = Field("", description="of Perdure in the container; empty: not known")
+    version: str = Field("", description="of Perdure in the container; empty: it names none")
 
     @property
     def known_ranks(self) -> tuple[RankStatus, ...]:

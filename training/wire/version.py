@@ -20,8 +20,13 @@ PERDURE_VERSION = _installed_version()
 
 
 def is_of_this_release(other: str, *, current: str = PERDURE_VERSION) -> bool:
-    """Whether the messages of two versions are the same; True where one is not known."""
-    return not other or not current or _release(other) == _release(current)
+    """Whether the messages of two versions are the same.
+
+    Args:
+        other: of an agent; "" is that of a release before agents named theirs.
+        current: this one; "", from a folder that was never installed, speaks to all.
+    """
+    return not current or _release(other) == _release(current)
 
 
 def _release(text: str) -> list[str]:

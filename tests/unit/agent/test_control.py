@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from perdure.training.agent.control import AgentClient, ControlServer
-from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.errors import AgentUnreachable, EngineError, OtherRelease
 from perdure.training.wire.agent import (
     AgentReply,
     CheckOrder,
@@ -192,30 +192,31 @@ def status_line(**changes: object) -> bytes:
     """The answer of an agent to a poll, with other fields."""
     status = AgentStatus(
         node="n1", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
-        placement=1, attempt=1,
+        placement=1, attempt=1, version=PERDURE_VERSION,
     )  # fmt: skip
     document = AgentReply(status=status).model_dump(mode="json")
     document["status"] |= changes
     return json.dumps(document).encode()
 
 
-@pytest.mark.parametrize("version", ["", PERDURE_VERSION, f"{PERDURE_VERSION}.dev3", "0.1.77"])
-def test_an_agent_of_the_same_release_or_of_none_that_is_known_is_spoken_to(version):
+@pytest.mark.parametrize("version", [PERDURE_VERSION, f"{PERDURE_VERSION}.dev3", "0.1.77"])
+def test_an_agent_of_the_same_release_is_spoken_to(version):
     reply = client(1).reply(StatusQuery(), status_line(version=version))
     assert reply.status is not None
     assert reply.status.version == version
 
 
-def test_an_agent_of_before_there_were_versions_is_spoken_to():
+def test_an_agent_of_before_there_were_versions_is_refused():
     document = json.loads(status_line())
     del document["status"]["version"]
-    reply = client(1).reply(StatusQuery(), json.dumps(document).encode())
-    assert reply.status is not None
+    with pytest.raises(OtherRelease, match="is of a release that names no version, and this"):
+        client(1).reply(StatusQuery(), json.dumps(document).encode())
 
 
 @pytest.mark.parametrize(
     ("changes", "version"),
     [
+        ({"version": ""}, "of a release that names no version"),
         ({"version": "0.0.9"}, "0.0.9"),
         ({"version": "0.2.0"}, "0.2.0"),
         ({"version": "1.1.0"}, "1.1.0"),
@@ -233,6 +234,16 @@ def test_an_agent_of_another_release_is_refused_on_one_line_and_is_not_lost(chan
     assert "\n" not in text
 
 
+@pytest.mark.parametrize(
+    ("error", "is_other"),
+    [("not a request of this version: order: no such field", True), ("already stopped", False)],
+)
+def test_an_agent_that_cannot_read_a_request_is_of_another_release(error, is_other):
+    with pytest.raises(EngineError, match=f"refused status: {error}") as refused:
+        client(7).reply(StatusQuery(), AgentReply(error=error).model_dump_json().encode())
+    assert isinstance(refused.value, OtherRelease) is is_other
+
+
 @pytest.mark.parametrize("line", [b"", b"{", b"HTTP/1.1 400 Bad Request", b'{"status": '])
 def test_an_answer_that_was_cut_short_or_is_of_a_stranger_is_no_answer(line):
     with pytest.raises(AgentUnreachable):
@@ -245,7 +256,8 @@ def test_an_answer_that_was_cut_short_or_is_of_a_stranger_is_no_answer(line):
         ("0.1.0", "0.1.3", True),
         ("0.1.0", "0.2.0", False),
         ("1.0.0", "0.1.0", False),
-        ("", "0.1.0", True),
+        ("", "0.1.0", False),
+        ("", "", True),
         ("0.1.0", "", True),
         ("0.10.0", "0.1.0", False),
     ],

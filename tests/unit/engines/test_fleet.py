@@ -18,7 +18,8 @@ from perdure.training.engines import agent_calls
 from perdure.training.engines import fleet as fleet_module
 from perdure.training.engines.base import AgentEndpoint, Placement
 from perdure.training.engines.fleet import Fleet
-from perdure.training.errors import AgentUnreachable, EngineError
+from perdure.training.errors import AgentUnreachable, EngineError, OtherRelease
+from perdure.training.recovery.faults import FaultClass
 from perdure.training.recovery.healing import HealPlan
 from perdure.training.recovery.rungs import Rung
 from perdure.training.wire.agent import (
@@ -36,6 +37,7 @@ from perdure.training.wire.agent import (
 from perdure.training.wire.agent_status import AgentState, AgentStatus, ShownStep
 from perdure.training.wire.logs import LogsQuery
 from perdure.training.wire.node import DeviceAddress, DevicesQuery, HealOrder, NodeDevices
+from perdure.training.wire.version import PERDURE_VERSION
 from tests.jobs import small_job
 from tests.waiting import BEYOND_A_TEST_S, PATIENCE_S
 
@@ -62,6 +64,7 @@ class Agents:
         delay_s: that an answer takes.
         looks: set while they answer looks; others wait for it.
         refusal: the error that they answer with.
+        version: theirs.
         num_killed: of them by an order to kill.
         received: every request.
         answered: how many requests have their answer.
@@ -74,6 +77,7 @@ class Agents:
         self.looks = threading.Event()
         self.looks.set()
         self.refusal: str | None = None
+        self.version = PERDURE_VERSION
         self.num_killed = 0
         self.received: list[Request] = []
         self.answered = 0
@@ -94,7 +98,7 @@ class Agents:
             self.answered += 1
         status = AgentStatus(
             node="some", member=0, state=AgentState.RUNNING, schedule_cnt=1, proc_start_cnt=1,
-            placement=1, attempt=1, shown=self.shown,
+            placement=1, attempt=1, shown=self.shown, version=self.version,
         )  # fmt: skip
         if self.refusal:
             return AgentReply(error=self.refusal)
@@ -226,6 +230,48 @@ def test_a_member_that_has_not_answered_is_not_asked_again_and_is_lost_after_a_w
     assert (snapshot.unanswered, snapshot.lost) == ((), (f"node-{BLACK_HOLE}",))
     assert len(agents.received) == 2, "the one that answers was asked twice"
     assert len(fleet._agents._polls) == 1
+
+
+@pytest.fixture
+def strangers() -> Iterator[Agents]:
+    """Agents of another release."""
+    strangers = Agents()
+    strangers.version = "9.0.0"
+    yield strangers
+    strangers.server.close()
+
+
+@pytest.mark.parametrize("stranger", [0, 1, 2])
+def test_a_single_agent_of_another_release_is_a_lost_container_and_the_others_go_on(
+    fleet, containers, strangers, stranger
+):
+    containers.now = {index: containers.now[index] for index in range(3)}
+    at = (f"127.0.1.{stranger + 1}", strangers.server.port)
+    containers.now[stranger] = replace(containers.now[stranger], address=at)
+    for _ in range(2):
+        snapshot = fleet.poll()
+        assert set(snapshot.agents) == {0, 1, 2} - {stranger}
+        assert snapshot.lost == (f"node-{stranger}",)
+        (loss,) = fleet.losses(snapshot.lost)
+        assert (loss.fault_class, loss.code) == (FaultClass.CONTAINER_LOST, "OTHER_RELEASE")
+        assert "is 9.0.0, and this supervisor" in loss.line
+    containers.now[stranger] = replace(containers.now[stranger], address=("127.0.1.9", at[1]))
+    strangers.version = PERDURE_VERSION
+    fleet.replace(Placement(1, ()), [stranger])
+    assert set(fleet.poll().agents) == {0, 1, 2}
+    assert fleet.losses(()) == []
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_run_whose_agents_are_all_of_another_release_is_refused(
+    fleet, containers, agents, members
+):
+    agents.version = "9.0.0"
+    containers.now = {index: containers.now[index] for index in range(members)}
+    for _ in range(2):
+        with pytest.raises(OtherRelease, match="supervise the run with the image"):
+            fleet.poll()
+    assert {request.order.op for request in agents.received} == {"status"}
 
 
 def test_a_busy_supervisor_does_not_take_its_own_delay_for_the_silence_of_an_agent(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from perdure.training.recovery.chips import Severity
-from perdure.training.recovery.faults import TRAITS, Fault, FaultClass, RecoverableBy
+from perdure.training.recovery.faults import POD_PREEMPTED, TRAITS, Fault, FaultClass, RecoverableBy
 from perdure.training.recovery.ladder import decide
 from perdure.training.recovery.node_suspicion import COUNTED, ROWS
 from perdure.training.recovery.rungs import (
@@ -334,7 +334,7 @@ def any_non_zero_exit_reschedules_when_unconditional_restart_is_on(asked: Asked)
     return (
         asked.decision.rung is not Rung.JOB_RESCHEDULE
         or asked.policy.unconditional
-        or asked.fault.code == USER_CODE
+        or asked.fault.code in {USER_CODE, POD_PREEMPTED}
         or any(
             p.failed and p.rung is Rung.POD_RESCHEDULE and place(p.fault) == place(asked.fault)
             for p in asked.row

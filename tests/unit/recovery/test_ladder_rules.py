@@ -12,6 +12,7 @@ from perdure.training.recovery.blame import SAME_CODE_WINDOW_S
 from perdure.training.recovery.chips import BY_LEVEL, ChipAnswer, Severity, _facts
 from perdure.training.recovery.faults import (
     NODE_UNWRITABLE,
+    POD_PREEMPTED,
     USER_CAUSED_CODES,
     Fault,
     FaultClass,
@@ -850,6 +851,17 @@ def test_a_job_that_was_preempted_is_rescheduled_or_stops():
     assert met.fault_class is FaultClass.PREEMPTED
     assert choose(met, survivors=True).rung is Rung.JOB_RESCHEDULE
     assert choose(met, unconditional=False).rung is Rung.STOP
+
+
+@pytest.mark.parametrize("pod_retries", [0, 3])
+@pytest.mark.parametrize("times", [0, 1, 4])
+def test_a_run_whose_pod_was_preempted_waits_for_room_without_unconditional_restart(
+    pod_retries, times
+):
+    met = Fault(FaultClass.PREEMPTED, 0.0, "Preempted", node="node-1", code=POD_PREEMPTED)
+    again = after(met, *[Rung.JOB_RESCHEDULE] * times, progressed=True)
+    decision = choose(met, *again, unconditional=False, pod_retries=pod_retries)
+    assert decision.rung is Rung.JOB_RESCHEDULE, decision.reason
 
 
 def test_every_rung_that_was_passed_over_has_its_reason():

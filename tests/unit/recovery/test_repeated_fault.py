@@ -162,3 +162,10 @@ def test_the_table_has_a_row_for_each_and_as_many_cells_in_every_row():
     assert len(lines) == len(found) + 2
     assert len({line.count("|") for line in lines}) == 1
     assert lines[-1].startswith("| `device_memory_error` 80E18402 |")
+
+
+def test_a_look_at_the_ladder_of_a_launched_job_makes_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    job = small_job(engine={"kind": "launched", "nodes": 2}, worker={"command": ["train"]})
+    assert terms_of(job).supported
+    assert list(tmp_path.rglob("*secret*")) == []

@@ -37,11 +37,12 @@ def fail(
     *,
     isolate: str | None = None,
     fault_class: FaultClass = FaultClass.NODE_LOST,
+    code: str | None = None,
 ) -> None:
     """An attempt on the newest placement that ends by a fault, and the answer to it."""
     at = {"placement": run.place().number, "attempt": 1}
     run.ledger.append(AttemptStarted, **at, from_step=0)
-    fault = Fault(fault_class, 5.0, "lost", node=isolate)
+    fault = Fault(fault_class, 5.0, "lost", node=isolate, code=code)
     run.ledger.append(
         AttemptEnded, **at, outcome="failed", to_step=4, proc_start_cnt={}, fault=fault,
         duration_s=5.0,

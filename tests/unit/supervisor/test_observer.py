@@ -197,17 +197,22 @@ RACKS = {"node-0": "r1", "node-1": "r2"}
 
 
 @pytest.mark.parametrize(
-    ("section", "expected"),
+    ("section", "racks", "expected"),
     [
-        ({"partner_copies": 1}, RACKS),
-        ({"partner_copies": 1, "failure_domains": {"node-0": "a"}}, {"node-0": "a"}),
-        ({"partner_copies": 0}, {}),
+        ({"partner_copies": 1}, RACKS, RACKS),
+        ({"partner_copies": 1, "failure_domains": {"node-0": "a"}}, RACKS, {"node-0": "a"}),
+        ({"partner_copies": 0}, RACKS, {}),
+        # No node would have a partner.
+        ({"partner_copies": 1}, {"node-0": "r1", "node-1": "r1"}, {}),
+        ({"partner_copies": 1}, {"node-0": "r1", "node-1": "r1", "node-2": "r2"}, {}),
+        ({"partner_copies": 1}, {"node-0": "r1"}, {"node-0": "r1"}),
+        ({"partner_copies": 1}, {}, {}),
     ],
 )
 def test_workers_receive_the_failure_domains_that_the_platform_shows(
-    job, tmp_path, cluster, without_waits, section, expected
+    job, tmp_path, cluster, without_waits, section, racks, expected
 ):
-    cluster.domains = RACKS
+    cluster.domains = racks
     copying = job.checkpoint.model_copy(update=section)
     session = {"worker": WorkerSpec(recipe="a:b"), "checkpoint": copying}
     run = ClusterRun(job.model_copy(update=session), home=tmp_path)

@@ -17,7 +17,7 @@ from perdure.training.journal.records import (
     RungFailed,
 )
 from perdure.training.journal.waits import Wait, WaitKind
-from perdure.training.recovery.faults import Fault, FaultClass
+from perdure.training.recovery.faults import POD_PREEMPTED, Fault, FaultClass
 from perdure.training.recovery.rungs import Rung
 from perdure.training.supervisor import placing, room
 from perdure.training.supervisor.room import RoomWait
@@ -100,12 +100,38 @@ def test_healthy_members_keep_their_containers_while_another_waits_for_room(
 
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_after_a_preemption_all_containers_are_given_back_and_all_wait(run, calls, times):
-    fail(run, Rung.JOB_RESCHEDULE, fault_class=FaultClass.PREEMPTED)
+    fail(run, Rung.JOB_RESCHEDULE, fault_class=FaultClass.PREEMPTED, code=POD_PREEMPTED)
     run.cluster.deleted.add(1)
     made = calls(FULL, times)
     run.place()
     assert made == [("submit", frozenset({0, 1}))] * (times + 1)
     assert [r for r in run.ledger._records if isinstance(r, RungFailed)] == [], "no budget is used"
+
+
+def test_containers_that_a_preempted_run_already_has_back_are_kept(run, calls, monkeypatch):
+    fail(run, Rung.JOB_RESCHEDULE, fault_class=FaultClass.PREEMPTED, code=POD_PREEMPTED)
+    submit = FakeFleet.submit
+
+    def half(fleet: FakeFleet, placement: Placement) -> None:
+        if len(made) > 1:
+            pytest.fail("the container of member 0 was given back")
+        submit(fleet, placement)
+        del run.cluster.members[1]  # it has no node yet
+        raise FULL
+
+    monkeypatch.setattr(FakeFleet, "submit", half)
+    made = calls(FULL, 0)
+    run.place()
+    assert made == [("submit", frozenset({0, 1})), ("replace", frozenset({1}))]
+
+
+@pytest.mark.parametrize("code", [None, "SIGTERM", "TERMINATED"])
+def test_an_end_by_a_signal_leaves_healthy_members_their_containers(run, calls, code):
+    fail(run, Rung.JOB_RESCHEDULE, fault_class=FaultClass.PREEMPTED, code=code)
+    run.cluster.deleted.add(1)
+    made = calls(FULL, 1)
+    run.place()
+    assert made == [("replace", frozenset({1}))] * 2 + [("replace", frozenset({0}))]
 
 
 def test_a_job_whose_members_are_all_there_or_all_gone_is_placed_at_once(run, calls):

@@ -193,7 +193,7 @@ class KubernetesEngine:
             for pod in former:
                 self._api.delete(SECRETS, pod.name)
         else:
-            self.end()
+            self._end()
         self._launch(placement, [member.index for member in placement.members], ready)
 
     def replace(
@@ -307,11 +307,13 @@ class KubernetesEngine:
 
     def end(self) -> None:
         """End every pod of the run, and delete all its objects."""
+        self._end(is_last=True)
+
+    def _end(self, *, is_last: bool = False) -> None:
         self._begin()
         self._informer.refresh()
-        if self._spec.kueue is not None:
-            for name in self._pods:
-                self._api.patch(PODS, name, objects.LAST_OF_GROUP)
+        if is_last and self._spec.kueue is not None:
+            self._ending.end_group(self._pods)
         self._ending.end(list(self._pods.values()))
         self._api.delete(CONFIG_MAPS, objects.name_of(self._job))
         # The garbage collector does so, too, but not while the controller manager is away.

@@ -287,6 +287,15 @@ class PodEnd:
         self._address = address
         self._unmount_after_s = unmount_after_s
 
+    def end_group(self, names: Collection[str]) -> None:
+        """Have Kueue end the group of these pods with them."""
+        for name in names:
+            try:
+                self._api.patch(PODS, name, objects.LAST_OF_GROUP)
+            except ApiError as error:
+                if not error.is_absent:
+                    raise
+
     def end(self, pods: Sequence[Pod], *, left: Collection[str] = ()) -> None:
         """Delete pods by force, and wait until their nodes have confirmed it.
 

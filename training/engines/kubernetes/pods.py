@@ -20,7 +20,7 @@ from perdure.training.engines.kubernetes.objects import (
     WAS_SPARE,
     Document,
 )
-from perdure.training.recovery.faults import FaultClass
+from perdure.training.recovery.faults import POD_PREEMPTED, FaultClass
 from perdure.training.wire.agent import NO_MEMBER
 
 # A container that waits for one of these starts only once somebody changes the job, unless the
@@ -39,7 +39,6 @@ _PASSES = re.compile(
 ALLOCATED = "huawei.com/AscendReal"
 # The kubelet gives up a pod for these reasons, beside eviction, when the node itself goes down.
 _NODE_GOES_DOWN = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
-PREEMPTED = "POD_PREEMPTED"  # for others: what the run still holds is wanted, too
 # Kueue sets this condition, and deletes the pods of a group (pkg/controller/jobs/pod).
 _STOPPED_BY_KUEUE = "TerminationTarget"
 # Reasons of events about a pod.
@@ -175,7 +174,7 @@ class Pod:
         reason, message = self._status.get("reason") or "", self._status.get("message") or ""
         lost = FaultClass.CONTAINER_LOST
         if (disruption := self._disruption(events)) is not None:
-            fault_class = FaultClass.PREEMPTED if disruption[0] == PREEMPTED else lost
+            fault_class = FaultClass.PREEMPTED if disruption[0] == POD_PREEMPTED else lost
             return NodeLoss(self.node, fault_class, *disruption)
         if reason in _NODE_GOES_DOWN:
             text = f"{reason}: {message}"
@@ -200,13 +199,13 @@ class Pod:
         target = condition_of(self.document, "DisruptionTarget")
         if target:
             is_preempted = "Preemption" in str(target.get("reason"))
-            code = PREEMPTED if is_preempted else "POD_EVICTED"
+            code = POD_PREEMPTED if is_preempted else "POD_EVICTED"
             return code, f"{target.get('reason')}: {target.get('message')}"
         if stopped := condition_of(self.document, _STOPPED_BY_KUEUE):
-            return PREEMPTED, f"{stopped.get('reason')}: {stopped.get('message')}"
+            return POD_PREEMPTED, f"{stopped.get('reason')}: {stopped.get('message')}"
         for event in reversed(events):
             if event.get("reason") in _PREEMPTED:
-                return PREEMPTED, f"preempted: {event.get('message')}"
+                return POD_PREEMPTED, f"preempted: {event.get('message')}"
             if event.get("reason") in _EVICTED:
                 return "POD_EVICTED", f"evicted: {event.get('message')}"
         return None

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -54,10 +55,16 @@ class LaunchedEngine:
         created_s: float = 0.0,
     ) -> None:
         self._job, self._epoch, self._created_s = job, epoch, created_s
-        secret = find_secret(job.run_id, home=home, environment=os.environ, store_keys=secrets_env)
-        store = open_store(job.storage, credentials_in(secrets_env))
-        self._hosts = Hosts(Registrations(store, job.run_id, secret), HostCalls(secret, epoch))
+        self._home, self._secrets_env = home, secrets_env
         self._members: tuple[Member, ...] = ()
+
+    @cached_property
+    def _hosts(self) -> Hosts:
+        """The nodes; looked for when they are needed, since a secret may have to be made."""
+        keys, run_id = self._secrets_env, self._job.run_id
+        secret = find_secret(run_id, home=self._home, environment=os.environ, store_keys=keys)
+        store = open_store(self._job.storage, credentials_in(keys))
+        return Hosts(Registrations(store, run_id, secret), HostCalls(secret, self._epoch))
 
     @property
     def capabilities(self) -> frozenset[Rung]:

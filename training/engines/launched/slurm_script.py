@@ -48,7 +48,10 @@ case "$code" in
   {elsewhere})
     trap '' TERM  # requeued, this script has half a minute left: only a waiting job takes a list
     patiently scontrol requeuehold "$SLURM_JOB_ID"
-    patiently scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes"
+    for _ in 1 2 3; do  # not for long: a job that is left held never starts again
+      timeout 4 scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$nodes" && break
+      sleep 2
+    done
     patiently scontrol release "$SLURM_JOB_ID"
     exit ;;
 esac

@@ -24,6 +24,7 @@ from perdure.training.engines.kubernetes.engine import KubernetesEngine
 from perdure.training.engines.kubernetes.objects import AGENT, Document
 from perdure.training.wire.agent import AgentConfig, AgentReply, Request, ShutdownOrder
 from perdure.training.wire.agent_status import AgentState, AgentStatus
+from perdure.training.wire.version import PERDURE_VERSION
 from tests.jobs import small_job
 
 IDLE_S = 0.2  # a watch without a change ends after that time
@@ -225,6 +226,7 @@ class ApiServer(Api):
             status = AgentStatus(
                 node=pod["spec"]["nodeName"], member=config.member, state=AgentState.RUNNING,
                 schedule_cnt=config.schedule_cnt, proc_start_cnt=1, placement=1, attempt=1,
+                version=PERDURE_VERSION,
             )  # fmt: skip
             return AgentReply(status=status, at_s=1.0, port=1)
 

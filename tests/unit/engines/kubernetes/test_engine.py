@@ -12,7 +12,8 @@ from perdure.training.engines.base import ANY_NODE, Placement
 from perdure.training.engines.fleet import Fleet
 from perdure.training.engines.kubernetes import engine as engine_module
 from perdure.training.engines.kubernetes import pod_launch, pod_lifecycle, watching
-from perdure.training.engines.kubernetes.api import ApiError
+from perdure.training.engines.kubernetes.api import ApiError, Resource
+from perdure.training.engines.kubernetes.objects import Document
 from perdure.training.errors import EngineError, ImageUnavailable, NoCapacity
 from perdure.training.journal.records import Member
 from perdure.training.recovery.faults import FaultClass
@@ -170,6 +171,29 @@ def test_no_node_is_blamed_for_a_silent_agent_while_the_api_server_refuses_to_te
     wait_for(lambda: not fleet._engine._informer.is_away, period_s=0.01, what="an answer")
     (loss,) = fleet.losses(snapshot.lost)
     assert loss.code == "POD_DELETED"
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_kueue_group_ends_with_its_run_alone(server, supervisor, monkeypatch, is_gone):
+    fleet = supervisor(engine={"kueue": {"queue": "research"}})
+    fleet.submit(BOTH)
+    fleet.submit(replace(BOTH, number=2))
+    marked: list[str] = []
+    patch = fleet._engine._api.patch
+
+    def note(resource: Resource, name: str, changes: Document) -> Document:
+        marked.append(name)
+        if is_gone:
+            server.remove("pods", name)
+        return patch(resource, name, changes)
+
+    monkeypatch.setattr(fleet._engine._api, "patch", note)
+    fleet.submit(replace(BOTH, number=3))
+    assert marked == [], "others may join the group"
+    names = {*server.objects["pods"]}
+    fleet.cancel(0.0)
+    assert {*marked} == names
+    assert fleet.leftovers() == []
 
 
 def test_agents_end_themselves_where_their_pods_may_not_be_deleted(server, supervisor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 
@@ -67,3 +68,30 @@ def test_the_shell_can_read_it_and_knows_the_codes():
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     for end in (LaunchEnd.START_AGAIN, LaunchEnd.START_ELSEWHERE):
         assert f"\n  {ENDS[Platform.SLURM][end].code})\n" in script
+
+
+SCONTROL = """\
+#!/bin/sh
+echo "$*" >> calls
+[ "$1" != update ] || [ "$(grep -c ^update calls)" -gt TIMES ]
+"""
+
+
+@pytest.mark.parametrize(("failures", "updates"), [(0, 1), (2, 3), (9, 3)])
+def test_a_held_job_is_released_though_slurm_takes_no_list_of_nodes(tmp_path, failures, updates):
+    code = ENDS[Platform.SLURM][LaunchEnd.START_ELSEWHERE].code
+    programs = {
+        "scontrol": SCONTROL.replace("TIMES", str(failures)),
+        "srun": f'#!/bin/sh\nmkdir -p .perdure\necho "{code} n2" > .perdure/launch-secret-a.end\n',
+        "squeue": "#!/bin/sh\n",
+        "sleep": "#!/bin/sh\n",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    script = script_of().replace(f"launch-secret-{small_job().run_id}", "launch-secret-a")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash"], input=script, text=True, cwd=tmp_path, env=env, check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    update = "update JobId=7 ExcNodeList=n2"
+    assert calls == ["requeuehold 7", *[update] * updates, "release 7"]
