@@ -51,8 +51,8 @@ def _load_patterns() -> tuple[tuple[Subsystem, re.Pattern[str]], ...]:
 def find_subsystem(path: str) -> Subsystem:
     """Find the subsystem to which a file belongs."""
     plain = f"/{path}".replace("\\", "/").replace("//", "/")
-    rest = Subsystem.LIBRARY if _INSTALLED.search(plain) else Subsystem.USER
-    return next((name for name, paths in _load_patterns() if paths.search(plain)), rest)
+    default = Subsystem.LIBRARY if _INSTALLED.search(plain) else Subsystem.USER
+    return next((name for name, paths in _load_patterns() if paths.search(plain)), default)
 
 
 def find_raiser(frames: Sequence[str]) -> Subsystem | None:
