@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,15 +181,21 @@ def test_each_lost_node_is_isolated_and_the_reason_counts_the_nodes_that_are_lef
     assert decision.reason.endswith(left)
 
 
-def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
-    job, tmp_path, without_waits
-):
-    run = WalkedRun(job, home=tmp_path)
+def with_an_open_attempt(job: Job, home: Path) -> WalkedRun:
+    """Supervise a run whose attempt crashes, up to the moment at which that is seen."""
+    run = WalkedRun(job, home=home)
     run.cluster, run.tick = Cluster(["crash"]), lambda _action: None
     run.take()
     placement = run.place()
     with pytest.raises(Killed):
         run.attempt(placement, data_manifest_key=None, stop_wanted=lambda: False, on_progress=die)
+    return run
+
+
+def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
+    job, tmp_path, without_waits
+):
+    run = with_an_open_attempt(job, tmp_path)
     run.end("cancelled", "cancelled")
     (attempt,) = run.refresh().attempts
     assert attempt.ended is not None
@@ -201,12 +208,7 @@ def test_a_run_that_is_ended_before_its_fault_was_concluded_keeps_the_fault(
 def test_a_run_that_is_cancelled_after_a_signal_does_not_leave_its_processes(
     job, tmp_path, without_waits
 ):
-    run = WalkedRun(job, home=tmp_path)
-    run.cluster, run.tick = Cluster(["crash"]), lambda _action: None
-    run.take()
-    placement = run.place()
-    with pytest.raises(Killed):
-        run.attempt(placement, data_manifest_key=None, stop_wanted=lambda: False, on_progress=die)
+    run = with_an_open_attempt(job, tmp_path)
     run.termination.since_s, run.termination.leave = time.monotonic() - 60, lambda: die(None)
     run.end("cancelled", "cancelled")
     assert run.refresh().open_attempt is None
