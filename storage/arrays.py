@@ -272,6 +272,15 @@ def _fill_all(
     held: Mapping[str, memoryview],
     shards: Sequence[str],
 ) -> None:
+    """Fill arrays from files, once each array is known to fit its record.
+
+    Raises:
+        StorageError: a file cannot be read, or an array is not as the manifest says.
+    """
+    for name, array in state.items():
+        record = manifest.tensors[name]
+        if (record.dtype, record.shape) != (_CODES[array.dtype], array.shape):
+            raise Corrupt(f"{name}: {record.dtype} {record.shape} does not fit {array.shape}")
     for shard in shards:
         file = held.get(shard)
         if file is None:
@@ -300,8 +309,6 @@ def _fill(state: Mapping[str, Array], manifest: Manifest, shard: str, file: memo
     entries = safetensors_file.parse_header(bytes(file[:length]), size_bytes=len(file), url=shard)
     for name, array in state.items():
         record = manifest.tensors[name]
-        if (record.dtype, record.shape) != (_CODES[array.dtype], array.shape):
-            raise Corrupt(f"{name}: {record.dtype} {record.shape} does not fit {array.shape}")
         for chunk in _chunks_in(record, shard):
             entry = entries.get(chunk.key)
             if entry is None or (entry.dtype, entry.shape) != (record.dtype, chunk.lengths):
